@@ -26,7 +26,6 @@ ALL = (
     "s3",
     "checkpointing",
     "cache",
-    "sharing",
 )
 
 if __name__ == "__main__":

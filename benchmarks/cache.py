@@ -192,8 +192,9 @@ def epochs(
             ends.append((time.perf_counter(), count - first))
             if stream.rows != count:
                 raise RuntimeError(f"epoch {epoch}: got {stream.rows} of {count} images")
-            _, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=60)
-            made += [(each["cpu_s"], each["rows"]) for each in operators if "ChainWorker" in each["name"]]
+            stages = ray.get(coordinator.figures.remote(), timeout=60)["chain"]
+            rows = (epoch + 1) * count
+            made.append((sum(stage["cpu_ms_per_sample"] for stage in stages) * rows / 1000, rows))
             used = (stream.rows, stream.id_sum, 0)
             ray.get(coordinator.epoch_done.remote(0, "train", epoch, 0, used), timeout=60)
         (begun, _), (warm, images), *_, (end, _) = ends

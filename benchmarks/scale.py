@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks.harness import Measure
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
-from stoker.messages import BlockReport, DataCursor, Told
+from stoker.messages import BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Attempt
+from stoker.serve.items import Holdings
 from stoker.serve.passes import Passes
 from stoker.serve.pool import ChainHost
 from stoker.serve.pool import Pool as Hosts
@@ -58,17 +59,18 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
     changed = threading.Condition()
     shared = (changed, changed, {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
     attempt = Attempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
-    attempt.produce(hosts, 2**60, count())
+    with changed:
+        attempt.produce(hosts, 2**60, count(), Holdings())
     return attempt
 
 
 def listed(attempt: Attempt) -> float:
-    """Seconds until the first ticket."""
+    """Seconds until the first shard may be claimed."""
     began = time.perf_counter()
     planner = attempt.planner
     assert planner is not None
     while not (planner.lines and planner.lines[0].listed()):
-        planner.issue()
+        planner.advance()
         time.sleep(0.01)
     return time.perf_counter() - began
 
@@ -82,23 +84,21 @@ def run() -> list[Measure]:
     planner = attempt.planner
     assert planner is not None
     stream = attempt.streams["train", 0]
-    working: deque[tuple[int, str, list[Any]]] = deque()
+    workers = deque(Process(f"p{n}", f"h{n % HOSTS}", "") for n in range(HOSTS * CORES))
+    working: deque[tuple[Process, Claim]] = deque()
     made, began = 0, time.process_time()
     while made < HELD:
-        for ticket in planner.issue():
-            slot = ticket % (HOSTS * CORES)
-            if claim := planner.claim(ticket, f"h{slot % HOSTS}", f"p{ticket}"):
-                working.append((ticket, f"h{slot % HOSTS}", claim.work))
+        while workers and (claim := planner.claim(workers[0])):
+            working.append((workers.popleft(), claim))
         for _ in range(min(len(working), 1000)):
-            ticket, node, work = working.popleft()
-            for index, one in enumerate(work):
+            by, claim = working.popleft()
+            for one in claim.work:
                 first = one.number * ROWS
                 ids = sum(range(first, first + ROWS))
                 report = BlockReport(one.number, 0, True, ROWS, 5.0, ROWS, ids, bytes_out=10**7)
-                planner.reported(ticket, report, (str(ticket), index), Told(node))
-                planner.arrived((str(ticket), index), object())
+                planner.reported(by, claim.number, Made(report, str(made)))
                 made += 1
-            planner.ended(ticket)
+            workers.append(by)
     per_block_s = (time.process_time() - began) / made
     ids_s = seconds(lambda: sum(range(10**9, 10**9 + ROWS)))  # the chain worker's share, measured above
     steps = 200
@@ -106,6 +106,7 @@ def run() -> list[Measure]:
     for step in range(steps):
         for rank in range(WORKERS):
             stream.portion(step, rank)
+            stream.fetched[rank] = step
             stream.release()
     per_step_s = (time.process_time() - began) / steps
     rate = HOSTS * CORES / (ROWS * RECORD_S)
@@ -119,7 +120,7 @@ def run() -> list[Measure]:
         plain("  planner and accounting, of a block", per_block_s * 1000, "ms"),
         plain(f"  64 ranks ask for a step, {HELD:,} blocks held", per_step_s * 1000, "ms"),
         plain("  blocks a second", rate, ""),
-        plain("  from the start to the first ticket", whole_s, "s"),
+        plain("  from the start to the first shard", whole_s, "s"),
         Measure(
             f"scale: resume, {FRAGMENTED:,} ranges",
             resume_s,
@@ -134,7 +135,7 @@ def run() -> list[Measure]:
 
 
 def resumed(hosts: Hosts) -> float:
-    """Seconds to the first ticket from a data cursor with every other shard done."""
+    """Seconds to the first shard from a data cursor with every other shard done."""
 
     def start(passes: Passes) -> DataCursor:
         done = [(2 * n, 2 * n + 1) for n in range(FRAGMENTED)]

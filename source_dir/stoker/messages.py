@@ -7,7 +7,7 @@ coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  check
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ class Work(NamedTuple):
     """Number of its blocks that were already consumed."""
     store: bool = True
     """Whether the host caches its records, if caching is on."""
+    stop: int | None = None
+    """Index of the first block not to make; None: all are made."""
 
 
 # What a chain worker is given
@@ -85,15 +87,37 @@ class Care(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Head → chain worker: the work behind a ticket."""
+    """Service → chain worker: what to make."""
 
+    number: int
+    """Tells it from all other claims; reports on one that was taken back are refused."""
     plan: EpochPlan
     work: list[Work]
     care: Care
     wait_s: float = 0.0
     """Wait this long before starting, because the process died at this work."""
-    blocks: int | None = None
-    """Stop after this many non-empty blocks."""
+
+
+class Process(NamedTuple):
+    """Chain worker → service: who calls."""
+
+    worker: str
+    """Id of its actor, which Ray restarts as it is."""
+    node: str
+    token: str
+    """Another one in each process of the actor."""
+
+
+class Reply(NamedTuple):
+    """Service → chain worker: what comes next."""
+
+    claim: Claim | None = None
+    go_on: bool = True
+    """Whether to continue with the work, or with the lease."""
+    unused: Sequence[str] = ()
+    """Blocks on its host that nobody needs any more: it removes them."""
+    wait_s: float = 0.0
+    """Wait this long before the next claim."""
 
 
 class Start(NamedTuple):
@@ -219,21 +243,15 @@ class BlockReport:
     kept: int = 0
     """Records written to the host's cache."""
     kept_bytes: int = 0
-    place: str = ""
-    """With `data.share`: identifies the shard for other runs; empty: the block is not for them."""
-    shared: bool = False
-    """Whether it had been made before, mostly by another run."""
 
 
-Origin = tuple[str, int]
-"""Origin of a block: a task and the index of the block within it."""
+class Made(NamedTuple):
+    """Chain worker → service: a block, and where it is."""
 
-
-class Told(NamedTuple):
-    """Chain worker → head: what accompanies each report."""
-
-    node: str
-    usage: tuple[int, int] | None = None
+    report: BlockReport
+    file: str = ""
+    """Name of the block in its host's folder; empty: it has no rows."""
+    cache_usage: tuple[int, int] | None = None
     """Size and limit of the host's cache in bytes."""
 
 
@@ -251,19 +269,15 @@ class Failure(NamedTuple):
 # What a train worker is given
 
 
-SERVED_FROM_BYTES = 100 * 1024
-"""Ray keeps smaller objects with their owner instead of in the shared memory of the host that made them."""
-
-
 class BlockSlice(NamedTuple):
     """Coordinator → train worker: rows start … stop-1 of a block."""
 
-    block: Any
-    """Object reference."""
+    block: str
+    """Name of the block's file."""
     start: int
     stop: int
     node: str = ""
-    """Ray node that holds it; empty: small or unknown, fetched through Ray."""
+    """Ray node that holds it; empty: it was lost, and is being made again."""
     of: int = 0
     """Rows in the block, according to its report."""
 
@@ -275,6 +289,17 @@ class Server(NamedTuple):
     """Handle of the actor that runs it."""
     address: str
     port: int
+
+
+class Directory(NamedTuple):
+    """Service → consumers: where blocks are served."""
+
+    run: str
+    """Names the folders of the run's blocks."""
+    secret: bytes
+    """Of the run's block connections."""
+    servers: dict[str, Server]
+    """By Ray node; the head has none."""
 
 
 @dataclass

@@ -18,8 +18,8 @@ from tests.fakes.ray_nodes import RayNodes
 def servers(train: Train) -> dict[str, Any]:
     import ray
 
-    answer: tuple[bytes, dict[str, Any]] = ray.get(train.coordinator.servers.remote(), timeout=120)
-    return answer[1]
+    found: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
+    return found
 
 
 def agents_that_die(train: Train, deaths: int) -> dict[str, Any]:

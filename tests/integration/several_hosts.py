@@ -188,7 +188,7 @@ def ready_servers(train: Train) -> dict[str, Any]:
     """The block servers of both CPU hosts, once they listen."""
     import ray
 
-    _, servers = ray.get(train.coordinator.servers.remote(), timeout=120)
+    servers: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
     return servers if len(servers) == 2 else {}
 
 
@@ -240,7 +240,7 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 20)
     found["more"] = made_by(train)[name] - made
     # Its agent ends when no block is needed from it.
-    found["rescued"] = bool(until(lambda: node not in ray.get(train.coordinator.servers.remote())[1]))
+    found["rescued"] = bool(until(lambda: node not in ray.get(train.coordinator.servers.remote()).servers))
     for _ in range(3):  # with what train workers have taken before, they let go of its last blocks
         ids.extend(next(steps))
         train.portions.clear()

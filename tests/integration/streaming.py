@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.chain.columns import columns_of
 from stoker.config.schema import Config
 from stoker.messages import ID_COLUMN, StepAssignment
 from stoker.read.sources import ID_MODULUS
+from stoker.serve.blocks.client import connect
 from stoker.serve.opening import open_data, start_coordinator
 
 
@@ -29,6 +29,7 @@ class Train:
         self.coordinator = start_coordinator(self.config, data, self.workers, self.first_epoch, self.place)
         begin = self.coordinator.begin.remote(self.coordinator, 0, self.workers, self.first_epoch, self.place)
         self.ray.get(begin, timeout=180)
+        self.transport = connect(self.coordinator, pinned=False, timeout_s=120.0)
 
     @property
     def ray(self) -> Any:
@@ -49,19 +50,20 @@ class Train:
         while True:
             ids: list[int] = []
             asked = [
-                self.coordinator.next.remote(self.attempt, split, epoch, rank, step)
+                self.coordinator.ahead.remote(self.attempt, split, epoch, rank, step, 1, step)
                 for rank in range(self.workers)
             ]
             answers = self.ray.get(asked, timeout=180)
-            if answers[0] is None:
-                assert answers == [None] * self.workers
+            if answers[0] == []:
+                assert answers == [[]] * self.workers
                 return
             for answer in answers:
-                assert isinstance(answer, StepAssignment), answer
-                self.portions.append(answer)
-                for part in answer.blocks:
-                    block = columns_of(self.ray.get(part.block))
-                    ids += block[ID_COLUMN][part.start : part.stop].tolist()
+                assert isinstance(answer, list), answer
+                self.portions += answer
+                for part in answer[0].blocks:
+                    columns, start, stop, _ = self.transport.rows(part)
+                    ids += columns[ID_COLUMN][start:stop].tolist()
+            self.transport.finish_pass()
             yield ids
             step += 1
 

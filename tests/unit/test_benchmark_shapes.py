@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from whole_way import OtherHost, Store, Way
 
 from benchmarks import shapes
@@ -15,12 +14,10 @@ from stoker.serve.opening import pads_of
 
 
 @pytest.fixture
-def way() -> Iterator[Way]:
-    store = Store()
+def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    store = Store(tmp_path_factory.mktemp("blocks"))
     other = OtherHost(store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "get", store.get)
-        yield Way(store, other)
+    yield Way(store, other)
     other.server.close()
 
 

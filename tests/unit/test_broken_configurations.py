@@ -29,15 +29,10 @@ CASES = {
     "wrong type": ("train: {epochs: many}", [], "train.epochs: input should be a valid integer"),
     "not one of": ("data: {order: exakt}", [], "data.order: input should be 'any' or 'exact' (got 'exakt')"),
     "out of range": ("data: {bad_record_budget: 2}", [], "should be less than or equal to 1 (got 2)"),
-    "sharing what a cache holds": (
-        "data: {share: x, cache: disk}",
+    "sharing blocks": (
+        "data: {share: sweep}",
         [],
-        "share requires cache: none; runs share what a cache would hold",
-    ),
-    "a name that no actor can have": (
-        "data: {share: a b}",
-        [],
-        "data.share: has the wrong form: name of letters, digits, - _ and .",
+        "data: share was removed: each run preprocesses its own blocks; remove the key",
     ),
     "bad name": ("name: 'two words'", [], "job.yaml: name: "),
     "twice the same key": ("seed: 1\nseed: 2", [], "the key 'seed' stands twice"),

@@ -25,8 +25,8 @@ from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.attempt import LoaderAttempt, LoaderSettings
-from stoker.messages import BlockReport, Shard, Told
-from stoker.serve.items import ITEM_S
+from stoker.messages import BlockReport, Made, Process, Shard
+from stoker.serve.items import ITEM_S, Holdings
 from stoker.serve.pool import ChainHost, Pool
 
 
@@ -181,6 +181,9 @@ def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
+PROCESS = Process("worker", "h", "process")
+
+
 class Head:
     """The planner of two passes on a host with one process, without Ray."""
 
@@ -188,8 +191,9 @@ class Head:
         pool = Pool()
         pool.update([ChainHost("h", 1)], False, 0.0)
         changed = threading.Condition()
+        numbers, settings = itertools.count(), LoaderSettings(600.0)
         self.attempt = LoaderAttempt(
-            0, LoaderSettings(600.0), pool, budget, itertools.count(), changed, changed, lambda text: None, {}
+            0, settings, pool, budget, numbers, Holdings(), changed, changed, lambda text: None, {}
         )
         self.planner = self.attempt.planner
         with changed:
@@ -202,22 +206,20 @@ class Head:
                 )
                 self.attempt.submit(key, shards, None)
 
-    def claim(self) -> tuple[int, str, int]:
-        """Which pass and shard the process is given."""
+    def claim(self) -> tuple[int, str, int, int]:
+        """Number, pass and shard of what the process is given, and blocks to skip."""
         with self.attempt.changed:
-            (ticket, *_) = self.planner.issue()
-            claim = self.planner.claim(ticket, "h", "process")
+            claim = self.planner.claim(PROCESS)
         assert claim is not None
-        return ticket, claim.plan.split, claim.work[0].number
+        return claim.number, claim.plan.split, claim.work[0].number, claim.work[0].skip
 
-    def made(self, ticket: int, shard: int, nth: int = 0, last: bool = True) -> None:
+    def made(self, number: int, shard: int, nth: int = 0, last: bool = True) -> None:
         with self.attempt.changed:
             # So long that each shard is an item.
             report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=ITEM_S)
-            self.planner.reported(ticket, report, (f"{ticket}", nth), Told("h", None))
-            self.planner.arrived((f"{ticket}", nth), object())
+            self.planner.reported(PROCESS, number, Made(report, f"{shard}.{nth}"))
             if last:
-                self.planner.ended(ticket)
+                self.planner.ended(PROCESS)
 
 
 def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
@@ -225,9 +227,9 @@ def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -
     head = Head(budget=200, streams=0)
     found = []
     for _ in range(9):
-        ticket, split, shard = head.claim()
+        number, split, shard, _ = head.claim()
         found.append(split)
-        head.made(ticket, shard)
+        head.made(number, shard)
         if split == "val":
             with head.attempt.changed:  # its script takes what is there
                 stream: Any = head.attempt.lines["val"].stream
@@ -241,27 +243,24 @@ def test_a_worker_of_an_iterable_dataset_that_is_ahead_makes_way_for_another_pas
     with head.attempt.changed:
         val = head.attempt.lines["val"]
         waiting, val.work = val.work, type(val.work)()
-    ticket, split, shard = head.claim()
+    number, split, shard, _ = head.claim()
     assert split == "train"
     for nth in range(4):
-        head.made(ticket, shard, nth, last=False)
+        head.made(number, shard, nth, last=False)
     with head.attempt.changed:
-        assert not head.planner.makes_way(ticket, 4)  # nobody waits
+        assert not head.planner.makes_way(PROCESS.worker, 4)  # nobody waits
         val.work = waiting
-        assert not head.planner.makes_way(ticket, 3)
-        assert head.planner.makes_way(ticket, 4)
-    ticket, split, shard = head.claim()
+        assert not head.planner.makes_way(PROCESS.worker, 3)
+        assert head.planner.makes_way(PROCESS.worker, 4)
+    number, split, shard, _ = head.claim()
     assert split == "val"
-    head.made(ticket, shard)
+    head.made(number, shard)
     with head.attempt.changed:
         stream: Any = head.attempt.lines["train"].stream
         stream.next = (0, 4)
         stream.ready.clear()  # the script goes on with the other
         val.work.clear()
-    ticket, split, _ = head.claim()
-    with head.attempt.changed:
-        shards = head.planner.tickets[ticket].shards
-    assert split == "train" and [skip for _, _, skip in shards] == [4]
+    assert head.claim()[1:] == ("train", 0, 4)
 
 
 def test_an_address_where_nobody_answers_is_refused_at_once() -> None:

@@ -150,7 +150,7 @@ def test_no_lock_is_held_across_a_ray_call() -> None:
         code.add(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), path.read_text())
     assert {"changed", "_changed", "_lock"} <= code.locks, "the coordinator's and the feed's are seen"
     waiting = {place.name for place in code.waits_for_ray()}
-    assert {"_through_ray", "start_coordinator", "fetch", "_ask"} <= waiting
+    assert {"start_coordinator", "fetch", "rows", "_ask"} <= waiting
     assert not code.violations()
 
 

@@ -87,7 +87,7 @@ class Run:
         blocks = []
         for work in pack_work(shards, [False] * len(shards)):
             for columns, report in blocks_of(loaded, epoch, work):
-                attempt.deliver(stream, ReadyBlock(report, "", len(blocks)))
+                attempt.deliver(stream, ReadyBlock(report, "", str(len(blocks))))
                 blocks.append(columns)
         attempt.produced(stream)
         assert not attempt.failure
@@ -98,7 +98,7 @@ class Run:
                 for rank in range(workers):
                     portion = stream.portion(feed, rank)
                     for part in portion.blocks if portion else []:
-                        rows = blocks[part.block]
+                        rows = blocks[int(part.block)]
                         window.setdefault(rank, []).extend(rows[KEY_COLUMN][part.start : part.stop])
                         ids += int(rows[ID_COLUMN][part.start : part.stop].sum())
                 feed += 1 if portion else 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.serve.pool import GROW_AFTER_S, MOVE_EVERY_S, SHRINK_AFTER_S, ChainHost, Pool, chain_hosts
+from stoker.serve.pool import GROW_AFTER_S, SHRINK_AFTER_S, ChainHost, Pool, chain_hosts
 
 GPU, A, B = ChainHost("gpu", 4, trains=True), ChainHost("a", 4), ChainHost("b", 4)
 
@@ -19,16 +19,6 @@ def pool_of(*hosts: ChainHost, hungry: bool = False) -> Pool:
     for now in (0.0, GROW_AFTER_S):
         pool.update(hosts, hungry, now)
     return pool
-
-
-def places(pool: Pool) -> list[str]:
-    """Where chain workers start, one after the other, until there are enough."""
-    there: Counter[str] = Counter()
-    found = []
-    while node := pool.place(there):
-        there[node] += 1
-        found.append(node)
-    return found
 
 
 def test_hosts_that_train_help_once_data_has_been_short_and_until_it_has_not_been() -> None:
@@ -47,39 +37,52 @@ def test_hosts_that_train_help_once_data_has_been_short_and_until_it_has_not_bee
     assert pool.slots == 8
 
 
-def test_the_hosts_that_only_preprocess_are_filled_first() -> None:
-    found = places(pool_of(GPU, A, B, hungry=True))
-    assert set(found[:8]) == {"a", "b"} and found[8:] == ["gpu"] * 4
-
-
 @pytest.mark.parametrize("trains", [True, False])
 def test_on_one_host_it_makes_no_difference_whether_it_trains(trains: bool) -> None:
-    assert places(pool_of(ChainHost("only", 2, trains))) == ["only"] * 2
+    assert pool_of(ChainHost("only", 2, trains)).missing({}) == ["only"] * 2
 
 
 def test_a_host_that_comes_late_is_used_and_a_lost_one_is_not() -> None:
     pool = pool_of(A)
     pool.update([A, B], False, 5)
-    assert pool.place(Counter(a=4)) == "b"
+    pool.workers_are({f"p{n}": "a" for n in range(4)}, 5)
+    assert pool.missing({"b": 1}) == ["b"] * 3
     pool.update([B], False, 6)
     assert pool.slots == 4 and not pool.may_work("a")
 
 
-def test_chain_workers_that_ray_started_elsewhere_make_room_for_some_where_they_belong() -> None:
-    pool = pool_of(GPU, A)
-    moved = {"p0": "gpu", "p1": "gpu", "p2": "gpu", "p3": "gpu"}
+def test_a_host_that_is_about_to_leave_gets_no_chain_worker_and_its_own_end() -> None:
+    pool = pool_of(A, B)
+    pool.update([A], False, 5, closing=["b"])
+    pool.workers_are({"p": "a", "q": "b"}, 6)
+    assert pool.leaving == ["q"] and pool.missing({}) == ["a"] * 3
+    assert not pool.is_gone("b"), "what it has in hand it delivers"
+
+
+def test_without_work_no_chain_worker_stays() -> None:
+    pool = pool_of(A)
+    pool.update([A], False, 5, idle=True)
+    pool.workers_are({"p": "a", "q": "a"}, 6)
+    assert pool.leaving == ["p", "q"] and pool.missing({}) == []
+
+
+def test_chain_workers_that_ray_started_elsewhere_end() -> None:
+    pool = pool_of(A, B)
+    moved = {f"p{n}": "a" for n in range(6)}
     pool.workers_are(moved, 100.0)
-    assert pool.leaving == list(moved), "those of a lost host, which has no other to preprocess"
-    pool.workers_are(moved | {"q0": "a", "q1": "a"}, 101.0)
-    assert pool.leaving == list(moved)
-    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu", "q3": "gpu"}, 102.0)
-    assert not pool.leaving, "a host without room is not asked for it without end"
-    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu"}, 100.0 + MOVE_EVERY_S)
-    assert pool.leaving == ["q2"]
-    pool.update([GPU, A], True, 200.0)
-    pool.update([GPU, A], True, 200.0 + GROW_AFTER_S)
-    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu"}, 300.0)
-    assert not pool.leaving, "it is needed there now"
+    assert pool.leaving == ["p4", "p5"], "those of a lost host"
+    pool.workers_are({f"p{n}": "a" for n in range(4)}, 101.0)
+    assert not pool.leaving and pool.missing({}) == ["b"] * 4
+
+
+def test_chain_workers_on_a_host_that_trains_end_when_it_need_not_help() -> None:
+    pool = pool_of(GPU, A, hungry=True)
+    pool.workers_are({"p": "gpu", "q": "a"}, 3.0)
+    assert not pool.leaving
+    for now in (100.0, 100.0 + SHRINK_AFTER_S):
+        pool.update([GPU, A], False, now)
+    pool.workers_are({"p": "gpu", "q": "a"}, 130.0)
+    assert pool.leaving == ["p"]
 
 
 def test_work_that_was_tried_goes_where_chain_workers_run() -> None:
@@ -107,7 +110,8 @@ def test_work_goes_where_it_has_not_failed_yet() -> None:
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 9), st.booleans())))
 def test_every_slot_gets_one(shape: dict[str, tuple[int, bool]]) -> None:
     hosts = [ChainHost(node, slots, trains) for node, (slots, trains) in shape.items()]
-    assert Counter(places(pool_of(*hosts, hungry=True))) == {h.node: h.slots for h in hosts if h.slots}
+    missing = Counter(pool_of(*hosts, hungry=True).missing({}))
+    assert missing == {h.node: h.slots for h in hosts if h.slots}
 
 
 def node(

@@ -39,6 +39,7 @@ class Run:
     chance: random.Random
 
     def __post_init__(self) -> None:
+        self.made: list[list[int]] = []
         books = EpochAccount("train", 0, carried=self.start.books)
         self.stream = Stream(Splitter(1, 1, equal=True), books, None, Trail(self.start))
         tasks = []
@@ -70,13 +71,16 @@ class Run:
             assert not self.stream.reported(report, "a"), "booked once"
             waiting += ids
             if waiting and (report.last or self.chance.random() < 0.6):
-                self.stream.arrived(ReadyBlock(replace(report, rows=len(waiting)), "a", waiting))
+                self.made.append(waiting)
+                self.stream.arrived(
+                    ReadyBlock(replace(report, rows=len(waiting)), "a", f"{len(self.made) - 1}")
+                )
                 waiting = []
             yield True
 
     def ids(self, rows: range) -> list[int]:
         return [
-            self.stream.blocks[s.block].reference[i]
+            self.made[int(self.stream.blocks[s.block].file)][i]
             for s in self.stream.splitter.slices_of(rows)
             for i in range(s.start, s.stop)
         ]

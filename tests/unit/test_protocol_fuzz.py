@@ -14,14 +14,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from stoker.chain.columns import to_table
 from stoker.hosts.lifeline import Lifeline, LifelineServer
 from stoker.serve.blocks import wire
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
 FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
@@ -75,6 +78,18 @@ def answers(port: int, frame: bytes, greet: Callable[[socket.socket], Any]) -> b
         return found
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> BlockFolder:
+    """The blocks of a host: one of four numbers."""
+    found = BlockFolder("test", "far")
+    found.roots = [tmp_path]
+    return found
+
+
+def add(folder: BlockFolder) -> str:
+    return folder.write(to_table({"x": np.arange(4)}))
+
+
 def hello(nonce: bytes) -> bytes:
     """A whole greeting of a train worker, which holds the key."""
     ours = b"o" * wire.NONCE_BYTES
@@ -82,9 +97,10 @@ def hello(nonce: bytes) -> bytes:
 
 
 @pytest.mark.long
-def test_a_block_server_answers_no_greeting_but_the_right_one(leaves_nothing: None) -> None:
-    server, chance = BlockServer("127.0.0.1", SECRET), random.Random(3)
-    server.hold(NAME, "b", {"x": np.arange(4)})
+def test_a_block_server_answers_no_greeting_but_the_right_one(
+    leaves_nothing: None, folder: BlockFolder
+) -> None:
+    server, chance = BlockServer("127.0.0.1", SECRET, folder), random.Random(3)
     for _ in range(FRAMES):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
             nonce = wire.receive(connection, wire.NONCE_BYTES)
@@ -98,28 +114,27 @@ def test_a_block_server_answers_no_greeting_but_the_right_one(leaves_nothing: No
     # The proof of another connection, word for word.
     replay = hello(nonce)
     assert answers(server.port, replay, lambda c: wire.receive(c, wire.NONCE_BYTES)) == b""
-    assert fetched(server) == [0, 1, 2, 3]
+    assert fetched(server, add(folder)) == [0, 1, 2, 3]
     server.close()
 
 
-def fetched(server: BlockServer) -> list[int]:
+def fetched(server: BlockServer, block: str) -> list[int]:
     """Rows as a train worker gets them."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         wire.greet_server(connection, wire.run_key(SECRET), NAME)
-        server.hold(NAME, "b", {"x": np.arange(4)})
-        wire.send_message(connection, {"take": ["b", 0, 4], "done": []})
+        wire.send_message(connection, {"take": [block, 0, 4], "done": []})
         assert wire.receive_message(connection)["rows"] == 4
         return np.frombuffer(wire.receive(connection, 32), np.int64).tolist()
 
 
 def test_a_block_server_survives_requests_that_are_none(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, folder: BlockFolder
 ) -> None:
-    monkeypatch.setattr("stoker.serve.blocks.server.BLOCK_TIMEOUT_S", 0.0)
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    server, chance = BlockServer("127.0.0.1", SECRET), random.Random(4)
-    content = json.dumps({"take": ["b", 0, 4], "done": ["a", "c"]}).encode()
+    server, chance = BlockServer("127.0.0.1", SECRET, folder), random.Random(4)
+    (folder.roots[0].parent / "secret").write_text("of another folder")
+    content = json.dumps({"take": ["0" * 24, 0, 4], "done": ["1" * 24, "2" * 24]}).encode()
     frame = struct.pack(">I", len(content)) + content
     deep = b"[" * 100_000
     frames = [struct.pack(">I", len(deep)) + deep, struct.pack(">I", 2**32 - 1), *wrong_requests()]
@@ -127,7 +142,8 @@ def test_a_block_server_survives_requests_that_are_none(
     for each in frames:
         answers(server.port, each, lambda c: wire.greet_server(c, wire.run_key(SECRET), NAME))
     assert not failed, failed[0]
-    assert fetched(server) == [0, 1, 2, 3]
+    assert (folder.roots[0].parent / "secret").exists(), "no name leads out of the folder"
+    assert fetched(server, add(folder)) == [0, 1, 2, 3]
     server.close()
 
 
@@ -143,10 +159,11 @@ def wrong_requests() -> Iterator[bytes]:
         ["b", 4, 0],
         ["b", 0.5, 4],
         [1, 0, 4],
+        ["../secret", 0, 4],
         {},
     ):
         yield from packed({"take": take})
-    for done in (1, {}, [1], [["b"]], "b"):
+    for done in (1, {}, [1], [["b"]], "b", ["../secret"]):
         yield from packed({"done": done})
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
-from whole_way import Listed, OtherHost, Reference, Store, Way
+from whole_way import Listed, OtherHost, Store, Way
 
 from launcher.advise.size.profile import _few
 from stoker.chain.chain import Chain
@@ -35,12 +34,10 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def way() -> Iterator[Way]:
-    store = Store()
+def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    store = Store(tmp_path_factory.mktemp("blocks"))
     other = OtherHost(store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "get", store.get)
-        yield Way(store, other)
+    yield Way(store, other)
     other.server.close()
 
 
@@ -228,7 +225,7 @@ def _fixed(ids: Ragged) -> Any:
     ],
 )
 def test_a_damaged_block_never_becomes_a_batch(way: Way, change: Any, expected: str, direct: bool) -> None:
-    def damage(references: list[Reference], store: Store) -> None:
+    def damage(references: list[str], store: Store) -> None:
         block = store[references[1]]
         changed = block | {"ids": change(block["ids"])}
         if change is _a_row_less:
@@ -252,10 +249,10 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int]
         theirs.sendall(np.array(offsets, np.int64).tobytes() + np.zeros(values, np.int32).tobytes())
 
     threading.Thread(target=answer).start()
-    part = BlockSlice(Reference(), 0, 2, "far", 2)
+    part = BlockSlice("b", 0, 2, "far", 2)
     columns = {"ids": Ragged(np.zeros(3, np.int32), np.array([0, 2, 3]))}
     batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of(columns, pads={"ids": Pad(0)}))
-    request = Request(None, None, ours, part.block.hex(), part)  # type: ignore[arg-type]
+    request = Request(None, None, ours, part)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="row offsets from"):
         request.receive(batch, 0)
     for each in (ours, theirs):
@@ -266,7 +263,7 @@ def test_rows_that_come_a_second_time_take_the_place_of_the_first() -> None:
     ids = Ragged.of([np.array([1, 2]), np.array([3])], "int64")
     batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of({"ids": ids}, pads={"ids": Pad(0)}))
     batch.ragged("ids", 0, ids.offsets, 3)[...] = 9  # the connection ended before `wrote`
-    batch.take(BlockSlice(Reference(), 0, 2, "", 2), {"ids": ids}, 0)
+    batch.take(BlockSlice("b", 0, 2, "", 2), {"ids": ids}, 0)
     assert batch.finish()["ids"].tolist() == [[1, 2], [3, 0]]
 
 
@@ -274,7 +271,7 @@ def test_rows_stand_in_their_places_in_whatever_order_they_come() -> None:
     ids = Ragged.of([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])], "int64")
     batch = BatchBuilder(BufferPool(pinned=False), 3, schema_of({"ids": ids}, pads={"ids": Pad(0)}))
     for start, stop in ((2, 3), (0, 1), (1, 2)):
-        batch.take(BlockSlice(Reference(), start, stop, "", 3), {"ids": ids}, start)
+        batch.take(BlockSlice("b", start, stop, "", 3), {"ids": ids}, start)
     found = batch.finish()
     assert found["ids"].tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert found["ids_length"].tolist() == [2, 1, 3]

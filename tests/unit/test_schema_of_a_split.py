@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from whole_way import Listed, OtherHost, Reference, Store, Way
+from whole_way import Listed, OtherHost, Store, Way
 
 from stoker.chain.columns import schema_of
 from stoker.chain.transforms import Drop
@@ -68,12 +67,10 @@ DEFECTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def way() -> Iterator[Way]:
-    store = Store()
+def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    store = Store(tmp_path_factory.mktemp("blocks"))
     other = OtherHost(store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "get", store.get)
-        yield Way(store, other)
+    yield Way(store, other)
     other.server.close()
 
 
@@ -375,8 +372,7 @@ def test_blocks_that_disagree_end_the_run_where_nobody_knew_the_schema(way: Way)
 
 def test_no_batch_has_a_row_that_nothing_wrote() -> None:
     batch = BatchBuilder(BufferPool(pinned=False), 7, schema_of({"x": np.arange(5), "y": np.arange(5)}))
-    reference = Reference()
-    batch.take(BlockSlice(reference, 0, 5, "", 5), {"x": np.arange(5), "y": np.arange(5)}, 0)
+    batch.take(BlockSlice("b", 0, 5, "", 5), {"x": np.arange(5), "y": np.arange(5)}, 0)
     with pytest.raises(SchemaError, match="column 'x': 5 of the batch's 7 rows were written"):
         batch.finish()
 

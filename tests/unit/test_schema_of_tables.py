@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import ray
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -34,12 +33,10 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def way() -> Iterator[Way]:
-    store = Store()
+def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    store = Store(tmp_path_factory.mktemp("blocks"))
     other = OtherHost(store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "get", store.get)
-        yield Way(store, other)
+    yield Way(store, other)
     other.server.close()
 
 

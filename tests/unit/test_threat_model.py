@@ -21,15 +21,17 @@ from stoker.data import read_parquet
 from stoker.errors import UsageError
 from stoker.hosts.lifeline import LifelineServer
 from stoker.serve.blocks import wire
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
 SECRET, NAME = b"s" * 32, b"w" * wire.NONCE_BYTES
+FOLDER = BlockFolder("test", "far")
 Server = BlockServer | LifelineServer
 SERVERS: dict[str, tuple[str, str, Callable[[], Server]]] = {
     "block server": (
         "stoker.serve.blocks.server",
         "stoker.serve.blocks.wire.GREETING_TIMEOUT_S",
-        lambda: BlockServer("127.0.0.1", SECRET),
+        lambda: BlockServer("127.0.0.1", SECRET, FOLDER),
     ),
     "lifeline": (
         "stoker.hosts.lifeline",
@@ -106,7 +108,7 @@ def test_handshakes_at_the_same_time_are_limited(which: str, monkeypatch: pytest
 
 
 def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> None:
-    server = BlockServer("127.0.0.1", SECRET)
+    server = BlockServer("127.0.0.1", SECRET, FOLDER)
     with connect(server) as connection:
         wire.greet_server(connection, wire.run_key(SECRET), NAME)
         connection.settimeout(20)
@@ -116,7 +118,7 @@ def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> No
 
 
 def test_a_recorded_or_reflecting_block_server_is_not_believed() -> None:
-    server = BlockServer("127.0.0.1", SECRET)
+    server = BlockServer("127.0.0.1", SECRET, FOLDER)
     key = wire.run_key(SECRET)
     ours, theirs = socket.socketpair()
     with connect(server) as host, ours:

@@ -1,70 +1,50 @@
-"""Blocks over a socket: both ends as they run, with a plain object where Ray's actor handle would be."""
+"""Blocks of hosts: over a socket, mapped, or made again; both ends as they run."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stoker.chain.columns import schema_of
-from stoker.messages import BlockSlice, Server
+from stoker.chain.columns import schema_of, to_table
+from stoker.errors import DataError
+from stoker.messages import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder
 from stoker.serve.blocks.buffers import BufferPool
+from stoker.serve.blocks.client import Transport
 from stoker.serve.blocks.connections import DirectHosts
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
 SECRET = b"s" * 32
 
 
-@dataclass(frozen=True)
-class Block:
-    """As an object reference is used here."""
-
-    columns: Any
-
-    def hex(self) -> str:
-        return f"{id(self):x}"
-
-
-@dataclass
-class Hold:
-    """What Ray would bring to the other host's actor: a call of its `hold`."""
-
-    server: BlockServer
-    deaf: bool = False
-
-    def remote(self, worker: bytes, blocks: list[Block]) -> None:
-        for block in blocks:
-            if not self.deaf:
-                self.server.hold(worker, block.hex(), block.columns)
-
-
-@dataclass
-class Agent:
-    hold: Hold
-
-
 @dataclass
 class Setting:
-    server: BlockServer
-    hosts: DirectHosts
-    notes: list[str] = field(default_factory=list)
+    """A host that serves blocks, and a train worker on another."""
 
-    def fetch(self, *parts: tuple[Block, int, int]) -> tuple[dict[str, Any], list[bool]]:
-        rows = sum(stop - start for _, start, stop in parts)
-        batch = BatchBuilder(BufferPool(pinned=False), rows, schema_of(parts[0][0].columns))
-        asked = [
-            self.hosts.ask(BlockSlice(block, start, stop, "far", len(block.columns["__id"])))
-            for block, start, stop in parts
-        ]
+    server: BlockServer
+    folder: BlockFolder
+    hosts: DirectHosts
+    notes: list[str]
+
+    def block(self, rows: int, first: int = 0) -> BlockSlice:
+        """A new block on the other host; all its rows."""
+        return BlockSlice(self.folder.write(to_table(columns_of(rows, first))), 0, rows, "far", rows)
+
+    def fetch(self, *parts: BlockSlice) -> tuple[dict[str, Any], list[bool]]:
+        rows = sum(part.stop - part.start for part in parts)
+        batch = BatchBuilder(BufferPool(pinned=False), rows, schema_of(columns_of(1)))
+        asked = [self.hosts.ask(part) for part in parts]
         came, at = [], 0
-        for request, (_, start, stop) in zip(asked, parts, strict=True):
+        for request, part in zip(asked, parts, strict=True):
             came.append(request is not None)
             if request is not None:
                 try:
@@ -72,42 +52,35 @@ class Setting:
                 except OSError as error:
                     request.failed(error)
                     came[-1] = False
-            at += stop - start
+            at += part.stop - part.start
         return batch.finish() if all(came) else {}, came
 
 
-def setting(server_secret: bytes = SECRET, worker_secret: bytes = SECRET, deaf: bool = False) -> Setting:
-    server = BlockServer("127.0.0.1", server_secret)
-    entry = Server(Agent(Hold(server, deaf)), "127.0.0.1", server.port)
-    notes: list[str] = []
-    hosts = DirectHosts(lambda: (worker_secret, {"far": entry}), notes.append)
-    hosts._own_node = "here"  # what Ray would say
-    return Setting(server, hosts, notes)
+def columns_of(rows: int, first: int = 0) -> dict[str, Any]:
+    ids = np.arange(first, first + rows, dtype=np.int64)
+    image = np.repeat(ids.astype(np.uint8), 48).reshape(rows, 4, 4, 3)
+    return {"__id": ids, "image__hwc": image, "word": np.array([f"w{i}" for i in ids], dtype=object)}
+
+
+def setting(root: Path, worker_secret: bytes = SECRET) -> Setting:
+    folder = BlockFolder("test", "far")
+    folder.roots = [root]
+    server, notes = BlockServer("127.0.0.1", SECRET, folder), list[str]()
+    hosts = DirectHosts(notes.append)
+    hosts.update(Directory("test", worker_secret, {"far": Server(None, "127.0.0.1", server.port)}))
+    return Setting(server, folder, hosts, notes)
 
 
 @pytest.fixture
-def far() -> Iterator[Setting]:
-    here = setting()
+def far(tmp_path: Path) -> Iterator[Setting]:
+    here = setting(tmp_path)
     yield here
     here.server.close()
 
 
-def block(rows: int, first: int = 0) -> Block:
-    ids = np.arange(first, first + rows, dtype=np.int64)
-    image = np.repeat(ids.astype(np.uint8), 48).reshape(rows, 4, 4, 3)
-    return Block({"__id": ids, "image__hwc": image, "word": np.array([f"w{i}" for i in ids], dtype=object)})
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_rows_of_several_blocks_arrive_as_one_batch(far: Setting) -> None:
-    first, second = block(10), block(10, first=10)
-    columns, came = far.fetch((first, 7, 10), (second, 0, 5))
+    first, second = far.block(10), far.block(10, first=10)
+    columns, came = far.fetch(first._replace(start=7), second._replace(stop=5))
     assert came == [True, True]
     assert columns["__id"].tolist() == list(range(7, 15))
     assert columns["image__hwc"].dtype == np.uint8
@@ -115,20 +88,17 @@ def test_rows_of_several_blocks_arrive_as_one_batch(far: Setting) -> None:
     assert columns["word"] == [f"w{i}" for i in range(7, 15)]
 
 
-def test_the_other_host_lets_go_of_blocks_that_are_behind_us_and_of_all_when_we_leave(far: Setting) -> None:
-    blocks = [block(8, first=8 * n) for n in range(6)]
-    for b in blocks:
-        far.fetch((b, 0, 4))
-        far.fetch((b, 4, 8))
-    assert far.server.held() <= 2
-    for connection in far.hosts._links["far"].idle:
-        connection.close()
-    wait_until(lambda: far.server.held() == 0)
+def test_a_block_that_only_one_process_knows_goes_with_its_next_request(far: Setting) -> None:
+    first, second = far.block(8), far.block(8)
+    far.fetch(first)
+    far.hosts.done(first)
+    far.fetch(second)
+    assert [path.name for path in far.folder.roots[0].iterdir()] == [second.block]
 
 
-def test_who_does_not_hold_the_key_gets_nothing() -> None:
-    here = setting(server_secret=SECRET, worker_secret=b"x" * 32)
-    columns, came = here.fetch((block(4), 0, 4))
+def test_who_does_not_hold_the_key_gets_nothing(tmp_path: Path) -> None:
+    here = setting(tmp_path, worker_secret=b"x" * 32)
+    columns, came = here.fetch(here.block(4))
     assert came == [False] and columns == {}
     assert "block server 127.0.0.1" in here.notes[0] and len(here.notes) == 1
     here.server.close()
@@ -136,7 +106,6 @@ def test_who_does_not_hold_the_key_gets_nothing() -> None:
 
 def test_a_server_without_the_key_is_not_believed() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    here = setting()
     port = listener.getsockname()[1]
     connection = socket.create_connection(("127.0.0.1", port))
     other, _ = listener.accept()
@@ -145,7 +114,6 @@ def test_a_server_without_the_key_is_not_believed() -> None:
         wire.greet_server(connection, wire.run_key(SECRET), b"w" * wire.NONCE_BYTES)
     for each in (listener, connection, other):
         each.close()
-    here.server.close()
 
 
 def test_the_key_depends_on_the_cluster_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,28 +124,76 @@ def test_the_key_depends_on_the_cluster_token(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_host_that_went_away_is_told_once_and_avoided(far: Setting) -> None:
-    far.fetch((block(4), 0, 4))
+    block = far.block(4)
+    far.fetch(block)
     far.server.close()
     link = far.hosts._links["far"]
     link.idle[0].shutdown(socket.SHUT_RDWR)
     for _ in range(3):
-        _, came = far.fetch((block(4), 0, 4))
+        _, came = far.fetch(block)
         assert came == [False]
-    assert len(far.notes) == 1 and "through Ray" in far.notes[0]
+    assert len(far.notes) == 1 and "another way" in far.notes[0]
     assert link.avoided_until > time.monotonic()
 
 
-def test_a_block_that_never_reaches_the_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.serve.blocks.server.BLOCK_TIMEOUT_S", 0.1)
-    here = setting(deaf=True)
-    _, came = here.fetch((block(4), 0, 4))
-    assert came == [False] and "did not come here" in here.notes[0]
-    here.server.close()
+def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: Setting) -> None:
+    block = far.block(4)
+    far.folder.remove([block.block])
+    request = far.hosts.ask(block)
+    assert request is not None
+    with pytest.raises(FileNotFoundError, match="is not on this host"):
+        request.receive(BatchBuilder(BufferPool(pinned=False), 4, schema_of(columns_of(1))), 0)
+    assert far.fetch(far.block(4))[1] == [True] and not far.notes
 
 
-def test_blocks_of_this_host_and_of_unknown_ones_are_left_to_ray(far: Setting) -> None:
-    for node in ("here", "unknown", ""):
-        assert far.hosts.ask(BlockSlice(block(4), 0, 4, node)) is None
+def transport(far: Setting, moved: Any) -> Transport:
+    """Of a process on the host of the blocks."""
+    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=5)
+    found.folder = lambda: far.folder  # type: ignore[method-assign]
+    return found
+
+
+def test_a_block_that_was_made_again_elsewhere_is_fetched_there(far: Setting) -> None:
+    lost, again = far.block(4), far.block(4)
+    far.folder.remove([lost.block])
+    asked: list[tuple[str, bool]] = []
+
+    def moved(part: BlockSlice, missing: bool) -> BlockSlice:
+        asked.append((part.block, missing))
+        return part._replace(block=again.block)
+
+    fetched = transport(far, moved).fetch([lost], schema_of(columns_of(1)))
+    assert fetched.columns["__id"].tolist() == [0, 1, 2, 3]
+    assert asked == [(lost.block, True)]
+
+
+def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
+    lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
+    with pytest.raises(DataError, match="too many records are bad"):
+        transport(far, lambda part, missing: "too many records are bad").fetch([lost], schema)
+    with pytest.raises(DataError, match=r"did not come within 5 s .*: being made again"):
+        transport(far, lambda part, missing: part).fetch([lost], schema)
+
+
+def test_a_view_of_a_block_outlives_its_file(far: Setting) -> None:
+    block = far.block(4)
+    columns = far.folder.columns(block.block)
+    far.folder.remove([block.block])
+    assert columns["__id"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_block_for_which_shared_memory_has_no_room_lies_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = BlockFolder("test", "far")
+    folder.roots = [tmp_path / "memory" / "blocks", tmp_path / "disk"]
+    folder.roots[0].parent.mkdir()
+    monkeypatch.setattr("stoker.serve.blocks.folder.SHARE", 1.0)
+    name = folder.write(to_table(columns_of(4)))
+    assert (tmp_path / "disk" / name).exists()
+    assert folder.columns(name)["__id"].tolist() == [0, 1, 2, 3]
+    folder.remove([name])
+    assert not (tmp_path / "disk" / name).exists()
 
 
 def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:

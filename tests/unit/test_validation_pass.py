@@ -34,6 +34,7 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     attempt = Attempt(0, workers, passes, totals, start, *shared)
     found: Any = object.__new__(Coordinator)
     found.passes, found.changed, found.ready, found.attempt = passes, changed, changed, attempt
+    found.has_work = changed
     found.stop_reason, found.events = "", []
     for stream in attempt.streams.values():
         stream.arrived(ReadyBlock(BlockReport(rows=ROWS), ""))

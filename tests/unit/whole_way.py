@@ -1,7 +1,6 @@
 """Records → batches by everything between a source and the training loop, in one process and without Ray.
 
-Opening, chain workers, the coordinator's books, splitter and both transports are the real ones. What Ray
-would do stands here: it keeps blocks, brings them, and brings calls to another host's block server.
+Opening, chain workers, the service's books, splitter, blocks and both ways to fetch them are the real ones.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from stoker.chain.columns import columns_of, to_table
+from stoker.chain.columns import to_table
 from stoker.config.schema import Config
-from stoker.messages import BadRecord, DataCursor, Server, Shard
+from stoker.messages import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
 from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
 from stoker.serve.attempt import Attempt
 from stoker.serve.blocks.client import Transport
-from stoker.serve.blocks.connections import DirectHosts
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
@@ -30,7 +30,6 @@ from stoker.serve.suspects import Suspects
 from stoker.train.feed import as_tensors
 
 SECRET = b"s" * 32
-_numbers = itertools.count()
 
 
 class Listed(Source):
@@ -69,38 +68,44 @@ class Given(Recipe):
 HELD: dict[str, Any] = {"source": None, "chain": [], "pad": {}}
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A block as Ray names it."""
+class Store:
+    """The folder of a host's blocks, in which tests may damage them."""
 
-    number: int = field(default_factory=lambda: next(_numbers))
+    def __init__(self, folder: Path) -> None:
+        self.folder = BlockFolder("test", "far")
+        self.folder.roots = [folder]
 
-    def hex(self) -> str:
-        return f"{self.number:x}"
+    def add(self, columns: dict[str, Any]) -> str:
+        return self.folder.write(to_table(columns))
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self.folder.columns(name)
+
+    def __setitem__(self, name: str, columns: dict[str, Any]) -> None:
+        other = self.add(columns)
+        self.folder.remove([name])
+        (self.folder.roots[0] / other).rename(self.folder.roots[0] / name)
 
 
-class Store(dict[Reference, Any]):
-    """Ray's object store: `get` brings blocks by their references."""
-
-    def get(self, references: list[Reference], timeout: float | None = None) -> list[Any]:
-        return [to_table(self[reference]) for reference in references]
+def never_moved(part: BlockSlice, missing: bool) -> str:
+    """Every block is where it was made."""
+    return f"block {part.block} is nowhere"
 
 
 class OtherHost:
-    """A host that serves blocks over a real socket, and the train worker's connections to it."""
+    """A host that serves blocks over a real socket."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.server = BlockServer("127.0.0.1", SECRET)
-        self.hold = self  # the agent's `hold.remote(…)`
-        entry = Server(self, "127.0.0.1", self.server.port)
-        self.hosts = DirectHosts(lambda: (SECRET, {"far": entry}), lambda text: None)
-        self.hosts._own_node = "here"  # what Ray would say
+        self.server = BlockServer("127.0.0.1", SECRET, store.folder)
 
-    def remote(self, worker: bytes, references: list[Reference]) -> None:
-        for reference in references:
-            block = to_table(self.store[reference])
-            self.server.hold(worker, reference.hex(), columns_of(block))
+    def transport(self, node: str) -> Transport:
+        """Of a process on that host (`far`), or on another."""
+        servers = {"far": Server(None, "127.0.0.1", self.server.port)}
+        directory = Directory("test", SECRET, servers)
+        transport = Transport(lambda: directory, never_moved, node, pinned=False, timeout_s=10)
+        transport.folder = lambda: self.store.folder  # type: ignore[method-assign]
+        return transport
 
 
 @dataclass
@@ -121,7 +126,7 @@ class Way:
         direct: bool,
         pad: dict[str, Any] | None = None,
         delivery: Callable[[list[Any]], list[Any]] = lambda blocks: blocks,
-        damage: Callable[[list[Reference], Store], None] = lambda references, store: None,
+        damage: Callable[[list[str], Store], None] = lambda names, store: None,
     ) -> tuple[list[list[dict[str, Any]]], list[BadRecord]]:
         """The batches, step by step and rank by rank, and what was quarantined.
 
@@ -152,18 +157,16 @@ class Way:
         shards = list(passes.shards(plan, None))
         for work in pack_work(shards, [False] * len(shards)):
             made += list(blocks_of(loaded, plan, work))
-        references = []
+        references: list[str] = []
         for columns, report in delivery(made):
-            reference = Reference()
-            self.store[reference] = columns
-            references.append(reference)
-            attempt.deliver(stream, ReadyBlock(report, "far", reference))
+            name = self.store.add(columns) if columns else ""
+            references.append(name)
+            attempt.deliver(stream, ReadyBlock(report, "far", name))
             bad += report.bad
         attempt.produced(stream)
         _raise(attempt.failure)
         damage(references, self.store)
-        transport = Transport(None, pinned=False, timeout_s=10)
-        transport.direct = self.other.hosts if direct else None
+        transport = self.other.transport("here" if direct else "far")
         steps = []
         for step in itertools.count():
             portions = [stream.portion(step, rank) for rank in range(workers)]
@@ -173,14 +176,10 @@ class Way:
             batches = []
             for portion in portions:
                 assert portion is not None and portion.schema is not None
-                # Blocks this small would come through Ray in either case.
-                parts = [part._replace(node="far" if direct else "") for part in portion.blocks]
-                columns, ids, _, _ = as_tensors(transport.fetch(parts, portion.schema).columns)
+                columns, ids, _, _ = as_tensors(transport.fetch(portion.blocks, portion.schema).columns)
                 batches.append({"__id": ids, **columns})
             steps.append(batches)
-        if direct:
-            assert transport.bytes_by["ray"] == 0
-        self.store.clear()
+        assert not transport.bytes_by["own" if direct else "direct"]
         return steps, bad
 
 

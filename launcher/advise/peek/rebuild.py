@@ -108,6 +108,7 @@ class Rebuild:
         self.guard = Guard(self.known, None)
         self.shards = {number: shard for number, shard, _ in self.passes.shards(self.plan, None)}
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}
+        self._named: dict[str, Reference] = {}
 
     @cached_property
     def feed_steps(self) -> range:
@@ -125,7 +126,8 @@ class Rebuild:
         splitter = Splitter(self.workers, self.batch_size, equal=True, remainder=self.remainder)
         stream = Stream(splitter, EpochAccount("train", epoch), None, Trail(self.start))
         for block in starmap(Reference, self.found.attempt.blocks.get(epoch, [])):
-            stream.arrived(ReadyBlock(BlockReport(block.shard, rows=block.rows), "", block))
+            self._named[name := f"{block.shard}.{block.nth}"] = block
+            stream.arrived(ReadyBlock(BlockReport(block.shard, rows=block.rows), "", name))
         if epoch in self.found.attempt.produced:
             splitter.end()
         parts = []
@@ -165,7 +167,7 @@ class Rebuild:
 
     def _part(self, rank: int, slices: list[BlockSlice]) -> Part:
         """Assemble a batch as the transport does."""
-        made = [(part, *self._make(part.block)) for part in slices]
+        made = [(part, *self._make(self._named[part.block])) for part in slices]
         collate = self.loaded.chain.collate
         if collate:
             records, ids, keys = all_of((columns, part.start, part.stop) for part, columns, _ in made)

@@ -19,10 +19,10 @@ from stoker.entry.job_checks import open_all, without_ray
 from stoker.errors import UsageError, explain
 from stoker.hosts import machine
 from stoker.messages import BadRecord, Record, Shard
+from stoker.ray_compat import Sampling
 from stoker.read.sources import Source
 from stoker.serve.datasets import DatasetSource, as_records
 from stoker.serve.opening import Data
-from stoker.serve.ray_internals import Sampling
 
 if TYPE_CHECKING:
     import numpy as np

@@ -422,6 +422,7 @@ def to_table(columns: dict[str, Any]) -> Any:
                 about[DTYPE] = values.dtype.name.encode()
                 values = values.view(np.uint8).reshape(*values.shape, values.itemsize)
             if isinstance(column, Ragged):
+                refuse_bad_offsets(column.offsets, len(values))
                 shape = values.shape[1:]
                 about[RAGGED] = json.dumps(shape).encode()
                 offsets = pa.array(column.offsets * math.prod(shape))

@@ -77,8 +77,8 @@ class DataConfig(Section):
     prefetch_mb: int = Field(512, ge=1, description="memory limit for prefetched batches, MB")
     transport: Literal["direct", "ray"] = Field(
         "direct",
-        description="direct: train workers fetch rows from the hosts that produced them; ray: whole blocks"
-        " go through Ray's object store",
+        description="direct: train workers fetch rows over sockets from the hosts that produced them; ray:"
+        " those hosts answer through Ray, for networks that let only Ray's ports through",
     )
     cache: Literal["none", "memory", "disk"] = Field(
         "none",
@@ -91,12 +91,6 @@ class DataConfig(Section):
     cache_folder: Folder | None = Field(
         None, description="absolute path for cache: disk on each host; null: the temporary folder"
     )
-    share: str | None = Field(
-        None,
-        pattern=r"^[\w.-]+$",
-        description="name of letters, digits, - _ and . for runs with the same data, chain and seed on one"
-        " Ray cluster: each block is preprocessed once for all of them",
-    )
     max_pixels: int = Field(
         100_000_000,
         ge=1,
@@ -106,14 +100,19 @@ class DataConfig(Section):
         600, gt=0, description="fail if a train worker waits longer than this for its next batch"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _share_is_gone(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "share" in values:
+            raise ValueError("share was removed: each run preprocesses its own blocks; remove the key")
+        return values
+
     @model_validator(mode="after")
     def _cache_is_whole(self) -> DataConfig:
         if self.cache == "none" and self.cache_gb is not None:
             raise ValueError("cache_gb requires cache: memory or cache: disk")
         if self.cache_folder is not None and (self.cache != "disk" or self.cache_folder[:1] != "/"):
             raise ValueError("cache_folder requires cache: disk and an absolute path")
-        if self.share is not None and self.cache != "none":
-            raise ValueError("share requires cache: none; runs share what a cache would hold, and more")
         return self
 
 

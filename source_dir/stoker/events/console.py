@@ -286,10 +286,6 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
             f" {held / 1e9:.2f} GB on {count_of(len(summary.cache['hosts']), 'host')}"
         )
         rows.append(("cache", text))
-    if share := summary.share:
-        rows.append(
-            ("shared", f"{share['pct']:.0f} % of the records came from blocks that exist for {share['name']}")
-        )
     if summary.script is None:
         rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
     if lost := losses_text(summary):

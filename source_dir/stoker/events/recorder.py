@@ -274,7 +274,7 @@ class Recorder(Sink):
         """Fill in the figures known only at the end."""
         if figures := self.figures:
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
-            self.summary.chain, self.summary.share = figures["chain"], figures.get("share")
+            self.summary.chain = figures["chain"]
             self.summary.operators = figures.get("operators", [])
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}

@@ -170,7 +170,6 @@ MEASURED = (
     "bottleneck",
     "host_cpu",
     "cache",
-    "share",
     "cost",
 )
 """Fields of a summary that describe how a start trained, and on which hosts."""
@@ -220,8 +219,6 @@ class Summary(BaseModel):
     cache: dict[str, Any] | None = None
     """Cache across epochs: kind; hit_pct of the last training pass; per host: host, bytes, limit_bytes and
     hit_pct of that pass. None without data.cache, or before the end of the first pass."""
-    share: dict[str, Any] | None = None
-    """With data.share: its name, and pct of the records in blocks that existed already."""
     cost: dict[str, Any] | None = None
     model: str | None = None
     model_from: dict[str, Any] | None = None

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from stoker.config.schema import Config
 from stoker.errors import DataError
-from stoker.messages import BlockReport, Claim, EpochPlan, Origin, Shard, Start, Told
-from stoker.serve.items import Held, Item, Line, Numbered, ReadyBlock
+from stoker.messages import Claim, EpochPlan, Made, Process, Shard, Start
+from stoker.serve.items import Held, Holdings, Item, Line, Numbered, ReadyBlock
 from stoker.serve.planner import Planner
 from stoker.serve.pool import Pool
 from stoker.serve.suspects import Suspects
@@ -36,6 +36,8 @@ class LoaderPass:
     streams: int
     """Workers of an iterable dataset, one shard each; 0 if map-style, with one shard per group of batches."""
     ready: dict[Place, ReadyBlock] = field(default_factory=dict)
+    given: dict[Place, ReadyBlock] = field(default_factory=dict)
+    """Those that the script is fetching."""
     failed: dict[Place, str] = field(default_factory=dict)
     next: Place = (0, 0)
     """Next block for the script."""
@@ -54,8 +56,8 @@ class LoaderPass:
 
     @property
     def blocks(self) -> dict[Place, ReadyBlock]:
-        """Ready blocks, as a recipe's pass has them."""
-        return self.ready
+        """Blocks that are needed, as a recipe's pass has them."""
+        return self.ready | self.given
 
     @property
     def rows_ahead(self) -> int:
@@ -88,24 +90,28 @@ class LoaderPlanner(Planner):
     A stream stays with the chain worker that began it, which sets it aside while others need the process.
     """
 
-    abandoned: dict[int, tuple[str, float]]
-    """Tickets of abandoned passes → process, and when to kill it if it still works on them."""
+    abandoned: dict[str, float]
+    """Chain workers that work on abandoned passes, and when to kill them if they still do."""
 
-    def __init__(self, attempt: Any, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
-        super().__init__(attempt, pool, budget_bytes, numbers)
+    def __init__(
+        self, attempt: Any, pool: Pool, budget_bytes: int, numbers: count[int], holdings: Holdings
+    ) -> None:
+        super().__init__(attempt, pool, budget_bytes, numbers, holdings)
         self.abandoned = {}
         self._asking = ""
         """The chain worker that asks for work; empty: none."""
 
-    def claim(self, number: int, node: str, process: str) -> Claim | None:
+    def claim(self, by: Process) -> Claim | None:
         """As the planner's."""
-        self._asking = process
-        claim = super().claim(number, node, process)
+        self.abandoned.pop(by.worker, None)
+        self._asking = by.worker
+        claim = super().claim(by)
         self._asking = ""
-        if claim is not None and (item := self.active.get(number)) is not None:
+        if claim is not None:
+            item = self.active[by.worker]
             made: Any = item.line.stream
             if made.streams:
-                made.owners |= {shard: process for shard, _, _ in item.shards}
+                made.owners |= {shard: by.worker for shard, _, _ in item.shards}
         return claim
 
     def _own(self, line: Line) -> list[Numbered]:
@@ -115,13 +121,6 @@ class LoaderPlanner(Planner):
 
     def _may(self, owner: str) -> bool:
         return not owner or not self._asking or owner == self._asking or self.pool.is_lost(owner)
-
-    def _claimable(self, most: int, now: float) -> int:
-        for line in self.lines:
-            made: Any = line.stream
-            if any(work[0] in made.owners and made.ahead_of(work[0]) < STREAM_AHEAD for work in line.work):
-                return most  # so that the owner gets a ticket, too
-        return super()._claimable(most, now)
 
     def startable(self) -> Iterator[Line]:
         """Passes that may start work, the one least ahead first, because scripts may wait for any of them.
@@ -139,62 +138,58 @@ class LoaderPlanner(Planner):
             if self._wanted(line) or (made.streams and line.work and not made.urgency(line.work[0])[0]):
                 yield line
 
-    def _next(self, node: str, process: str) -> Item | None:
+    def _next(self, by: Process) -> Item | None:
         """As the planner's; a chain worker may continue its streams also where it gets no other work."""
-        item = super()._next(node, process)
+        item = super()._next(by)
         for line in self.startable() if item is None else ():
             made: Any = line.stream
-            if line.work and made.owners.get(line.work[0][0]) == process:
-                return self._begin(line, node, process)
+            if line.work and made.owners.get(line.work[0][0]) == by.worker:
+                return self._begin(line, by)
         return item
 
-    def makes_way(self, number: int, ahead: int) -> bool:
+    def makes_way(self, worker: str, ahead: int) -> bool:
         """Whether a chain worker must set a stream aside for others; it continues it later.
 
         Args:
-            number: number of its ticket.
+            worker: its id.
             ahead: number of its ready batches.
         """
-        line = self.active[number].line
+        line = self.active[worker].line
         made: Any = line.stream
-        self._asking = self.active[number].process
+        self._asking = worker
         urgent = any(not made.urgency(work)[0] for work in self._own(line))
         others = ahead >= STREAM_AHEAD and (self.again or any(each.work for each in self.startable()))
         self._asking = ""
         if urgent or others:
-            line.work.extend(self.hand_back(number))
+            line.work.extend(self.hand_back(worker))
             return True
         return False
 
     def drop(self, line: Line) -> None:
         """Abandon a pass."""
-        for number in [n for n, item in self.active.items() if item.line is line]:
-            self.abandoned[number] = self.leave(number).process, time.monotonic() + ABANDONED_S
-        self.again = [item for item in self.again if item.line is not line]
-        coming = [block for of, block in self.coming.values() if of is line]
-        early = [block for block in line.early() if block.reference is not None]
-        for block in (*coming, *early):
-            self.early.add(block, -1)
+        for worker in [worker for worker, item in self.active.items() if item.line is line]:
+            self.leave(worker)
+            self.abandoned[worker] = time.monotonic() + ABANDONED_S
+        for block in line.early():
+            if block.report.rows:
+                self.early.add(block, -1)
         if line in self.lines:
             self.lines.remove(line)
         self.reconciled(line.stream)
 
-    def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+    def reported(self, by: Process, number: int, made: Made) -> bool:
         """As the planner's."""
-        self.abandoned.pop(number, None)
-        return super().reported(number, report, origin, told)
-
-    def ended(self, number: int) -> None:
-        """As the planner's."""
-        self.abandoned.pop(number, None)
-        super().ended(number)
+        self.abandoned.pop(by.worker, None)
+        return super().reported(by, number, made)
 
     def look(self, now: float) -> list[str]:
-        """Same as the planner's; also returns processes that still work on an abandoned pass."""
+        """Same as the planner's; also returns chain workers that still work on an abandoned pass."""
         passes: list[Any] = [line.stream for line in self.lines]
         self.pool.bound = {owner for owners in self.attempt.kept(passes) for owner in owners.values()}
-        late = [number for number, (_, due) in self.abandoned.items() if now > due]
-        return super().look(now) + [self.abandoned.pop(number)[0] for number in late]
+        late = [worker for worker, due in self.abandoned.items() if now > due]
+        for worker in late:
+            del self.abandoned[worker]
+        return super().look(now) + late
 
 
 class LoaderAttempt:
@@ -205,7 +200,8 @@ class LoaderAttempt:
         passes: with the settings of the planner.
         pool: the hosts.
         budget_bytes: of batches that are kept ready.
-        numbers: numbers tickets.
+        numbers: numbers claims.
+        holdings: knows where blocks are.
         changed: the service's lock; notified where what is to be made may have changed.
         ready: of the same lock; notified where scripts may go on.
         note: takes one line for people.
@@ -223,6 +219,7 @@ class LoaderAttempt:
         pool: Pool,
         budget_bytes: int,
         numbers: count[int],
+        holdings: Holdings,
         changed: threading.Condition,
         ready: threading.Condition,
         note: Callable[[str], None],
@@ -230,13 +227,14 @@ class LoaderAttempt:
     ) -> None:
         self.number, self.passes = number, passes
         self.changed, self.ready, self.note, self.copies = changed, ready, note, copies
+        self.has_work = changed
         self.suspects = Suspects()
         self.failure = ""
         self.lines: dict[str, Line] = {}
         """Open passes."""
         self._opened = 0
         """Passes; tells them apart where they have a split in common."""
-        self.planner = LoaderPlanner(self, pool, budget_bytes, numbers)
+        self.planner = LoaderPlanner(self, pool, budget_bytes, numbers, holdings)
 
     @property
     def over(self) -> bool:
@@ -286,7 +284,7 @@ class LoaderAttempt:
         made.total = made.total if total is None else total
         if made.total is not None and made.known >= made.total:
             line.listing = False
-        self.changed.notify_all()
+        self.has_work.notify(max(len(shards), 1))
 
     def close(self, key: str) -> None:
         """A script has come to the end of a pass, or does not want the rest."""
@@ -300,7 +298,7 @@ class LoaderAttempt:
         place = report.shard, report.nth
         if report.bad:
             stream.failed[place] = report.bad[0].reason
-        elif block.reference is not None:
+        elif report.rows:
             stream.ready[place] = block
         self.changed.notify_all()
         if place == stream.next:

@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
+from stoker import ray_compat
 from stoker.errors import UsageError
 from stoker.hosts.raynode import runs
-from stoker.serve import ray_internals
 from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0
@@ -124,7 +124,7 @@ def _start() -> None:
     from stoker.hosts.cluster import LocalCluster, set_environment
 
     set_environment(secrets.token_hex(32))
-    ray_internals.read_environment_again()
+    ray_compat.read_environment_again()
     also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
     imports = forks.FOR_CHAINS.also(*IMPORTED, *also)
     made: Future[LocalCluster] = Future()
@@ -183,7 +183,7 @@ def _with_other_ranks() -> None:
 
     about = json.loads(file.read_text())
     set_environment(about["token"])
-    ray_internals.read_environment_again()
+    ray_compat.read_environment_again()
     _join(about["address"])
     file.with_suffix(f".{os.getpid()}").touch(mode=0o600)
 

@@ -34,7 +34,7 @@ from stoker.loader.output import repeat
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork, copy_for, opened, packed
 from stoker.messages import Shard
-from stoker.serve.blocks.client import Transport
+from stoker.serve.blocks.client import connect
 from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
 from stoker.session import EVENTS_VARIABLE
 
@@ -143,7 +143,6 @@ class Puller:
     """
 
     def __init__(self, service: Any, key: str, pinned: bool, watch: Watch) -> None:
-        import ray
 
         self._service, self._key, self._watch = service, key, watch
         self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
@@ -153,13 +152,9 @@ class Puller:
         self._over = False
         self._figures_due = 0.0
         self._device = torch.cuda.current_device() if pinned else None
-        self._transport = Transport(
-            # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
-            # torch's pinned memory tracks such copies.
-            lambda: ray.get(service.servers.remote(), timeout=ANSWER_S),
-            pinned=False,
-            timeout_s=600.0,
-        )
+        # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
+        # torch's pinned memory tracks such copies.
+        self._transport = connect(service, pinned=False, timeout_s=600.0)
         self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
         _PULLERS.add(self)
         self._thread.start()

@@ -29,13 +29,14 @@ def service_of(group: str, stall_s: float) -> Any:
 
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
+    cpus = int(resources.get("CPU", 1))
     actor = ray.remote(LoaderService).options(
         name=f"stoker-loader-{group}",
         namespace="stoker",
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
-        max_concurrency=64 + 2 * int(resources.get("CPU", 1)),
+        max_concurrency=64 + 2 * cpus,
         label_selector={NODE_LABEL: node},
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
@@ -46,7 +47,7 @@ def service_of(group: str, stall_s: float) -> Any:
     options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
     config = Config(cluster=ClusterConfig(cpu_hosts=options))
     scaler = Scaler(options) if options.max else None
-    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node)
+    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node, cpus)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from stoker import ray_compat
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 from stoker.loader.watch import Progress
-from stoker.messages import BlockReport, Origin, Server, Shard, Told
-from stoker.serve import ray_internals
+from stoker.messages import Made, Process, Reply, Shard
+from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.elastic import Elastic, Scaled, Scaling
-from stoker.serve.items import ReadyBlock
 from stoker.serve.pool import ChainHost
 from stoker.serve.production import Production
-from stoker.serve.ray_internals import HostRequest
 from stoker.session import append
 
 ANSWER_S = 5.0
@@ -33,8 +32,6 @@ HOLD_S = 60.0
 """Longest time to hold back a worker of an iterable dataset at once."""
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
-LINGER = 256
-"""How many of the small blocks that scripts have taken outlast it, for the reason of `LINGER_STEPS`."""
 JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
 RECENT_S = 10.0
 """A pass of which no batch was taken for so long does not count as training."""
@@ -64,12 +61,13 @@ class LoaderService(Production):
         stall_s: float,
         scaler: Scaling | None = None,
         node: str = "",
+        most_waiting: int = 64,
     ) -> None:
         self.passes: Any
         self.attempt: Any = None
         """A LoaderAttempt."""
         settings: Any = LoaderSettings(stall_s)
-        super().__init__(settings, {}, hosts)
+        super().__init__(settings, {}, hosts, most_waiting)
         self.budget_bytes, self._node = budget_bytes, node
         self.notes: list[str] = []
         """For the scripts, which log them."""
@@ -80,14 +78,19 @@ class LoaderService(Production):
         self.elastic = Elastic(lambda event, **values: self.log(event, values), scaled)
         self._progress: dict[str, tuple[float, Progress]] = {}
         """By pass: when a script last took batches of it, and how many."""
-        self.agents = Agents(lambda used: None, note=self.notes.append, emptied=self._emptied)
+        self.agents = Agents(
+            lambda used: None,
+            note=self.notes.append,
+            emptied=self.emptied,
+            unused=self.holdings.unused,
+            lost=self.agent_lost,
+        )
 
         self._busy = time.monotonic()
         """When a pass was last open."""
         self._over = False
         self._jobs: set[str] = set()
         """Ray jobs of all scripts."""
-        self._lingering: deque[ReadyBlock] = deque(maxlen=LINGER)
         self._job_of: dict[str, str] = {}
         """Ray job of each open pass."""
         self._latest: dict[str, str] = {}
@@ -106,17 +109,6 @@ class LoaderService(Production):
         self.attempt.all_produced = idle
         # Requested hosts are let go first.
         return idle and known and not self.elastic.closing & self.pool.staffed
-
-    def _run_engine(self, me: Any) -> None:
-        super()._run_engine(me)
-        with self.changed:
-            wanted = not self.attempt.over and bool(self.attempt.lines)
-        if wanted:  # a pass was opened while the execution was ending
-            self.start_engine(me)
-
-    def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Called by scripts: the secret of block connections, and block servers by node."""
-        return self.agents.servers()
 
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Called by scripts: log a line about the transport."""
@@ -214,16 +206,17 @@ class LoaderService(Production):
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
-                    number, self.passes, self.pool, self.budget_bytes, self.ticket_numbers,
+                    number, self.passes, self.pool, self.budget_bytes, self.numbers, self.holdings,
                     self.changed, self.ready, self.notes.append, self._copies,
                 )  # fmt: skip
+                attempt.has_work = self.has_work
                 self.attempt = attempt
             self.training[len(self.training)] = node
             self._busy = time.monotonic()
             if keeps:
                 self._copies.setdefault(split, {})
             attempt.open(key, split, streams)
-            self.changed.notify_all()
+            self.has_work.notify_all()
         self.start_engine(me)
 
     def _watch_jobs(self, me: Any) -> None:
@@ -234,7 +227,7 @@ class LoaderService(Production):
             time.sleep(JOBS_EVERY_S)
             ended: set[str] = set()
             with contextlib.suppress(Exception):  # Ray's control store may be restarting
-                ended = ray_internals.ended_jobs()
+                ended = ray_compat.ended_jobs() or set()
             with self.changed:
                 for key in [key for key, job in self._job_of.items() if job in ended]:
                     self.close(key)
@@ -254,6 +247,9 @@ class LoaderService(Production):
         """
         deadline = time.monotonic() + ANSWER_S
         with self.changed:
+            if (line := self.attempt.lines.get(key)) is not None:
+                line.stream.given.clear()  # the script has fetched what it was given before
+                self.has_work.notify(len(places))
             while True:
                 given = self._ready(key, places)
                 left = deadline - time.monotonic()
@@ -273,9 +269,7 @@ class LoaderService(Production):
         for place in places:
             made.next = place
             if place in made.ready:
-                block = made.ready.pop(place)
-                if block.is_small:
-                    self._lingering.append(block)
+                made.given[place] = block = made.ready.pop(place)
                 given.append((Taken.BLOCK, block.part(0, block.report.rows)))
                 if not made.streams:
                     made.next = (place[0] + 1, 0)
@@ -319,29 +313,30 @@ class LoaderService(Production):
                 self.attempt.close(key)
             self.ready.notify_all()
 
-    def item_ended(self, ticket: int) -> None:
+    def claim(self, by: Process) -> Reply:
         """Called by chain workers; wakes scripts that wait for the end of a worker."""
-        super().item_ended(ticket)
         with self.changed:
             self.ready.notify_all()
+        return super().claim(by)
 
-    def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+    def block_made(self, by: Process, number: int, made: Made) -> Reply:
         """Called by chain workers; blocks while an iterable dataset is too far ahead."""
         with self.changed:
-            self.costs.take(report, told.node)
-        go_on = super().block_made(ticket, report, origin, told)
+            self.costs.take(made.report, by.node)
+        reply = super().block_made(by, number, made)
         deadline = time.monotonic() + HOLD_S
         with self.changed:
-            while go_on and self._planner() is not None:
+            while reply.go_on and self._planner() is not None:
                 planner = self.attempt.planner
-                item = planner.active.get(ticket)
+                item = planner.active.get(by.worker)
                 if item is None or not item.shards or not item.line.stream.streams:
                     break
                 item.quiet_since = item.stuck_since = time.monotonic()
-                ahead = item.line.stream.ahead_of(report.shard)
-                if planner.makes_way(ticket, ahead):
-                    return False
+                self._seen(by)
+                ahead = item.line.stream.ahead_of(made.report.shard)
+                if planner.makes_way(by.worker, ahead):
+                    return reply._replace(go_on=False)
                 if ahead < STREAM_AHEAD or time.monotonic() > deadline:
                     break
                 self.changed.wait(1.0)
-        return go_on
+        return reply

@@ -56,7 +56,7 @@ class Supervisor:
         """Start CPU utilisation reports from every host."""
         from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
 
-        self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
+        self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}))
 
     def report(self, report: Report) -> Order:
         """Train worker's call, several times a second."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,14 +186,9 @@ class ChainCosts:
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)
-    shared: int = 0
-    """Records in blocks that had been made before; they cost nothing here and are not in `records`."""
 
     def take(self, report: BlockReport, node: str) -> None:
         """Add one block."""
-        if report.shared:
-            self.shared += report.records
-            return
         self.records += report.records
         self.seconds += report.seconds
         self.bytes_out += report.bytes_out
@@ -215,11 +209,3 @@ class ChainCosts:
             }
             for name, cost in self.costs.items()
         ]
-
-
-def shared_part(name: str | None, chains: Collection[ChainCosts]) -> dict[str, Any] | None:
-    """Head: `data.share`, and the percentage of the run's records in blocks that had been made before."""
-    if name is None:
-        return None
-    own, shared = (sum(getattr(chain, part) for chain in chains) for part in ("records", "shared"))
-    return {"name": name, "pct": round(100 * shared / max(own + shared, 1), 2)}

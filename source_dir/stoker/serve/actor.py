@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.errors import DataError, UsageError
-from stoker.messages import BlockSlice, DataCursor, Plan, Server, StageCost, StepAssignment
-from stoker.serve.accounting import ChainCosts, shared_part
+from stoker.messages import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
+from stoker.ray_compat import HostRequest
+from stoker.serve.accounting import ChainCosts
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.attempt import Attempt, Beginning
 from stoker.serve.blocks.agents import Agents
@@ -24,7 +25,6 @@ from stoker.serve.elastic import Elastic, Scaled, Scaling
 from stoker.serve.passes import Passes
 from stoker.serve.pool import ChainHost
 from stoker.serve.production import Production
-from stoker.serve.ray_internals import HostRequest
 from stoker.serve.streams import Stream, Used, ids_of
 
 
@@ -41,10 +41,10 @@ class Coordinator(Production):
         hosts: Callable[[Counter[str]], list[ChainHost]],
         plan: Plan,
         buffer_bytes: int,
-        direct: bool = True,
         scaler: Scaling | None = None,
+        most_waiting: int = 64,
     ) -> None:
-        super().__init__(passes, totals, hosts)
+        super().__init__(passes, totals, hosts, most_waiting)
         self.plan, self.buffer_bytes = plan, buffer_bytes
         self.by_row = not passes.has_shards("train")
         self.trainings = -1
@@ -57,15 +57,12 @@ class Coordinator(Production):
         self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
         self.agents = Agents(
             lambda used: self.log("host_cpu", {"hosts": used}),
-            serve=direct,
             cache=passes.cache,
             note=lambda text: self.log("note", {"text": text}),
-            emptied=self._emptied,
+            emptied=self.emptied,
+            unused=self.holdings.unused,
+            lost=self.agent_lost,
         )
-
-    def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Train worker's call: the secret of this run's block connections, and block servers by node."""
-        return self.agents.servers()
 
     def new_attempt(self) -> int:
         """Train worker's call (rank 0), once per start: the number of this attempt, from 0."""
@@ -140,15 +137,19 @@ class Coordinator(Production):
             self._event, self.keeping, self.suspects,
         )  # fmt: skip
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
+        self.attempt.has_work = self.has_work
         self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
         if self.stop_reason:
             self.attempt.stop.request(self.attempt.pace)
         if problem:
             self.attempt.fail(problem)
             raise UsageError(problem)
-        used = before.planner if before is not None and not before.failure else None
-        self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers, used)
-        self.changed.notify_all()
+        used = before.planner if before is not None else None
+        if used is not None and before is not None and before.failure:
+            used.hand_over()
+            used = None
+        self.attempt.produce(self.pool, self.buffer_bytes, self.numbers, self.holdings, used)
+        self.has_work.notify_all()
         self.ready.notify_all()
 
     def _current(self, number: int) -> Attempt | None:
@@ -183,15 +184,21 @@ class Coordinator(Production):
                 portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
             stream.release()
             current.recovered(asked)
-            self.changed.notify_all()
+            self.has_work.notify(2)
             return portion
 
     def ahead(
-        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
+        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int, fetched: int
     ) -> list[StepAssignment] | str:
-        """Train worker's call: `next` for up to `most` steps, as far as they are ready."""
+        """Train worker's call: `next` for up to `most` steps, as far as they are ready.
+
+        It has fetched all steps before `fetched`, so their blocks may go.
+        """
         given: list[StepAssignment] = []
         with self.changed:
+            current = self._current(attempt)
+            if current is not None and (stream := current.streams.get((split, epoch))) is not None:
+                stream.fetched[rank] = fetched
             for at in range(step, step + most):
                 current = self._current(attempt)
                 stream = current.streams.get((split, epoch)) if current else None
@@ -270,14 +277,14 @@ class Coordinator(Production):
     def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice], cut_at: Any) -> None:
         """Close the account; fetch unused rows first, while no lock is held."""
         try:
-            remaining = ids_of(unused)
+            remaining = ids_of(unused, self.transport)
         except DataError as error:
             attempt.fail(str(error))
             return
         with self.changed:
             if not attempt.over:
                 attempt.reconcile(stream, remaining, cut_at)
-                self.changed.notify_all()
+                self.has_work.notify_all()
                 self.ready.notify_all()
 
     def request_stop(self, reason: str) -> None:
@@ -343,7 +350,6 @@ class Coordinator(Production):
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
-                "share": shared_part(self.passes.config.data.share, self.chain.values()),
                 "open": [
                     s.account.counts(s.total) | {"split": s.account.split}
                     for s in (self.attempt.streams.values() if self.attempt else ())

@@ -13,7 +13,7 @@ from stoker.messages import BadRecord, CarriedAccount, DataCursor, Start
 from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.cursor import Trail, arrival
-from stoker.serve.items import ReadyBlock
+from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.listing import Lister
 from stoker.serve.passes import Passes
 from stoker.serve.planner import Planner
@@ -69,7 +69,7 @@ class Attempt:
     ) -> None:
         self.suspects = suspects
         self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
-        self.changed, self.ready = changed, ready
+        self.changed, self.ready, self.has_work = changed, ready, changed
         self.chain, self.event, self.keeping = chain, event, keeping
         self.failure = ""
         self.beginning: Beginning | None = None
@@ -84,8 +84,6 @@ class Attempt:
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self.planner: Planner | None = None
         """Decides what to read next; None until there are chain workers."""
-        self._reconciled: Stream | None = None
-        """The last one: its small blocks linger."""
         self._last = False
         """Whether no further passes will be opened."""
         self._coming = self._passes(start)
@@ -169,24 +167,29 @@ class Attempt:
             self.event("cache", **figures)
             if line := self.keeping.lacking(figures):
                 self.event("note", text=line)
-        self._reconciled = stream
         del self.streams[which]
         if self.planner is not None:
             self.planner.reconciled(stream)
         self._open()
 
     def produce(
-        self, pool: Pool, buffer_bytes: int, numbers: count[int], before: Planner | None = None
+        self,
+        pool: Pool,
+        buffer_bytes: int,
+        numbers: count[int],
+        holdings: Holdings,
+        before: Planner | None = None,
     ) -> None:
         """Let chain workers request work.
 
         Args:
             pool: the hosts.
             buffer_bytes: budget for ready blocks.
-            numbers: numbers tickets.
+            numbers: numbers claims.
+            holdings: knows where blocks are.
             before: of the attempt that this one replaces.
         """
-        self.planner = Planner(self, pool, buffer_bytes, numbers, Lister(self, pool), before)
+        self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, Lister(self, pool), before)
 
     def open_streams(self) -> list[Stream]:
         """The passes that may be produced now, in order."""

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
 from stoker.hosts.topology import GROUP_LABEL, label
+from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import ChainHost, chain_hosts
-from stoker.serve.ray_internals import HostRequest
 
 RENEW_S, EXPIRES_S = 10.0, 60.0
 """Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from stoker.messages import SERVED_FROM_BYTES, BlockReport, BlockSlice, EpochPlan, Shard
+from stoker.messages import BlockReport, BlockSlice, EpochPlan, Process, Shard
 
 if TYPE_CHECKING:
     from stoker.loader.attempt import LoaderPass
@@ -21,11 +23,14 @@ Numbered = tuple[int, Shard, int]
 
 
 ITEM_S = 2.0
-"""Target duration of an item: long compared with the 0.1 s round of Ray Data's scheduler."""
+"""Target duration of an item."""
 SLOTS_PER_SECOND = 500
 """Maximum number of items that start per second: with many slots they get longer."""
 MOST_SHARDS = 16
 """Maximum number of shards per item."""
+
+
+NOBODY = Process("", "", "")
 
 
 def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) -> int:
@@ -54,9 +59,14 @@ class Item:
     """Shards with unreported blocks."""
     store: list[bool]
     """For each shard, whether the host caches its records."""
-    node: str = ""
-    process: str = ""
-    """Actor id of the chain worker."""
+    number: int = -1
+    """Of its present claim."""
+    by: Process = NOBODY
+    """The chain worker that has it, or had it last."""
+    stop: int | None = None
+    """Its blocks from here on are not made: it only replaces blocks that were lost."""
+    died: bool = False
+    """Whether the process died that had it last."""
     seconds: float = 0.0
     tried: set[str] = field(default_factory=set)
     """Nodes where it failed or was late."""
@@ -73,9 +83,13 @@ class Item:
     def __post_init__(self) -> None:
         self.count = len(self.shards)
 
-    def begun(self, node: str, process: str) -> None:
+    @property
+    def node(self) -> str:
+        return self.by.node
+
+    def begun(self, by: Process, number: int) -> None:
         """A chain worker has claimed it."""
-        self.node, self.process = node, process
+        self.by, self.number = by, number
         self.quiet_since = time.monotonic()
 
     def reported(self, report: BlockReport) -> list[int]:
@@ -87,7 +101,7 @@ class Item:
         self.quiet_since = self.stuck_since = time.monotonic()
         at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
         if at is None or report.nth < self.shards[at][2]:
-            return []  # remade after its process died
+            return []
         passed = [shard for shard, _, _ in self.shards[:at]]
         del self.shards[:at], self.store[:at]
         number, shard, _ = self.shards[0]
@@ -99,58 +113,87 @@ class Item:
 
 
 @dataclass(eq=False)
-class Ticket:
-    """Head: the work behind a ticket. If its process dies or its blocks are lost with their host, Ray
-    restarts it, and it makes the same blocks."""
-
-    item: Item
-    shards: list[Numbered]
-    store: list[bool]
-    claims: int = 0
-    """How often it was claimed; each claim after the first means a dead process or lost blocks."""
-    node: str = ""
-    """Where it was claimed last."""
-    made: int = 0
-    """Number of reported non-empty blocks."""
-    limit: int | None = None
-    """Maximum number of blocks to make; the rest went to another ticket."""
-    failures: int = 0
-    """How often its lost blocks could not be made again."""
-    inherited: bool = False
-    """Whether it is of a replaced attempt: its blocks can be made again, but none is new."""
-
-    def reported(self, index: int) -> None:
-        """A block that is not empty was made, perhaps after the rest was taken back. If its host is lost, it
-        must be made again."""
-        self.made = max(self.made, index + 1)
-        if self.limit is not None:
-            self.limit = max(self.limit, self.made)
-
-
-@dataclass(eq=False)
 class ReadyBlock:
-    """Head: a reported block and where it is."""
+    """A block that was made, and where it is."""
 
     report: BlockReport
     node: str
     """Ray node that holds it."""
-    reference: Any = None
-    """Of the object; None: it has no rows or has not arrived."""
-    ticket: int = -1
-    """Number of the ticket that made it."""
+    file: str = ""
+    """Its name there; empty: it has no rows."""
+    shard: Shard | None = None
+    """What it was read from."""
+    lost: bool = False
+    """Whether its host is gone; it is being made again."""
     counted: bool = False
     """Whether an attempt has counted its costs."""
     inherited: bool = False
     """Whether an earlier attempt made it."""
 
-    @property
-    def is_small(self) -> bool:
-        """Whether it travels inside Ray's own messages and is held by no host."""
-        return self.report.bytes_out < SERVED_FROM_BYTES
-
     def part(self, start: int, stop: int) -> BlockSlice:
         """Its rows start … stop-1."""
-        return BlockSlice(self.reference, start, stop, "" if self.is_small else self.node, self.report.rows)
+        return BlockSlice(self.file, start, stop, "" if self.lost else self.node, self.report.rows)
+
+    def is_remade_as(self, other: ReadyBlock) -> bool:
+        """Whether a block that was made in its place has the same records."""
+        a, b = self.report, other.report
+        same = (a.rows, a.records, a.id_sum, a.bad_id_sum) == (b.rows, b.records, b.id_sum, b.bad_id_sum)
+        return same and a.last == b.last
+
+
+class Holdings:
+    """The files of all blocks that somebody needs, and by host those that nobody does any more.
+
+    A block goes with the last reference to it: whoever drops it need not know.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: WeakValueDictionary[str, ReadyBlock] = WeakValueDictionary()
+        """By every name that they have had."""
+        self._places: WeakKeyDictionary[ReadyBlock, list[str]] = WeakKeyDictionary()
+        """Node and file of each; what is to be removed with it."""
+        self._unused: defaultdict[str, deque[str]] = defaultdict(deque)
+
+    def keep(self, block: ReadyBlock) -> None:
+        """Somebody needs a block."""
+        place = [block.node, block.file]
+        self._blocks[block.file], self._places[block] = block, place
+        weakref.finalize(block, self._drop, place).atexit = False
+
+    def move(self, block: ReadyBlock, node: str, file: str, gone: bool) -> None:
+        """A block has another place now; `gone`: there is nothing to remove at the one before."""
+        place = self._places[block]
+        if not gone:
+            self._drop(list(place))
+        place[:] = node, file
+        block.node, block.file, block.lost = node, file, False
+        self._blocks[file] = block
+
+    def discard(self, node: str, file: str) -> None:
+        """Nobody needs a block that was just made."""
+        if file:
+            self._drop([node, file])
+
+    def find(self, file: str) -> ReadyBlock | None:
+        """The block that has or had this name."""
+        return self._blocks.get(file)
+
+    def all(self) -> set[ReadyBlock]:
+        return set(self._places)
+
+    def unused(self, node: str) -> list[str]:
+        """Files that a host may remove, each once."""
+        waiting, found = self._unused.get(node), list[str]()
+        while waiting:
+            found.append(waiting.popleft())
+        return found
+
+    def forget(self, node: str) -> None:
+        """A host is gone."""
+        self._unused.pop(node, None)
+
+    def _drop(self, place: list[str]) -> None:
+        self._unused[place[0]].append(place[1])
 
 
 @dataclass
@@ -182,8 +225,8 @@ class OpenShard:
 
     due: int
     """Index of the block that the pass takes next."""
-    made: dict[int, ReadyBlock | None] = field(default_factory=dict)
-    """Blocks that wait for their turn; None: reported but not arrived."""
+    made: dict[int, ReadyBlock] = field(default_factory=dict)
+    """Blocks that wait for their turn."""
     closed: bool = False
     """No more blocks follow."""
 
@@ -238,12 +281,8 @@ class Line:
         shard = self.shards.get(report.shard)
         if shard is None or report.nth < shard.due or report.nth in shard.made:
             return False
-        shard.made[report.nth] = None if report.rows else block
+        shard.made[report.nth] = block
         return True
-
-    def arrived(self, block: ReadyBlock) -> None:
-        """A recorded block has arrived."""
-        self.shards[block.report.shard].made[block.report.nth] = block
 
     def close(self, number: int) -> None:
         """Mark a shard as read to its end; it may have no further block, as when it is empty."""
@@ -280,8 +319,8 @@ class Line:
         return found
 
     def early(self) -> list[ReadyBlock]:
-        """Blocks that wait for their turn; those without rows have no reference."""
-        return [block for shard in self.shards.values() for block in shard.made.values() if block]
+        """Blocks that wait for their turn."""
+        return [block for shard in self.shards.values() for block in shard.made.values()]
 
     def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
         """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
@@ -299,8 +338,6 @@ class Line:
             for block in blocks:
                 self.report(block)
                 block.inherited = True
-                if block.reference is not None:
-                    self.arrived(block)
             if not blocks or not blocks[-1].report.last:
                 left.append((number, shard, skip + len(blocks)))
             taken += blocks

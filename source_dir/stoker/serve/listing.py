@@ -44,10 +44,16 @@ class Lister:
             plan = self.passes.plan(*key, start)
             known = self.passes.has_shards(plan.split)
             coming = self._thread.submit(self.passes.shards, plan, start) if known else None
+            if coming is not None:
+                coming.add_done_callback(lambda _: self._tell())
             line = Line(stream, plan, coming, self.passes.config.data.order == "exact")
             lines.append(line)
             if not known:
                 self._thread.submit(self._execute, line)
+
+    def _tell(self) -> None:
+        with self.attempt.changed:
+            self.attempt.has_work.notify_all()
 
     def _execute(self, line: Line) -> None:
         """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
@@ -56,7 +62,7 @@ class Lister:
             for shard in self.passes.blocks(line.plan):
                 with changed:
                     line.add(shard)
-                    changed.notify_all()
+                    self.attempt.has_work.notify()
                     while len(line.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
                         if self.attempt.over:
                             break
@@ -67,3 +73,4 @@ class Lister:
             self.attempt.fail(explain(error))
         with changed:
             line.listing = False
+            self.attempt.has_work.notify_all()

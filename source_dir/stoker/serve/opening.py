@@ -292,14 +292,13 @@ def start_coordinator(
         scaler: decides how many CPU hosts to request; None: their number is fixed.
 
     Raises:
-        UsageError: the data or its order differ from those of the position, or of the runs that share blocks.
+        UsageError: the data or its order differ from those of the position.
     """
     import ray
 
     from stoker.serve.actor import Coordinator
     from stoker.serve.cursor import refuse_other_data
     from stoker.serve.elastic import Hosts
-    from stoker.serve.joining import depends_on, join
     from stoker.serve.passes import Passes
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
@@ -311,23 +310,15 @@ def start_coordinator(
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
     resources = ray.cluster_resources()
     store_bytes = resources.get("object_store_memory", 0)
-    share = None
-    if config.data.share is not None:
-        known = {split: data.identity(split) for split in data.sources}
-        texts, unstable = (
-            {split: getattr(each, part) for split, each in known.items()} for part in ("text", "unstable")
-        )
-        own = depends_on(config, data.sources, data.chains, texts, unstable)
-        share = join(config, own, store_bytes)
-    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas, share)
+    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
     identity = data.identity("train")
     plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
         refuse_other_data(DataCursor.model_validate(position), plan)
-    node = ray.get_runtime_context().get_node_id()
+    node, cpus = ray.get_runtime_context().get_node_id(), int(resources.get("CPU", 1))
     actor = ray.remote(Coordinator).options(
         num_cpus=0,
-        max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
+        max_concurrency=2 * workers + 2 * cpus + 32,
         label_selector={NODE_LABEL: node},
     )
     coordinator = actor.remote(
@@ -336,8 +327,8 @@ def start_coordinator(
         Hosts(config, node),
         plan,
         max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * store_bytes)),
-        config.data.transport == "direct",
         scaler,
+        cpus,
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator

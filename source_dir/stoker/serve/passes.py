@@ -13,7 +13,6 @@ from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
 from stoker.serve.datasets import DatasetSource
 from stoker.serve.shards import Setup, order_of
-from stoker.serve.sharing import Share
 
 
 class Passes:
@@ -27,10 +26,9 @@ class Passes:
         cache: CacheSpec | None = None,
         kept: dict[str, str] | None = None,
         schemas: dict[str, tuple[Schema, ...]] | None = None,
-        share: Share | None = None,
     ) -> None:
         self.config, self.sources, self.chains = config, sources, chains
-        self.cache, self.share = cache, share
+        self.cache = cache
         self.kept = kept or {}
         """Splits cached across epochs → cache key of their results."""
         self.schemas = {split: found for split, found in (schemas or {}).items() if found}
@@ -83,7 +81,7 @@ class Passes:
         """What all chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
         key, source = self.kept.get(split, ""), self.sources[split].for_workers()
-        return Setup(source, self.chains[split], cache, key, self.share)
+        return Setup(source, self.chains[split], cache, key)
 
     def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
         """The parameters that define a pass."""
@@ -119,8 +117,15 @@ class Passes:
             yield number, shard, 0
 
 
-def pack_work(shards: list[tuple[int, Shard, int]], store: list[bool]) -> list[Work]:
-    """Head: shards in the form that a chain task takes, and whether its host caches their records."""
+def pack_work(shards: list[tuple[int, Shard, int]], store: list[bool], stop: int | None = None) -> list[Work]:
+    """Shards in the form that a chain worker takes, and whether its host caches their records.
+
+    Args:
+        shards: number, shard, and blocks to skip of each.
+        store: for each.
+        stop: blocks from here on are not made.
+    """
     return [
-        Work(number, shard, skip, keep) for (number, shard, skip), keep in zip(shards, store, strict=True)
+        Work(number, shard, skip, keep, stop)
+        for (number, shard, skip), keep in zip(shards, store, strict=True)
     ]

@@ -74,7 +74,12 @@ class Pool:
     """When chain workers were last found in the wrong place."""
 
     def update(
-        self, hosts: Iterable[ChainHost], hungry: bool, now: float, closing: Collection[str] = ()
+        self,
+        hosts: Iterable[ChainHost],
+        hungry: bool,
+        now: float,
+        closing: Collection[str] = (),
+        idle: bool = False,
     ) -> None:
         """Update the live hosts: some join late, some are lost.
 
@@ -83,6 +88,7 @@ class Pool:
             hungry: whether too little data is ready.
             now: `time.monotonic()`.
             closing: nodes of hosts that are about to leave; their chain workers end at once.
+            idle: whether no chain worker is wanted.
         """
         self.closing = frozenset(closing)
         self.hosts = {host.node: host for host in hosts if host.slots > 0}
@@ -92,7 +98,8 @@ class Pool:
             self.helping = hungry
         self._first = {n for n, host in self.hosts.items() if not host.trains} or set(self.hosts)
         known = self.hosts.items()
-        self.wanted = {n: host.slots for n, host in known if self.helping or n in self._first}
+        wanted = {} if idle else {n: s.slots for n, s in known if self.helping or n in self._first}
+        self.wanted = wanted
         self.slots = sum(self.wanted.values())
 
     def workers_are(self, there: Mapping[str, str], now: float) -> None:
@@ -110,8 +117,8 @@ class Pool:
             left[node] -= 1
             if left[node] < 0 and (process not in self.bound or node in self.closing):
                 beyond.append(process)
-        self.leaving = [p for p in beyond if p in self.leaving or there[p] in self.closing]
-        if beyond and left and not self.leaving and now - self._moved >= MOVE_EVERY_S:
+        self.leaving = [p for p in beyond if p in self.leaving or self.leaves_at_once(there[p])]
+        if beyond and not self.leaving and now - self._moved >= MOVE_EVERY_S:
             self.leaving, self._moved = beyond, now
 
     def may_work(self, node: str, tried: Iterable[str] = ()) -> bool:
@@ -124,16 +131,23 @@ class Pool:
         working = set(self.wanted) if self.hungry else self._first
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
-    def place(self, there: Counter[str]) -> str:
-        """The node of the next chain worker; empty: anywhere.
+    def leaves_at_once(self, node: str) -> bool:
+        """Whether all chain workers of a host end now."""
+        return node in self.closing or not self.wanted or (not self.helping and node not in self._first)
+
+    def missing(self, starting: Mapping[str, int]) -> list[str]:
+        """The node of each chain worker that is wanted and neither runs nor starts.
 
         Args:
-            there: chain workers by node, including those that are starting.
+            starting: number of those that start, by node.
         """
-        wanted = self.wanted
-        free = {node: there[node] / slots for node, slots in wanted.items() if there[node] < slots}
-        first = {node: load for node, load in free.items() if node in self._first} or free
-        return min(first, key=lambda node: (first[node], node)) if first else ""
+        there = Counter(starting)
+        there.update(node for worker, node in self.there.items() if worker not in self.leaving)
+        return [node for node, slots in self.wanted.items() for _ in range(slots - there[node])]
+
+    def is_gone(self, node: str) -> bool:
+        """Whether a host was lost, or may not preprocess any more."""
+        return node not in self.hosts and node not in self.closing
 
     def is_lost(self, process: str) -> bool:
         """Whether a chain worker has ended, or its host is lost or about to leave."""

@@ -7,29 +7,50 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from stoker.chain.columns import to_table
 from stoker.errors import DataError, explain
 from stoker.hosts.topology import label
-from stoker.messages import BlockReport, Claim, Failure, Origin, Shard, Told
+from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
+from stoker.ray_compat import draining_nodes
 from stoker.serve.attempt import Attempt
+from stoker.serve.blocks.agents import Agents
+from stoker.serve.blocks.client import Transport
 from stoker.serve.elastic import Elastic
-from stoker.serve.execution import Engine
-from stoker.serve.items import ReadyBlock
+from stoker.serve.items import Holdings, ReadyBlock
+from stoker.serve.leases import Leases, Operator
 from stoker.serve.passes import Passes
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost, Pool
-from stoker.serve.ray_internals import draining_nodes
-from stoker.serve.statistics import Operator
 from stoker.serve.suspects import Suspects
 
 LOOK_EVERY_S = 1.0
-TICKETS_WAIT_S = 1.0
+CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
+"""How long a chain worker waits for work in one call, and between looks."""
+LATER_S = 0.5
+"""When a chain worker asks again for which there is no room to wait."""
+SILENT_S = 60.0
+"""A chain worker without work that has not called for so long is gone."""
+MOVED_S = 5.0
+NOT_NEEDED = "the work that a block belongs to is over"
+LEASES_END_S = 3.0
 NO_HOST_DEADLINE_S = 180.0
-RESCUE_S = 20.0
-"""Deadline for copying a block of a host that is being taken away."""
+UNUSED_ROWS_S = 120.0
+"""Deadline for fetching a block here; it may have to be made again."""
+
+
+class ChainProcess(NamedTuple):
+    """A chain worker that holds a lease."""
+
+    by: Process
+    handle: Any
+    """Of its actor."""
+    seen: float
+    """`time.monotonic()` of its last call."""
 
 
 class Production:
@@ -39,15 +60,22 @@ class Production:
         passes: what to read.
         totals: records of each split; None: unknown.
         hosts: maps train workers by node to the current preprocessing hosts.
+        most_waiting: chain workers that may wait here at once; each takes a thread.
     """
 
     def __init__(
-        self, passes: Passes, totals: dict[str, int | None], hosts: Callable[[Counter[str]], list[ChainHost]]
+        self,
+        passes: Passes,
+        totals: dict[str, int | None],
+        hosts: Callable[[Counter[str]], list[ChainHost]],
+        most_waiting: int = 64,
     ) -> None:
         self.passes, self.totals, self.hosts = passes, totals, hosts
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
         """The coordinator's lock; those that decide what to produce wait on it."""
+        self.has_work = threading.Condition(lock)
+        """The same lock; chain workers wait on it for work."""
         self.ready = threading.Condition(lock)
         """The same lock; ranks wait on it for their rows, and a block that completes a step wakes them."""
         self.attempt: Attempt | None = None
@@ -57,84 +85,145 @@ class Production:
         self.pool = Pool(groups=tuple(label(group) for group in passes.config.data.preprocess_on))
         self.elastic = Elastic(lambda *_, **__: None)
         """Hosts that come and go."""
-        self.engine: Engine | None = None
+        self.leases: Leases | None = None
+        """Runs the chain workers."""
         self.setups: dict[str, Any] = {}
         """Reference of the Setup of each split."""
-        self.blocks: WeakSet[ReadyBlock] = WeakSet()
-        """Ready blocks that lie on hosts and are still needed."""
-        self.ticket_numbers = count()
+        self.holdings = Holdings()
+        self.numbers = count()
+        """Of claims and work."""
+        self.workers: dict[str, ChainProcess] = {}
+        """Chain workers that hold a lease, by id."""
+        self.over = False
+        """Whether all leases end."""
+        self.agents: Agents
+        self.most_waiting = most_waiting
+        self._waiting = 0
         self._started = threading.Lock()
+        self._look_now = threading.Event()
 
     def start_engine(self, me: Any) -> None:
-        """Start the execution that carries the whole run; later attempts restart it only if it has failed.
+        """Run chain workers from now on, as long as this actor lives.
 
         Args:
             me: this actor's handle.
         """
+        self._look_now.set()
         if self._started.acquire(blocking=False):
-            threading.Thread(target=self._run_engine, args=(me,), name="engine", daemon=True).start()
+            threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()
 
-    def tickets(self) -> list[int]:
-        """Ticket source's call: the tickets to issue now; waits up to one second."""
-        deadline = time.monotonic() + TICKETS_WAIT_S
-        with self.changed, self._ends_the_attempt():
-            while True:
-                planner = self._planner()
-                issued = planner.issue() if planner else []
-                if issued or time.monotonic() > deadline:
-                    return issued
-                self.changed.wait(0.1)
-        return []
+    @cached_property
+    def transport(self) -> Transport:
+        """Fetches blocks for this process."""
+        import ray
 
-    def claim(self, ticket: int, node: str, process: str, ended: int | None = None) -> Claim | None:
-        """Chain worker's call: the work behind a ticket; None: there is none left.
+        node = ray.get_runtime_context().get_node_id()
+        return Transport(self.servers, self.moved, node, pinned=False, timeout_s=UNUSED_ROWS_S)
+
+    def servers(self) -> Directory:
+        """Consumer's call: where the run's blocks are served."""
+        return self.agents.directory()
+
+    def moved(self, part: BlockSlice, missing: bool) -> BlockSlice | str:
+        """Consumer's call: where a block is now that it could not fetch; waits a moment for one that is lost.
 
         Args:
-            ticket: to work on.
-            node: where it runs.
-            process: id of its actor.
-            ended: the ticket before it, if its work is complete: `item_ended` may arrive later.
-        """
-        with self.changed, self._ends_the_attempt():
-            if ended is not None:
-                self.item_ended(ended)
-            planner = self._planner()
-            return planner.claim(ticket, node, process) if planner else None
-        return None
+            part: rows of the block.
+            missing: its host answers, but does not have it.
 
-    def upcoming(self, ticket: int, process: str) -> Shard | None:
-        """Chain worker's call: the shard to prepare while the last one of a ticket is in use."""
+        Returns:
+            The same rows, or why they will not come.
+        """
+        deadline = time.monotonic() + MOVED_S
+        with self.changed, self._ends_the_attempt():
+            while (block := self.holdings.find(part.block)) is not None:
+                planner = self._planner()
+                if planner is None:
+                    break
+                if missing and block.file == part.block and not block.lost:
+                    planner.lose([block])
+                    self.changed.notify_all()
+                if not block.lost or time.monotonic() > deadline:
+                    return block.part(part.start, part.stop)
+                self.changed.wait(0.5)
+                del block  # what nobody else needs must not stay because of this call
+            attempt = self.attempt
+            return attempt.failure if attempt is not None and attempt.failure else NOT_NEEDED
+        return NOT_NEEDED
+
+    def begin_lease(self, by: Process, handle: Any) -> None:
+        """Chain worker's call: it, or its next process, has begun a lease."""
+        with self.changed:
+            new = by.worker not in self.workers
+            self.workers[by.worker] = ChainProcess(by, handle, time.monotonic())
+            if new and self.leases is not None:
+                self.leases.entered(by.node)
+
+    def claim(self, by: Process) -> Reply:
+        """Chain worker's call: what it does next; waits a moment for work."""
+        deadline = time.monotonic() + CLAIM_WAIT_S
+        with self.changed, self._ends_the_attempt():
+            self._seen(by)
+            while not self._leaves(by):
+                planner = self._planner()
+                if planner is not None:
+                    planner.advance()
+                claim = planner.claim(by) if planner else None
+                many = self._waiting >= self.most_waiting
+                if claim is not None or many or time.monotonic() >= deadline:
+                    wait_s = LATER_S if many and claim is None else 0.0
+                    return Reply(claim, unused=self.holdings.unused(by.node), wait_s=wait_s)
+                self._wait_for_work()
+            if (planner := self._planner()) is not None:
+                planner.ended(by)
+            self.workers.pop(by.worker, None)
+            return Reply(go_on=False)
+        return Reply(wait_s=LATER_S)
+
+    def _wait_for_work(self) -> None:
+        self._waiting += 1
+        try:
+            self.has_work.wait(WORK_WAIT_S)
+        finally:
+            self._waiting -= 1
+
+    def _seen(self, by: Process) -> None:
+        if (known := self.workers.get(by.worker)) is not None:
+            self.workers[by.worker] = known._replace(by=by, seen=time.monotonic())
+
+    def _leaves(self, by: Process) -> bool:
+        """Whether a chain worker's lease is over."""
+        return self.over or by.worker not in self.workers or by.worker in self.pool.leaving
+
+    def upcoming(self, by: Process) -> Shard | None:
+        """Chain worker's call: the shard to prepare while its last one is in use."""
         with self.changed:
             planner = self._planner()
-            return planner.upcoming(ticket, process) if planner else None
+            return planner.upcoming(by) if planner else None
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
         """Chain worker's call: a reference of the Setup of a split, and which loaded splits the worker may
         drop."""
         return [self.setups[split]], []
 
-    def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
-        """Chain worker's call: a block will arrive; whether to continue."""
-        if not report.rows:  # nothing will arrive
-            self._offer(report)
-        with self.changed, self._ends_the_attempt():
-            planner = self._planner()
-            return planner.reported(ticket, report, origin, told) if planner else False
-        return False
+    def block_made(self, by: Process, number: int, made: Made) -> Reply:
+        """Chain worker's call: a block is in its host's folder; whether to continue."""
+        go_on = False
+        with self.changed:
+            self._seen(by)
+            with self._ends_the_attempt():
+                planner = self._planner()
+                if planner is not None:
+                    go_on = planner.reported(by, number, made)
+                else:
+                    self.holdings.discard(by.node, made.file)
+            return Reply(go_on=go_on, unused=self.holdings.unused(by.node))
 
-    def item_ended(self, ticket: int) -> None:
-        """Chain worker's call: its work is complete."""
+    def item_failed(self, by: Process, number: int, failure: Failure) -> None:
+        """Chain worker's call: its work failed."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
-                planner.ended(ticket)
-
-    def item_failed(self, ticket: int, failure: Failure, made: int) -> float:
-        """Chain worker's call: its work failed after so many blocks; how long to wait before the same worker
-        tries again, 0: it must not."""
-        with self.changed, self._ends_the_attempt():
-            if planner := self._planner():
-                return planner.failed(ticket, failure, made)
-        return 0.0
+                planner.failed(by, number, failure)
 
     def _planner(self) -> Planner | None:
         attempt = self.attempt
@@ -149,79 +238,80 @@ class Production:
             if self.attempt is not None:
                 self.attempt.fail(explain(error))
 
-    def _run_engine(self, me: Any) -> None:
-        """Thread: the Ray Data execution, from the first attempt to the end of the run."""
-        import ray
-
-        with self._ends_the_attempt():
-            try:
-                self.pool.update(self.hosts(Counter()), False, time.monotonic())
-                self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
-                head = ray.get_runtime_context().get_node_id()
-                shares = self.passes.config.data.share is not None
-                self.engine = engine = Engine(me, self.pool, head, shares)
-                threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
-                engine.run(self._arrived)
-            finally:
-                # Reset before failing the attempt, so that the next attempt can restart the engine.
-                self.engine = None
-                self._started.release()
-
-    def _arrived(self, origin: Origin, reference: Any) -> None:
-        """Engine's thread: a block has arrived."""
-        block = None
-        with self.changed, self._ends_the_attempt():
-            planner = self._planner()
-            block = planner.arrived(origin, reference) if planner else None
-            if block is not None and not block.is_small:
-                self.blocks.add(block)
-        if block is not None:
-            self._offer(block.report, reference)
-
-    def _offer(self, report: BlockReport, reference: Any = None) -> None:
-        if report.place and self.passes.share is not None:
-            self.passes.share.offer(report, reference)
-
     def holding(self) -> set[str]:
         """Nodes that hold blocks which are still needed."""
-        planner = self._planner()
-        coming = [block for _, block in planner.coming.values()] if planner else []
-        return {block.node for block in (*self.blocks, *coming)}
+        return {block.node for block in self.holdings.all() if not block.lost}
 
-    def _emptied(self) -> set[str]:
+    def emptied(self) -> set[str]:
         """Nodes of hosts that are about to leave and hold nothing that is needed."""
         with self.changed:
             closing = self.elastic.closing - self.pool.staffed
             return closing and closing - self.holding()
 
-    def _look(self, engine: Engine) -> None:
-        """Thread: handle what changes with time: hosts, pool size, late work."""
-        seen, rescue = time.monotonic(), threading.Thread()
-        while self.engine is engine:
+    def agent_lost(self, node: str) -> None:
+        """A host's agent died, and the blocks there went with it."""
+        with self.changed, self._ends_the_attempt():
+            self._lose(lambda block: block.node == node)
+
+    def _lose(self, gone: Callable[[ReadyBlock], bool]) -> None:
+        if (planner := self._planner()) is not None:
+            planner.lose([block for block in self.holdings.all() if gone(block)])
+            self.has_work.notify_all()
+
+    def _look(self, me: Any) -> None:
+        """Thread: handle what changes with time: hosts, chain workers, late work."""
+        import ray
+
+        with self._ends_the_attempt():
+            self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
+        self.leases = leases = Leases(me, self.agents.run, self.pool, self._lease_failed)
+        self._last_host, self._rescuer = time.monotonic(), threading.Thread()
+        while True:
+            self._look_now.clear()
             with self._ends_the_attempt():
-                hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
-                now = time.monotonic()
-                seen = now if any(host.slots for host in hosts) else seen
-                self._refuse_no_host(now - seen)
-                with self.changed:
-                    planner = self._planner()
-                    bound = {self.pool.there.get(process, "") for process in self.pool.bound}
-                    staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
-                    hungry = bool(planner and planner.hungry)
-                    self.pool.update(staying, hungry, now, self.elastic.closing)
-                    hung = planner.look(now) if planner else []
-                    engine.ended = self.is_idle(now)
-                if engine.ended:
-                    engine.execution.shutdown()
-                    return
-                if draining and not rescue.is_alive():
-                    rescue = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
-                    rescue.start()
-                self.elastic.send(now)
-                engine.look()
-                for process in hung:
-                    engine.execution.kill(process)
-            time.sleep(LOOK_EVERY_S)
+                hung = self._look_once({n["NodeID"] for n in ray.nodes() if n["Alive"]}, time.monotonic())
+                self.elastic.send(time.monotonic())
+                if not self.over:
+                    leases.look()
+                for handle in hung:
+                    ray.kill(handle, no_restart=False)  # Ray starts another process, which goes on
+            self._look_now.wait(LOOK_EVERY_S)
+
+    def _look_once(self, alive: set[str], now: float) -> list[Any]:
+        """The handles of chain workers that hang."""
+        hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
+        self._last_host = now if any(host.slots for host in hosts) else self._last_host
+        self._refuse_no_host(now - self._last_host)
+        with self.changed:
+            planner = self._planner()
+            bound = {self.pool.there.get(process, "") for process in self.pool.bound}
+            staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
+            hungry = bool(planner and planner.hungry)
+            self.pool.update(staying, hungry, now, self.elastic.closing, self.is_idle(now))
+            self._forget_lost_workers(alive, now)
+            self.pool.workers_are({worker: each.by.node for worker, each in self.workers.items()}, now)
+            self._lose(lambda block: block.node not in alive)
+            hung = planner.look(now) if planner else []
+            self.has_work.notify_all()
+            handles = [self.workers[worker].handle for worker in hung if worker in self.workers]
+        if draining and not self._rescuer.is_alive():
+            self._rescuer = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
+            self._rescuer.start()
+        return handles
+
+    def _forget_lost_workers(self, alive: set[str], now: float) -> None:
+        """Ray restarts those of a lost host elsewhere; they enter again there."""
+        active = self.attempt.planner.active if self.attempt and self.attempt.planner else {}
+        for worker, each in list(self.workers.items()):
+            silent = worker not in active and now - each.seen > SILENT_S
+            if each.by.node not in alive or silent:
+                del self.workers[worker]
+
+    def _lease_failed(self, error: BaseException) -> None:
+        """Leases' thread: the execution of some leases has ended with an error."""
+        if not self.over:
+            with self._ends_the_attempt():
+                raise error
 
     def _rescue(self, draining: set[str]) -> None:
         """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""
@@ -229,13 +319,17 @@ class Production:
 
         head = ray.get_runtime_context().get_node_id()
         with self.changed:
-            leaving = WeakSet(block for block in self.blocks if block.node in draining - {head})
+            leaving = WeakSet(block for block in self.holdings.all() if block.node in draining - {head})
         for block in leaving:
-            # A host that is gone already leaves them to Ray, which has them made again.
-            with contextlib.suppress(ray.exceptions.RayError):
-                copy = ray.put(ray.get(block.reference, timeout=RESCUE_S))
+            # A host that is gone already has lost them, and they are made again.
+            with contextlib.suppress(DataError, OSError):
+                rows, _, _, _ = self.transport.rows(block.part(0, block.report.rows))
+                file = self.agents.folder.write(to_table(rows))
                 with self.changed:
-                    block.reference, block.node = copy, head
+                    if block.lost or block.node == head:
+                        self.holdings.discard(head, file)
+                    else:
+                        self.holdings.move(block, head, file, gone=False)
 
     def is_idle(self, now: float) -> bool:
         """Whether to end chain workers until a new attempt begins; a run needs them to its end."""
@@ -251,8 +345,14 @@ class Production:
             raise DataError(f"no preprocessing host for {deadline:.0f} s: {which}")
 
     def ray_data_stats(self) -> tuple[str, list[Operator]]:
-        """Driver's call: Ray Data's counters and timings, as its own text and by operator."""
-        return self.engine.execution.statistics() if self.engine else ("", [])
+        """Driver's call at the end: Ray Data's statistics, as text and by operator. Ends all leases."""
+        with self.changed:
+            self.over = True
+            self.has_work.notify_all()
+        if self.leases is None:
+            return "", []
+        self.leases.join(LEASES_END_S)
+        return self.leases.statistics()
 
     def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
         """Chain worker's call when it reports its records: why one must not be started; empty: it may."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.errors import STATED, DataError, root_cause, where_raised
-from stoker.messages import BlockReport, Failure, Origin
+from stoker.messages import BlockReport, Failure
 from stoker.read.sources import reread_wait_s
 from stoker.serve.deadlines import Patience, others
-from stoker.serve.items import Item, Line, Numbered, ReadyBlock, Ticket
+from stoker.serve.items import Item, Numbered
 from stoker.serve.pool import Pool
 
 
@@ -60,37 +60,7 @@ class Recovery:
 
     def took(self, split: str, node: str, report: BlockReport) -> None:
         """Learn how long a block takes to make."""
-        if not report.shared:
-            self.patience.took(split, node, report.seconds)
-
-    def failed_again(
-        self,
-        number: int,
-        ticket: Ticket,
-        failure: Failure,
-        coming: Mapping[Origin, tuple[Line, ReadyBlock]],
-        lines: list[Line],
-    ) -> float:
-        """The same for one that makes blocks of a ticket again, which no other can do in its place.
-
-        In the end it gives up, with 0, if none is needed: Ray also repeats calls whose process has ended.
-        """
-        ticket.failures += 1
-        if ticket.failures > failure.tries and not self._misses(number, coming, lines):
-            return 0.0
-        what = self.what(ticket.item.line.plan.split, ticket.shards)
-        how = "making its lost blocks again"
-        return self._retry(what, ticket.node, {ticket.node}, ticket.failures, failure, how)
-
-    def _misses(
-        self, number: int, coming: Mapping[Origin, tuple[Line, ReadyBlock]], lines: list[Line]
-    ) -> bool:
-        """Whether a block that is needed has not arrived, or was on a host that is known to be gone."""
-        if any(block.ticket == number for _, block in coming.values()):
-            return True
-        early = (block for line in lines for block in line.early())
-        ready = (block for stream in self.attempt.open_streams() for block in stream.blocks.values())
-        return any(b.ticket == number and b.node not in self.pool.hosts for b in (*early, *ready))
+        self.patience.took(split, node, report.seconds)
 
     def _retry(
         self, what: str, node: str, hosts: set[str], failures: int, failure: Failure, how: str
@@ -105,33 +75,33 @@ class Recovery:
         return wait_s
 
     def overdue(
-        self, active: Mapping[int, Item], waiting: list[Item], now: float
-    ) -> tuple[list[int], list[str]]:
+        self, active: Mapping[str, Item], waiting: list[Item], now: float
+    ) -> tuple[list[str], list[str]]:
         """Work that must be done again elsewhere.
 
         Args:
-            active: work in progress, by ticket.
+            active: work in progress, by chain worker.
             waiting: work that waits for a retry.
             now: `time.monotonic()`.
 
         Returns:
-            Tickets whose host was lost or that are late, and the processes of the late ones.
+            Chain workers whose host was lost or that are late, and the late ones.
 
         Raises:
             DataError: late work has failed on every host.
         """
-        tickets, hung = [], []
-        for number, item in active.items():
-            if item.node in self.pool.hosts:
+        workers, hung = [], []
+        for worker, item in active.items():
+            if not self.pool.is_gone(item.node):
                 if not self.is_late(item, now, in_work=True):
                     continue
                 self.late(item)
-                hung.append(item.process)
+                hung.append(worker)
             self.attempt.repeats(item.line.plan.split, item.name)
-            tickets.append(number)
+            workers.append(worker)
         for item in waiting:
             self.is_late(item, now, in_work=False)
-        return tickets, hung
+        return workers, hung
 
     def is_late(self, item: Item, now: float, in_work: bool) -> bool:
         """Whether work has been silent for too long.

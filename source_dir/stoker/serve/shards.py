@@ -29,8 +29,6 @@ class Setup(NamedTuple):
     cache: CacheSpec | None = None
     key: str = ""
     """Cache key of this split."""
-    share: Any = None
-    """With `data.share`: the `Share` of this run."""
 
 
 class Loaded(NamedTuple):
@@ -39,7 +37,6 @@ class Loaded(NamedTuple):
     source: Any
     chain: Chain
     cache: HostCache | None = None
-    share: Any = None
 
 
 def refuse_flaky(report: BlockReport) -> None:
@@ -63,7 +60,7 @@ def load(setup: Any) -> Loaded:
 
     content: Setup = ray.get(setup)
     chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
-    return Loaded(content.source, chain, _cache_of(content), content.share)
+    return Loaded(content.source, chain, _cache_of(content))
 
 
 def _cache_of(setup: Setup) -> HostCache | None:
@@ -104,7 +101,7 @@ def blocks_of(
         records = guard.watch(records, one, work.skip * plan.block_records)
     keep = reading.keep if reading else None
     nth, following, bad = 0, next(records, None), 0
-    while following is not None:
+    while following is not None and nth != work.stop:
         block: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
         if nth < work.skip:
             deque(block, maxlen=0)
@@ -121,7 +118,7 @@ def blocks_of(
         started = time.perf_counter()
         nth += 1
     if reading:
-        reading.finished(whole=not bad and not work.skip)
+        reading.finished(whole=following is None and not bad and not work.skip)
 
 
 def tables_of(

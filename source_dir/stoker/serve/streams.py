@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.chain.columns import columns_of
-from stoker.errors import DataError, explain
+from stoker.errors import DataError
 from stoker.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
 from stoker.serve.accounting import EpochAccount
+from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.splitter import Slice, Splitter
 
-LINGER_STEPS = 16
-"""How long small blocks outlast their use. Their values are in the memory of their owner, the coordinator.
-Ray 2.60 never frees such a value if its owner drops the reference before a borrower, so the coordinator waits
-until train workers have dropped theirs: they have when they request steps for the second time after."""
 Used = tuple[int, int, int]
 """Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""
-UNUSED_ROWS_S = 120.0
-"""Deadline for fetching the few unused rows; Ray may have to recompute their block."""
 
 
 @dataclass
@@ -37,8 +30,6 @@ class Stream:
     """Schema of the split, set by the run's first block; each block is compared with it."""
     blocks: dict[int, ReadyBlock] = field(default_factory=dict)
     """Blocks still needed, by number."""
-    lingering: deque[tuple[int, ReadyBlock]] = field(default_factory=deque)
-    """Small blocks that every rank has taken, and by which step."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, Used] = field(default_factory=dict)
@@ -47,6 +38,8 @@ class Stream:
     """The blocks still needed."""
     slowest: int = 0
     """The step that the slowest rank requests next."""
+    fetched: dict[int, int] = field(default_factory=dict)
+    """By rank: it has fetched all steps before this one."""
 
     def reported(self, report: BlockReport, node: str) -> bool:
         """A chain worker on a node has made a block; False if it was already counted."""
@@ -93,20 +86,16 @@ class Stream:
         return self.blocks[part.block].part(part.start, part.stop)
 
     def release(self) -> None:
-        """Drop the blocks that every worker has taken."""
-        # The previous step may still be in flight to a worker: keep its blocks one step longer.
-        step = self.slowest - 1
+        """Drop the blocks that every worker has fetched."""
+        if len(self.fetched) < self.splitter.workers:
+            return
+        step = min(self.fetched.values())
         # Blocks are needed in the order of their numbers, so stop at the first that is needed.
         while self.blocks:
             number = next(iter(self.blocks))
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
-            block = self.blocks.pop(number)
-            self.held.add(block, -1)
-            if block.is_small:
-                self.lingering.append((step, block))
-        while self.lingering and self.lingering[0][0] < step - LINGER_STEPS:
-            self.lingering.popleft()
+            self.held.add(self.blocks.pop(number), -1)
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
         """Position of a training pass after some steps of this attempt.
@@ -144,7 +133,6 @@ class Stream:
         self.account.use(rows, padded, sum(u[1] for u in used), remaining)
         counts = self.account.reconcile(self.total)
         self.reconciled = True
-        self.lingering += [(0, block) for block in self.blocks.values() if block.is_small]
         self.blocks.clear()
         self.held = Held()
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
@@ -165,22 +153,14 @@ class Stream:
         return {"split": "train", **self.account.counts(self.total)}
 
 
-def ids_of(rows: list[BlockSlice]) -> list[int]:
-    """Head: the record ids of some rows; fetches blocks through Ray, so no lock may be held.
+def ids_of(rows: list[BlockSlice], transport: Transport) -> list[int]:
+    """The record ids of some rows; fetches them, so no lock may be held.
 
     Raises:
         DataError: a block is not available.
     """
-    import ray
-
-    if not rows:
-        return []
-    try:
-        blocks = ray.get([part.block for part in rows], timeout=UNUSED_ROWS_S)
-    except ray.exceptions.RayError as error:
-        raise DataError(f"cannot fetch the rows left over at the end of an epoch: {explain(error)}") from None
-    return [
-        number
-        for part, block in zip(rows, blocks, strict=True)
-        for number in columns_of(block)[ID_COLUMN][part.start : part.stop].tolist()
-    ]
+    found: list[int] = []
+    for part in rows:
+        columns, start, stop, _ = transport.rows(part)
+        found += columns[ID_COLUMN][start:stop].tolist()
+    return found

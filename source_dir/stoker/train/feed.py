@@ -155,6 +155,7 @@ class Prefetcher:
         self._changed = threading.Condition()
         self._given: deque[tuple[int, StepAssignment, float]] = deque()
         """Steps assigned by the coordinator but not being fetched, and since when."""
+        self._fetching: set[int] = set()
         self._loaded: dict[int, Any] = {}
         self._next = self._asked = owner.first_step
         """The step that the loop takes next, and the next one to request."""
@@ -240,6 +241,7 @@ class Prefetcher:
                 if self._over:
                     return None
                 if self._given:
+                    self._fetching.add(self._given[0][0])
                     return self._given.popleft()
                 if self._ended:
                     return None
@@ -270,8 +272,14 @@ class Prefetcher:
     def _room(self) -> int:
         return self._limit - (self._asked - self._next)
 
+    def _fetched(self) -> int:
+        """All steps before this one are here: the service may drop their blocks."""
+        with self._changed:
+            return min([self._asked, *self._fetching, *(step for step, _, _ in self._given)])
+
     def _put(self, step: int, item: Any) -> None:
         with self._changed:
+            self._fetching.discard(step)
             if not self._over:
                 self._loaded[step] = item
             self._changed.notify_all()
@@ -280,7 +288,8 @@ class Prefetcher:
         import ray
 
         owner = self.owner
-        call = owner.coordinator.ahead.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step, most)
+        which = (owner.attempt, owner.split, owner.epoch, owner.rank)
+        call = owner.coordinator.ahead.remote(*which, step, most, self._fetched())
         try:
             answer: list[StepAssignment] | str = ray.get(call, timeout=owner.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
@@ -297,7 +306,6 @@ class Prefetcher:
             made = self._receive(portion, produced)
         except SchemaError as error:
             raise DataError(f"{owner.split} epoch {owner.epoch + 1}: {error}") from None
-        portion.blocks.clear()  # Ray makes blocks again that are lost with a host while anyone refers to them
         now = time.perf_counter()
         with self._changed:
             owner.times.fetch_s += now - began

@@ -254,7 +254,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
         stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
         collator=(
-            Collator(worker.config, split, epoch, worker.world_size, worker.transport)
+            Collator(worker.config, split, epoch, worker.world_size, worker.transport, worker.coordinator)
             if worker.recipe.collates
             else None
         ),

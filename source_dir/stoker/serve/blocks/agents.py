@@ -1,4 +1,4 @@
-"""Head: an agent on every other host that serves blocks and measures CPU utilization."""
+"""An agent on every other host that serves blocks and measures CPU utilization."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from stoker.chain.columns import columns_of
+from stoker.chain.columns import to_table
 from stoker.errors import CacheError, where_raised
 from stoker.hosts import machine
 from stoker.hosts.topology import NODE_LABEL
-from stoker.messages import Server
+from stoker.messages import Directory, Server
 from stoker.read.host_cache import PREFIX, CacheSpec, open_root
+from stoker.serve.blocks.folder import PREFIX as BLOCKS
+from stoker.serve.blocks.folder import BlockFolder, here
 from stoker.serve.blocks.server import BlockServer
 from stoker.storage.checkpoint_store import Cleaner
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
-"""Deadline for an agent to answer; without it, the host's blocks come through Ray."""
+"""Deadline for an agent to answer; without it, no other host gets its host's blocks."""
 ANSWER_S = 5.0
 RESTARTS = 3
 """Number of restarts of a host's agent before the run continues without it."""
@@ -32,41 +34,46 @@ RESTART_AFTER_S = 6.0
 class HostAgent:
     """CPU host: one per host and run, zero CPUs, an actor that lives as long as the coordinator."""
 
-    def __init__(self, secret: bytes, cache: CacheSpec | None = None) -> None:
+    def __init__(self, run: str, secret: bytes, cache: CacheSpec | None = None) -> None:
         import ray
 
-        self._cleaner = clean_up(cache)
+        self._folder = here(run)
+        self._cleaners = clean_up(self._folder, cache)
         self._address = ray.util.get_node_ip_address()
-        self._server = BlockServer(self._address, secret)
+        self._server = BlockServer(self._address, secret, self._folder)
         self._cpu = CpuMeter()
 
     def where(self) -> tuple[str, int]:
         """Coordinator's call: address and port of the block server."""
         return self._address, self._server.port
 
-    def hold(self, worker: bytes, references: list[Any]) -> None:
-        """Train worker's call: serve these blocks to it; they lie in this host's shared memory."""
-        import ray
+    def rows(self, block: str, start: int, stop: int) -> tuple[Any, int]:
+        """Where no socket is to be had: rows of a block, and the block's length.
 
-        for reference, block in zip(references, ray.get(references), strict=True):
-            self._server.hold(worker, reference.hex(), columns_of(block))
+        Raises:
+            FileNotFoundError: it is not here.
+        """
+        columns = self._folder.columns(block)
+        rows = {name: column[start:stop] for name, column in columns.items()}
+        return to_table(rows), min(map(len, columns.values()), default=0)
 
-    def cpu_pct(self) -> float:
-        """Coordinator's call: CPU utilization of this host since the last call."""
+    def look(self, unused: list[str]) -> float:
+        """Service's call: drop blocks; CPU utilization of this host since the last call, in percent."""
+        self._folder.remove(unused)
         return self._cpu.sample()
 
-    def held(self) -> int:
-        """Number of blocks held for train workers."""
-        return self._server.held()
 
-
-def clean_up(cache: CacheSpec | None) -> Cleaner | None:
+def clean_up(folder: BlockFolder, cache: CacheSpec | None) -> list[Cleaner]:
     """Every host: remove the run's files on this host when this process ends."""
+    cleaners = []
+    for root in folder.roots:
+        root.mkdir(mode=0o700, exist_ok=True)
+        cleaners.append(Cleaner(root, BLOCKS))
     if cache is not None:
         with contextlib.suppress(CacheError):  # the host's chain workers report it, if it has any
             open_root(root := cache.root())
-            return Cleaner(root, PREFIX)
-    return None
+            cleaners.append(Cleaner(root, PREFIX))
+    return cleaners
 
 
 class CpuMeter:
@@ -86,40 +93,43 @@ class CpuMeter:
 class Agents:
     """Head: runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
 
-    An agent that dies is restarted with a note: without it, a host's blocks come through Ray's object store,
-    its CPUs are not sampled, and its cache is gone.
+    An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
+    no other host gets blocks from there.
 
     Args:
         told: receives {node: percent} every few seconds.
         note: receives one line about an agent that died.
-        serve: other hosts serve their blocks to train workers.
         cache: what hosts cache until the run ends.
         emptied: nodes of hosts that are about to leave and no longer need an agent.
+        unused: blocks on a host that nobody needs any more.
+        lost: a host's agent died, and with it the blocks there.
     """
 
     def __init__(
         self,
         told: Callable[[dict[str, float]], None],
-        serve: bool = True,
         cache: CacheSpec | None = None,
         note: Callable[[str], None] = lambda text: None,
         emptied: Callable[[], set[str]] = set,
+        unused: Callable[[str], list[str]] = lambda node: [],
+        lost: Callable[[str], None] = lambda node: None,
     ) -> None:
-        self._emptied = emptied
-        self.secret = secrets.token_bytes(32)
-        self._told, self._serve, self._cache, self._note = told, serve, cache, note
+        self._emptied, self._unused, self._lost = emptied, unused, lost
+        self.run, self.secret = secrets.token_hex(8), secrets.token_bytes(32)
+        self.folder = here(self.run)
+        self._told, self._cache, self._note = told, cache, note
         self._deaths: Counter[str] = Counter()
         self._not_before: dict[str, float] = {}
         """When an agent that died may be restarted, by node."""
-        self._cleaner = clean_up(cache)
+        self._cleaners = clean_up(self.folder, cache)
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
-    def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Train worker's call, through the coordinator: the run's secret, and block servers by node."""
+    def directory(self) -> Directory:
+        """Where the run's blocks are served."""
         with self._lock:
-            return self.secret, dict(self._servers) if self._serve else {}
+            return Directory(self.run, self.secret, dict(self._servers))
 
     def _watch(self) -> None:
         import ray
@@ -142,12 +152,13 @@ class Agents:
                     starting[agents[node].where.remote()] = (node, agents[node], time.monotonic())
             died = self._take_in(starting)
             started = time.monotonic()
-            calls = {node: agents[node].cpu_pct.remote() for node in self._ready(agents)}
+            calls = {node: agents[node].look.remote(self._unused(node)) for node in self._ready(agents)}
             used, gone = self._answers(calls)
             for node, cause in (died | gone).items():
                 agents.pop(node, None)
                 if node in alive:
                     self._bury(node, alive[node], cause)
+            self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
 
@@ -155,7 +166,7 @@ class Agents:
         import ray
 
         options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {NODE_LABEL: node}}
-        return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
+        return ray.remote(HostAgent).options(**options).remote(self.run, self.secret, self._cache)
 
     def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
         """An agent died: decide whether and when to restart it, and emit a note."""
@@ -163,6 +174,7 @@ class Agents:
 
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
             return  # its host is gone too, which is reported elsewhere
+        self._lost(node)
         self._deaths[node] += 1
         with self._lock:
             self._servers.pop(node, None)
@@ -171,8 +183,7 @@ class Agents:
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
         then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
         self._note(
-            f"the agent on host {name} died ({cause}); {then}. Until it answers, the host's blocks come"
-            " through Ray's object store"
+            f"the agent on host {name} died ({cause}), and its blocks with it, which are made again; {then}"
         )
 
     def _ready(self, agents: dict[str, Any]) -> list[str]:

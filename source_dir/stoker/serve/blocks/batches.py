@@ -119,10 +119,10 @@ def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: in
         SchemaError: names the block and the difference.
     """
     if difference := schema.difference(found):
-        raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
+        raise SchemaError(f"block {part.block} has other columns than its split: {difference}")
     if rows != part.of:
         raise SchemaError(
-            f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
+            f"block {part.block} has {rows} rows, but was reported with {part.of}: it was made"
             " again and differs, or is damaged"
         )
 
@@ -131,5 +131,5 @@ def as_batch(columns: dict[str, Any], schema: Schema) -> dict[str, Any]:
     """Anywhere: a whole block as one batch."""
     rows = min(map(len, columns.values()), default=0)
     batch = BatchBuilder(BufferPool(pinned=False), rows, schema)
-    batch.take(BlockSlice(None, 0, rows, of=rows), columns, 0)
+    batch.take(BlockSlice("", 0, rows, of=rows), columns, 0)
     return batch.finish()

@@ -1,8 +1,8 @@
 """Train worker: has a CPU host turn the records of a batch into the batch, with the recipe's `collate`.
 
-The records of a batch lie in blocks on several hosts. A Ray task on one of these hosts gets the
-blocks through Ray's object store, calls `collate` and packs the result, which travels to the train worker
-like any block. Ray repeats the task if its host is lost.
+The records of a batch lie in blocks on several hosts. A Ray task on one of these hosts fetches them, calls
+`collate` and packs the result, which travels to the train worker like any block. The task is repeated if its
+host is lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from stoker.chain.chain import use_one_thread
 from stoker.chain.collating import Collate, all_of, collated, seed_of
-from stoker.chain.columns import columns_of, schema_of, to_table
+from stoker.chain.columns import schema_of, to_table
 from stoker.config.schema import Config
 from stoker.errors import DataError, SchemaError, root_cause
 from stoker.hosts.topology import GROUP_LABEL, label
-from stoker.messages import SERVED_FROM_BYTES, BlockSlice, Schema
+from stoker.messages import BlockSlice, Schema
 from stoker.recipe import Batch
 from stoker.serve.blocks.batches import refuse_other_block
-from stoker.serve.blocks.client import Transport
+from stoker.serve.blocks.client import Transport, connect
 from stoker.serve.blocks.packing import PAGE, PAGES, SCHEMA, pack, unpack
 
 RETRIES = 3
@@ -45,6 +45,7 @@ class Collated(NamedTuple):
 
     node: str = ""
     """Where it lies."""
+    block: str = ""
     rows: int = 0
     """Pages."""
     ids: Any = None
@@ -77,9 +78,12 @@ class Collator:
         epoch: of the pass.
         ranks: number of train workers.
         transport: fetches the result.
+        service: the actor that knows where blocks are.
     """
 
-    def __init__(self, config: Config, split: str, epoch: int, ranks: int, transport: Transport) -> None:
+    def __init__(
+        self, config: Config, split: str, epoch: int, ranks: int, transport: Transport, service: Any
+    ) -> None:
         import ray
 
         cpus = int(ray.cluster_resources().get("CPU", 1))
@@ -87,8 +91,8 @@ class Collator:
         """Batches to make at the same time; more would only start more processes."""
         self._job = ray.put(Job(Collate.of(config.recipe, config.params), config.seed, split, epoch))
         # No CPUs: the chain workers hold them all.
-        self._task = ray.remote(num_cpus=0, num_returns=2, max_retries=RETRIES)(collate_on_host)
-        self._transport, self._timeout_s = transport, config.data.stall_timeout_s
+        self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
+        self._service, self._transport, self._timeout_s = service, transport, config.data.stall_timeout_s
         self._hosts = Hosts(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
@@ -98,15 +102,30 @@ class Collator:
             DataError: the task died, or took too long.
             SchemaError: `collate` failed, or a block does not match its report or the columns of its split.
         """
+        for last_try in (False, False, True):
+            made = self._made(parts, schema)
+            produced = time.perf_counter()
+            batch = BlockSlice(made.block, 0, made.rows, made.node, made.rows)
+            try:
+                fetched = self._transport.fetch([batch], SCHEMA)
+                break
+            except DataError:  # its host was lost with it
+                if last_try:
+                    raise
+        self._transport.drop(batch)
+        (content,) = unpack(fetched.columns[PAGES])
+        size = made.rows * PAGE
+        return Arrived(content, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
+
+    def _made(self, parts: list[BlockSlice], schema: Schema) -> Collated:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        about = [part._replace(block=part.block.binary()) for part in parts]
         node = self._hosts.take(parts)
         place = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
         task = self._task.options(name="collate", scheduling_strategy=place)
         try:
-            pages, answer = task.remote(self._job, schema, about, *(part.block for part in parts))
+            answer = task.remote(self._job, schema, parts, self._service, self._timeout_s)
             made: Collated = ray.get(answer, timeout=self._timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
@@ -118,44 +137,39 @@ class Collator:
             self._hosts.done(node)
         if made.failure:
             raise SchemaError(made.failure)
-        produced, size = time.perf_counter(), made.rows * PAGE
-        # Ray has already sent small objects with its answer.
-        place = made.node if size >= SERVED_FROM_BYTES else ""
-        fetched = self._transport.fetch([BlockSlice(pages, 0, made.rows, place, made.rows)], SCHEMA)
-        self._transport.finish_pass()  # release it: no other batch is in it
-        (batch,) = unpack(fetched.columns[PAGES])
-        return Arrived(batch, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
+        return made
 
 
-def collate_on_host(job: Job, schema: Schema, parts: list[BlockSlice], *blocks: Any) -> tuple[Any, Collated]:
-    """CPU host: a task that makes one batch.
-
-    Args:
-        job: recipe and seed.
-        schema: of the split.
-        parts: rows of each block.
-        blocks: Ray Data's tables.
-
-    Returns:
-        Pages of the batch, and what is known of it.
-    """
-    import ray
-
+def collate_on_host(
+    job: Job, schema: Schema, parts: list[BlockSlice], service: Any, timeout_s: float
+) -> Collated:
+    """CPU host: a task that makes one batch, and stores its pages as a block of this host."""
     use_one_thread()
     began = time.process_time()
-    columns = [columns_of(block) for block in blocks]
+    transport = _transport(service, timeout_s)
+    found = [transport.rows(part) for part in parts]
     try:
-        for part, found in zip(parts, columns, strict=True):
-            refuse_other_block(part, schema, schema_of(found), min(map(len, found.values()), default=0))
-        places = [(found, part.start, part.stop) for part, found in zip(parts, columns, strict=True)]
-        records, ids, keys = all_of(places)
+        for part, (columns, _, _, length) in zip(parts, found, strict=True):
+            refuse_other_block(part, schema, schema_of(columns), length)
+        records, ids, keys = all_of([(columns, start, stop) for columns, start, stop, _ in found])
         seed = seed_of(job.seed, job.split, job.epoch, ids)
         pages = pack([collated(job.collate, records, seed)])
     except SchemaError as error:
-        return None, Collated(failure=str(error))
-    node = ray.get_runtime_context().get_node_id()
-    cpu_s = time.process_time() - began
-    return to_table({PAGES: pages}), Collated(node, len(pages), ids, tuple(keys), cpu_s)
+        return Collated(failure=str(error))
+    folder = transport.folder()
+    block = folder.write(to_table({PAGES: pages}))
+    return Collated(folder.node, block, len(pages), ids, tuple(keys), time.process_time() - began)
+
+
+_transports: dict[str, Transport] = {}
+
+
+def _transport(service: Any, timeout_s: float) -> Transport:
+    """CPU host: that of this process, which makes many batches."""
+    if repr(service) not in _transports:
+        _transports.clear()
+        _transports[repr(service)] = connect(service, pinned=False, timeout_s=timeout_s)
+    return _transports[repr(service)]
 
 
 class Hosts:

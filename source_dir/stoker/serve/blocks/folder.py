@@ -1,0 +1,106 @@
+"""The blocks that chain workers have made on a host: files that outlive the process that wrote them.
+
+A chain worker writes a block, as an Arrow file, and reports its name; the host's block server, and whoever
+else runs on this host, maps it. The service decides when it goes. Removing a file never takes memory from a
+reader, and a full memory is an error of the writer alone. What shared memory has no room for lies in the
+temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from stoker.chain.columns import columns_of
+from stoker.read.host_cache import SHARED_MEMORY
+
+PREFIX = "stoker-blocks-"
+NAME = re.compile(r"[0-9a-f]{24}")
+SHARE = 0.5
+"""Share of a host's shared memory that stays free of blocks: for Ray's object store and others."""
+
+
+def here(run: str) -> BlockFolder:
+    """The folder of a run on this host of the cluster."""
+    import ray
+
+    return BlockFolder(run, ray.get_runtime_context().get_node_id())
+
+
+class BlockFolder:
+    """The blocks of one run on one host.
+
+    Args:
+        run: names the run; nobody else can know it, so nobody prepares a folder of that name.
+        node: Ray node; several may share a machine.
+    """
+
+    def __init__(self, run: str, node: str) -> None:
+        self.node = node
+        parents = [Path(tempfile.gettempdir())]
+        if SHARED_MEMORY.is_dir():
+            parents.insert(0, SHARED_MEMORY)
+        self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
+
+    def write(self, table: Any) -> str:
+        """Store a block; returns its name.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        name = secrets.token_hex(12)
+        for root in self.roots[:-1]:
+            if _has_room(root.parent, table.nbytes):
+                with contextlib.suppress(OSError):  # another has just taken it
+                    return _write(root, name, table)
+        return _write(self.roots[-1], name, table)
+
+    def columns(self, name: str) -> dict[str, Any]:
+        """A block as NumPy columns: views of its file, which stay valid when that is removed.
+
+        Raises:
+            FileNotFoundError: it is not here, or no more.
+        """
+        import pyarrow as pa
+        import ray.data  # noqa: F401 - the types of its columns
+
+        for root in self.roots:
+            with contextlib.suppress(FileNotFoundError), pa.memory_map(str(root / name)) as file:
+                return columns_of(pa.ipc.open_file(file).read_all())
+        raise FileNotFoundError(f"block {name} is not on this host")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Drop blocks."""
+        for name in names:
+            for root in self.roots:
+                with contextlib.suppress(FileNotFoundError):
+                    (root / name).unlink()
+                    break
+
+
+def _has_room(parent: Path, size: int) -> bool:
+    about = os.statvfs(parent)
+    return about.f_bavail * about.f_frsize - size >= SHARE * about.f_blocks * about.f_frsize
+
+
+def _write(root: Path, name: str, table: Any) -> str:
+    import pyarrow as pa
+
+    root.mkdir(mode=0o700, exist_ok=True)
+    draft = root / f"{name}.new"
+    try:
+        # Not mapped: a full memory would be a signal that ends the process.
+        with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        draft.rename(root / name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    return name
