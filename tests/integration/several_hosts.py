@@ -26,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 from streaming import Train  # noqa: E402
 
 from stoker.config.schema import Config  # noqa: E402
+from stoker.errors import DataError  # noqa: E402
 from stoker.read.sources import cut_indices, record_id  # noqa: E402
 from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
@@ -334,7 +335,7 @@ def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
     try:
         for _ in steps:
             pass
-    except (AssertionError, ray.exceptions.RayError) as error:
+    except (AssertionError, DataError, ray.exceptions.RayError) as error:
         found["said"] = str(error)
     alone.close()
     return found
