@@ -95,7 +95,9 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
         )
         try:
             job.wait_for(lambda: len(job.events("host_joined")) > 1)
-            job.pace.write_text(SLOW_MS)
+            draft = job.pace.with_suffix(".new")
+            draft.write_text(SLOW_MS)
+            draft.rename(job.pace)  # the recipe reads it all the time
             # While training goes on, Ray Train's own request for a CPU may keep one of them.
             job.wait_for(
                 lambda: (
