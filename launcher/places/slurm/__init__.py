@@ -21,6 +21,7 @@ from launcher import runs
 from launcher.job import Job
 from launcher.places import Backend
 from launcher.places.local import PastRun
+from launcher.places.remote import detached
 from launcher.places.slurm import slurm_commands, slurm_rules
 from launcher.places.slurm.batch_script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE, batch_script
 from launcher.places.slurm.slurm_commands import State
@@ -161,6 +162,7 @@ class SlurmRun(PastRun):
         self.job_id, self.id = job_id, f"slurm:{job_id}"
         self._ask_every_s = ask_every_s
         self._state, self._asked_at = State("PENDING"), 0.0
+        self._patiently = runs.Patience(POLL_S)
 
     def process_id(self) -> int | None:
         """The job's id while Slurm has the job in its queue; None after its end."""
@@ -172,7 +174,7 @@ class SlurmRun(PastRun):
 
     def status(self) -> str:
         """running, succeeded, failed or interrupted, with what Slurm or the run say of it."""
-        state = self.state()
+        state = self._patiently(self.state)
         if state.word == "PENDING":
             again = "requeued, " if self._started() else ""
             return f"running: {again}waiting for nodes ({state.reason or 'no reason given'})"
@@ -230,9 +232,8 @@ class SlurmRun(PastRun):
         with contextlib.suppress(OSError, ValueError):
             return int((self.run_dir / EXIT_FILE).read_text())
         # A network file system may show the file a minute late.
-        told = slurm_commands.described(self.job_id).get("ExitCode") or slurm_commands.accounted(
-            self.job_id, "ExitCode"
-        )
+        told = self._patiently(lambda: slurm_commands.described(self.job_id)).get("ExitCode")
+        told = told or slurm_commands.accounted(self.job_id, "ExitCode")
         if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
             return int(told.partition(":")[0]) or int(self.summary()["status"] != "succeeded")
         return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
@@ -244,6 +245,7 @@ class SlurmRun(PastRun):
             return self._state.active
         try:
             self._state, self._asked_at = self.state(), time.monotonic()
+            self._patiently.answered = True
         except UsageError as error:
             if time.monotonic() - (self._asked_at or time.monotonic()) > UNREACHABLE_S:
                 raise LostError(
@@ -276,7 +278,4 @@ class SlurmRun(PastRun):
 
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
-        return (
-            f"{self.id} continues. Watch it again: stoker logs -f {shlex.quote(str(self.run_dir))};"
-            f" stop it: stoker stop {shlex.quote(str(self.run_dir))}"
-        )
+        return detached(self.id, str(self.run_dir))
