@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.loading import load, resolved_yaml
+from stoker.events.kinds import StepLogged, event_of
 from stoker.events.recorder import Recorder
 from stoker.events.summary import Cluster, Host, Summary
 from stoker.train.step_timer import StepTimes
@@ -43,14 +44,14 @@ def record(
         ]
     )
     recorder = Recorder(folder, summary, 0.0)
-    recorder.take({"time": 0.0, "event": "phase", "phase": "cluster formed"})
-    recorder.take({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"})
+    recorder.on_event(event_of({"time": 0.0, "event": "phase", "phase": "cluster formed"}))
+    recorder.on_event(event_of({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"}))
     pictures = [{"png": PIXEL, "label": str(n)} for n in range(3)]
-    recorder.take({"time": 0.2, "event": "samples", "images": pictures})
+    recorder.on_event(event_of({"time": 0.2, "event": "samples", "images": pictures}))
     pairs = [{"png": PIXEL, "predicted": PIXEL, "label": "98 % right"} for _ in range(4)]
     legend = [{"name": "disc", "color": "#ff0080"}, {"name": "no colour", "color": "url(x)"}]
     drawn = {"split": "val", "epoch": 0, "images": pairs, "legend": legend}
-    recorder.take({"time": 0.3, "event": "samples", **drawn})
+    recorder.on_event(event_of({"time": 0.3, "event": "samples", **drawn}))
     per_epoch = per_epoch or max(1, steps // epochs)
     # Of a step of 0.1 s, as the train worker's own clock accounts for it.
     shares = {"wait_production": 0.74, "wait_transfer": 0.16, "wait_collate": 0.05, "host_to_device": 0.05}
@@ -65,34 +66,38 @@ def record(
         figures["terms_ms"] = times.since_told()
         loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
         now = 10 + 0.1 * step
-        recorder.take(
-            {"time": now, "event": "step", "epoch": epoch, "step": step, "loss": loss, "lr": 0.1, **figures}
-        )
+        recorder.on_event(StepLogged(time=now, epoch=epoch, step=step, loss=loss, lr=0.1, **figures))
         if step % 20 == 0:
             use = {f"algo-{i + 1}": 30.0 + 10 * (i % 7) for i in range(hosts)}
-            recorder.take({"time": now, "event": "host_cpu", "hosts": use})
+            recorder.on_event(event_of({"time": now, "event": "host_cpu", "hosts": use}))
         if step % per_epoch == 0:
             times.fetch_s, times.fetch_cpu_s = 0.5 * elapsed, 0.1 * elapsed
             done: dict[str, Any] = {"samples": figures["epoch_samples"], "elapsed_s": elapsed}
             done |= {"steps": per_epoch, "step_ms": list(times.step_ms), "times": times.figures()}
-            recorder.take({"time": now, "event": "pass", "split": "train", "epoch": epoch, **done})
+            recorder.on_event(
+                event_of({"time": now, "event": "pass", "split": "train", "epoch": epoch, **done})
+            )
             metrics = {
                 "train/loss": 1 / (epoch + 1),
                 "val/loss": 1.2 / (epoch + 1),
                 "val/acc1": 1 - 0.5 / (epoch + 1),
             }
-            recorder.take({"time": now, "event": "epoch", "epoch": epoch, "step": step, "metrics": metrics})
-            recorder.take(
-                {
-                    "time": now,
-                    "event": "checkpoint",
-                    "epoch": epoch,
-                    "step": step,
-                    "path": f"c/step-{step:08d}",
-                }
+            recorder.on_event(
+                event_of({"time": now, "event": "epoch", "epoch": epoch, "step": step, "metrics": metrics})
+            )
+            recorder.on_event(
+                event_of(
+                    {
+                        "time": now,
+                        "event": "checkpoint",
+                        "epoch": epoch,
+                        "step": step,
+                        "path": f"c/step-{step:08d}",
+                    }
+                )
             )
     for event in extra:
-        recorder.take(event)
+        recorder.on_event(event_of(event))
     summary.status = status
     summary.cost = {"usd": 1.25, "usd_per_million_samples": 0.4, "prices_as_of": "2026-11", "estimated": True}
     summary.error = "the loss is NaN at step 12" if status == "failed" else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stoker.events.kinds import Printed
 from stoker.train.state import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -21,9 +22,10 @@ class Slow:
         self.taken: list[int] = []
 
     def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
-        time.sleep(0 if values["step"] % 2 else 0.1)
+        step = int(values["text"])
+        time.sleep(0 if step % 2 else 0.1)
         with self.changed:
-            self.taken.append(values["step"])
+            self.taken.append(step)
 
     def all(self) -> list[int]:
         return self.taken
@@ -36,7 +38,7 @@ def test_events_come_in_the_order_of_the_steps_and_all_before_training_ends() ->
     nothing: Any = None
     worker = Worker(nothing, nothing, head, attempt=0, rank=0, world_size=1, device=None)
     for step in range(10):
-        worker.log("step", step=step)
+        worker.log(Printed(text=str(step)))
     worker.flush()
     assert ray.get(head.all.remote(), timeout=60) == list(range(10))
     ray.kill(head)

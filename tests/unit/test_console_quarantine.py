@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.events.console import PlainConsole, closing_rows
+from stoker.events.kinds import EpochEnded, RecordQuarantined
 from stoker.events.report.panels import of_run
 from stoker.events.report.reading import read_run
 from stoker.events.summary import Records, Summary
@@ -20,10 +21,9 @@ def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.Cap
     for epoch in range(2):  # the second one meets all but one of its bad records again
         for number in range(60 + epoch):
             reason = "KeyError: 'mask'" if number else "ValueError: too small"
-            bad = {"event": "quarantined", "split": "train", "key": f"r{number}", "reason": reason}
-            console.take(bad)
+            console.on_event(RecordQuarantined(split="train", epoch=epoch, key=f"r{number}", reason=reason))
         if not epoch:
-            console.take({"event": "epoch", "epoch": epoch, "metrics": {}})
+            console.on_event(EpochEnded(epoch=epoch, step=1, metrics={}))
     console.close(Summary(name="job", backend="local", started=""))
     expected = [
         "quarantined train record r0: ValueError: too small",

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from stoker import DataLoader
 from stoker.events.advice import verdict
+from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder
 from stoker.events.summary import Summary
 from stoker.loader import watch
@@ -134,9 +135,9 @@ def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_p
         "wait_s": 1.0,
         "elapsed_s": 4.0,
     }
-    recorder.take(one | {"loader": 0})
-    recorder.take({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0})
-    recorder.take(one | {"loader": 1, "samples": 352})
+    recorder.on_event(event_of(one | {"loader": 0}))
+    recorder.on_event(event_of({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0}))
+    recorder.on_event(event_of(one | {"loader": 1, "samples": 352}))
     recorder.close(summary)
     assert (summary.steps, summary.speed.samples_per_s) == (11, 80.0)
 
@@ -153,10 +154,16 @@ def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> 
         "wait_s": 1.0,
         "elapsed_s": 4.0,
     }
-    recorder.take(one | {"loader": 0})
-    recorder.take(one | {"loader": 1, "rank": 1, "wait_s": 3.0})  # ranks do alike: the first tells for all
-    recorder.take(one | {"loader": 1, "steps": 31, "samples": 248, "wait_s": 3.0, "elapsed_s": 12.0})
-    recorder.take({"event": "metrics", "time": 2.0, "rank": 0, "step": 1, "metrics": {"loss": 0.5}})
+    recorder.on_event(event_of(one | {"loader": 0}))
+    recorder.on_event(
+        event_of(one | {"loader": 1, "rank": 1, "wait_s": 3.0})
+    )  # ranks do alike: the first tells for all
+    recorder.on_event(
+        event_of(one | {"loader": 1, "steps": 31, "samples": 248, "wait_s": 3.0, "elapsed_s": 12.0})
+    )
+    recorder.on_event(
+        event_of({"event": "metrics", "time": 2.0, "rank": 0, "step": 1, "metrics": {"loss": 0.5}})
+    )
     recorder.close(summary)
     assert summary.steps == 42, "all batches, also those that no time is measured for"
     assert summary.speed.input_wait_pct == 25.0 and summary.speed.samples_per_s == 40.0

@@ -11,16 +11,17 @@ from launcher.job import open_job
 from launcher.places.sagemaker.training_job import METRICS, metrics_of
 from stoker.config.loading import load
 from stoker.events.console import PlainConsole, metrics_text
+from stoker.events.kinds import EpochEnded, ModelWritten, StepLogged
 
 
 def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console = PlainConsole(epochs=8)
-    step = {"event": "step", "epoch": 0, "step": 1, "loss": 2.3412, "epoch_samples": 64, "elapsed_s": 2.0}
-    console.take({**step, "wait_s": 1.0})
+    figures = {"epoch_samples": 64, "elapsed_s": 2.0, "wait_s": 1.0}
+    console.on_event(StepLogged(epoch=0, step=1, loss=2.3412, lr=0.1, **figures))
     metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}
-    console.take({"event": "epoch", "epoch": 0, "metrics": {**metrics, "perf/input_wait_pct": 3.0}})
+    console.on_event(EpochEnded(epoch=0, step=1, metrics={**metrics, "perf/input_wait_pct": 3.0}))
     best = {"metric": "val/acc1", "value": 0.99, "mode": "max"}
-    console.take({"event": "model", "epoch": 3, "step": 9, "whole": True, **best})
+    console.on_event(ModelWritten(path="m", checkpoint="c", epoch=3, step=9, whole=True, **best))
     graphs = metrics_of(open_job(load(None, ["name=flowers", "params.data=flowers"])))
     text = capsys.readouterr().out
     assert metrics_text({"val/acc1": 0.9861}) == "val/acc1 98.61 %"

@@ -31,6 +31,8 @@ from stoker.serve.passes import Passes, pack_work
 from stoker.serve.shards import Loaded, blocks_of
 from stoker.serve.suspects import Suspects
 
+FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s": 0.0}
+
 
 class Run:
     """A run directory as training leaves it."""
@@ -68,11 +70,11 @@ class Run:
         cursor = start["cursor"] if start else DataCursor(epoch=0, plan=plan)
         self.log("attempt", **about(cursor, workers, config), ahead=bool(late_step))
         if late_step:
-            self.log("step", step=late_step, epoch=cursor.epoch)
-            self.log("train_worker", rank=0)
+            self.log("step", step=late_step, epoch=cursor.epoch, **FIGURES)
+            self.log("train_worker", rank=0, node="n")
         if start:
             self.step = start["step"]
-            self.log("resumed", step=self.step, epoch=cursor.epoch)
+            self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
         changed = threading.Condition()
         costs = {split: ChainCosts() for split in ("train", "val")}
         attempt = Attempt(
@@ -106,9 +108,10 @@ class Run:
                 break
             self.step += 1
             self.trained.update({(self.step, rank): list(keys) for rank, keys in window.items()})
-            self.log("step", step=self.step, epoch=cursor.epoch)
+            self.log("step", step=self.step, epoch=cursor.epoch, **FIGURES)
         if steps is None:
-            self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun)
+            done = {"samples": 0, "elapsed_s": 0.0, "step_ms": [], "times": {}}
+            self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun, **done)
             return None
         return {"cursor": stream.position(feed, ids % ID_MODULUS), "step": self.step}
 

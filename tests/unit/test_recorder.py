@@ -9,11 +9,21 @@ from recorded import record
 
 from stoker.events.advice import verdict
 from stoker.events.console import PlainConsole, report
+from stoker.events.kinds import event_of
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
 
-STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64, "wait_s": 0.0}
+STEP = {
+    "event": "step",
+    "time": 9.0,
+    "epoch": 2,
+    "step": 201,
+    "epoch_samples": 64,
+    "wait_s": 0.0,
+    "loss": 1.0,
+    "lr": 0.1,
+}
 EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}
 
 
@@ -31,7 +41,7 @@ def test_a_start_that_only_exports_keeps_the_figures_of_the_training(tmp_path: P
     before.write(run)
     recorder, summary = start(run)
     recorder.refresh()
-    recorder.take({**EXPORT, "format": "torch_export"})
+    recorder.on_event(event_of({**EXPORT, "format": "torch_export"}))
     assert read_summary(run / "summary.json").speed == before.speed, "also while it runs"
     recorder.close(summary)
     after = read_summary(run / "summary.json")
@@ -56,8 +66,8 @@ def test_a_start_that_fails_early_loses_nothing(tmp_path: Path) -> None:
 def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     recorder, summary = start(run)
-    recorder.take({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"})
-    recorder.take({**STEP, "elapsed_s": 4.0})
+    recorder.on_event(event_of({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"}))
+    recorder.on_event(event_of({**STEP, "elapsed_s": 4.0}))
     recorder.close(summary)
     assert summary.speed.samples_per_s == 16.0
     assert [host.host for host in summary.cluster.hosts] == ["here"]
@@ -70,7 +80,7 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     before.write(run)
     recorder, summary = start(run)
     summary.cluster.hosts[0].type = "ml.g5.xlarge"
-    recorder.take({**STEP, "elapsed_s": 4.0})
+    recorder.on_event(event_of({**STEP, "elapsed_s": 4.0}))
     for _ in range(2):
         recorder.refresh()
     recorder.close(summary)
@@ -100,9 +110,9 @@ def test_a_stop_is_told_once_when_asked_and_once_when_done(
 ) -> None:
     console = PlainConsole(3)
     for kind in ("stop", "stopped"):
-        console.take({"event": kind, "reason": "Ctrl-C"})
+        console.on_event(event_of({"event": kind, "reason": "Ctrl-C"}))
     report(Summary(status="interrupted", error="Ctrl-C"), console, tmp_path, 130, took_s=8.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == ["stop: Ctrl-C", "stopped: Ctrl-C"] and lines[-1].startswith("details: ")
-    console.take({"event": "stopped", "reason": "train.max_steps reached at step 9"})
+    console.on_event(event_of({"event": "stopped", "reason": "train.max_steps reached at step 9"}))
     assert capsys.readouterr().out == "stopped: train.max_steps reached at step 9\n"

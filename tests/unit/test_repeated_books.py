@@ -8,6 +8,7 @@ import pytest
 
 from stoker.errors import DataError
 from stoker.events.console import books_text
+from stoker.events.kinds import event_of
 from stoker.events.scalars import Scalars
 from stoker.events.summary import Records
 from stoker.messages import BlockReport, CarriedAccount
@@ -49,7 +50,7 @@ def test_repeats_are_counted_beside_the_books() -> None:
     assert records.repeated == 785
     assert books_text(records).endswith("0 remaining; 785 repeated")
     scalars = Scalars()
-    found = scalars.of({"event": "records", "split": "train", **counted})
+    found = scalars.of(event_of({"event": "records", "split": "train", **counted}))
     assert found["data/repeated"] == 785
 
 

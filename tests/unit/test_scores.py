@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stoker.errors import UsageError
 from stoker.events.console import PlainConsole
+from stoker.events.kinds import event_of
 from stoker.events.report.page import write_report
 from stoker.events.scalars import Scalars
 from stoker.events.tensorboard import Board
@@ -177,8 +178,8 @@ def test_a_class_without_a_value_is_null_and_never_best(
     lines = (folder / "events.jsonl").read_text().splitlines()
     epoch = [json.loads(line, parse_constant=refuse) for line in lines if '"val/holes/dog"' in line]
     assert len(epoch) == 1
-    assert Scalars().of(epoch[0]).keys() & {*found} == {"val/holes/cat"}
-    PlainConsole(epochs=1).take(epoch[0])
+    assert Scalars().of(event_of(epoch[0])).keys() & {*found} == {"val/holes/cat"}
+    PlainConsole(epochs=1).on_event(event_of(epoch[0]))
     assert "val/holes/dog not finite" in capsys.readouterr().out
     best = json.loads((folder / "summary.json").read_text())["metrics"]["best"]
     assert "val/holes/cat" in best and "val/holes/dog" not in best
@@ -209,7 +210,7 @@ def test_scalars_and_tables_reach_report_and_tensorboard(tmp_path: Path) -> None
     assert "<h3>val/accuracy</h3>" in page and "<h3>val/rates</h3>" in page
     board = Board(folder)
     for event in events:
-        board.take(event)
+        board.on_event(event_of(event))
     board.writer.close()
     read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()

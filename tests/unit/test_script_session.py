@@ -19,6 +19,7 @@ from stoker import session
 from stoker.config.loading import load, resolved_yaml
 from stoker.events.advice import verdict
 from stoker.events.console import PlainConsole, closing_rows
+from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder
 from stoker.events.report.page import write_report
 from stoker.events.scalars import Scalars
@@ -108,9 +109,9 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     ]
     for number, event in enumerate(events):
         stamped = {"time": float(number), **event}
-        recorder.take(stamped)
-        console.take(stamped)
-        drawn = scalars.of(stamped)
+        recorder.on_event(event_of(stamped))
+        console.on_event(event_of(stamped))
+        drawn = scalars.of(event_of(stamped))
     assert (drawn, scalars.step) == ({"loss": 1.0}, 20)
     assert capsys.readouterr().out == "begin\n 30%\nlast\nstep 10  loss 2  acc 0.5\n"
     summary.status = "succeeded"

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from stoker.errors import UsageError
+from stoker.events.kinds import (
+    AttemptStarted,
+    BlocksArrived,
+    Event,
+    PassEnded,
+    PassProduced,
+    RecordQuarantined,
+    Resumed,
+    StepLogged,
+    TrainWorkerStarted,
+    event_of,
+    json_lines,
+)
 from stoker.messages import DataCursor
 
 
@@ -55,12 +68,18 @@ def history(run_dir: Path) -> list[Attempt]:
     """Laptop: the attempts of a run, in order.
 
     Raises:
-        UsageError: events.jsonl has no attempt.
+        UsageError: events.jsonl has no attempt, or an event that cannot be read.
     """
-    path, found = run_dir / "events.jsonl", list[Attempt]()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):  # a kill may truncate the last line
-            _take(json.loads(line), found)
+    found = list[Attempt]()
+    for record in json_lines(run_dir / "events.jsonl"):
+        try:
+            _take(event_of(record), found)
+        except ValidationError as error:  # without it, another batch might be shown
+            kind, first = record.get("event"), error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(
+                f"{run_dir}: events.jsonl: an event `{kind}` cannot be read: {where}: {first['msg']}"
+            ) from None
     if not found:
         raise UsageError(
             f"{run_dir}: no event `attempt` in events.jsonl: the run has not started training, is a"
@@ -69,31 +88,31 @@ def history(run_dir: Path) -> list[Attempt]:
     return found
 
 
-def _take(event: dict[str, Any], found: list[Attempt]) -> None:
-    kind = event["event"]
-    if kind == "attempt":
-        found.append(Attempt(event, trains=not event.get("ahead")))
+def _take(event: Event, found: list[Attempt]) -> None:
+    if isinstance(event, AttemptStarted):
+        found.append(Attempt(event.record(), trains=not event.ahead))
     if not found:
         return
     attempt = found[-1]
-    if kind in ("step", "pass"):
+    if isinstance(event, StepLogged | PassEnded):
         attempt = next(each for each in reversed(found) if each.trains)
-    if kind == "train_worker":
-        attempt.trains = True
-    elif kind == "resumed":
-        attempt.first_step = attempt.last_step = event["step"]
-    elif kind == "step":
-        attempt.last_step = max(attempt.last_step, event["step"])
-    elif kind == "pass" and event["split"] == "train":
-        attempt.passes.append((event["epoch"], event["steps"]))
-        ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
-        attempt.last_step = max(attempt.last_step, ended)
-    elif kind == "quarantined" and event["split"] == "train":
-        attempt.bad.setdefault(event["epoch"], {})[event["key"]] = event["reason"]
-    elif kind == "blocks":
-        attempt.blocks.setdefault(event["epoch"], []).extend(event["blocks"])
-    elif kind == "produced" and event["split"] == "train":
-        attempt.produced.add(event["epoch"])
+    match event:
+        case TrainWorkerStarted():
+            attempt.trains = True
+        case Resumed():
+            attempt.first_step = attempt.last_step = event.step
+        case StepLogged():
+            attempt.last_step = max(attempt.last_step, event.step)
+        case PassEnded(split="train"):
+            attempt.passes.append((event.epoch, event.steps))
+            ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
+            attempt.last_step = max(attempt.last_step, ended)
+        case RecordQuarantined(split="train"):
+            attempt.bad.setdefault(event.epoch, {})[event.key] = event.reason
+        case BlocksArrived():
+            attempt.blocks.setdefault(event.epoch, []).extend(event.blocks)
+        case PassProduced(split="train"):
+            attempt.produced.add(event.epoch)
 
 
 def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:

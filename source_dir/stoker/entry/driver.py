@@ -24,6 +24,7 @@ from stoker.entry.job_checks import Opened, open_all, own_sinks
 from stoker.entry.run_log import open_log
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.events.console import make_console, report
+from stoker.events.kinds import Completed
 from stoker.events.lists import prices_of
 from stoker.events.mlflow_sender import start_sender
 from stoker.events.recorder import Recorder
@@ -193,9 +194,8 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
-        events = ray.get(coordinator.drain.remote(), timeout=ANSWER_S)
-        tracking.take(events)
-        fit.complete = fit.complete or any(event["event"] == "complete" for event in events)
+        events = tracking.take(ray.get(coordinator.drain.remote(), timeout=ANSWER_S))
+        fit.complete = fit.complete or any(isinstance(event, Completed) for event in events)
         if not alive:
             return
         if _stop_reason and not stop_sent:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from stoker.config.places import CpuHostsConfig
+from stoker.events.kinds import HostChanged, HostJoined, HostLost, HostReleased
 from stoker.events.summary import Host, Summary
 from stoker.hosts.topology import GROUP_LABEL
 
@@ -47,15 +48,17 @@ def host_changes(summary: Summary, scaling: CpuHostsConfig) -> list[dict[str, An
     known = {host.node_id: host for host in summary.cluster.hosts}
     closing = [event["nodes"] for event in summary.events if event["event"] == "closing"]
     released = closing[-1] if closing else []
-    changes = []
+    changes: list[HostChanged] = []
     for node, host in known.items():
         if node not in now and host.until is None:
             host.until = time.time()
-            changes.append(("host_released" if node in released else "host_lost", host))
+            kind = HostReleased if node in released else HostLost
+            changes.append(_change(kind, host))
     joined = [host for node, host in now.items() if node not in known]
     summary.cluster.hosts += joined
-    changes += [("host_joined", host) for host in joined]
-    return [
-        {"time": time.time(), "event": event, "host": host.host, "group": host.group, "node": host.node_id}
-        for event, host in changes
-    ]
+    changes += [_change(HostJoined, host) for host in joined]
+    return [change.record() for change in changes]
+
+
+def _change(kind: type[HostChanged], host: Host) -> HostChanged:
+    return kind.model_validate({"host": host.host, "group": host.group, "node": host.node_id})

@@ -12,6 +12,25 @@ from typing import Any
 
 from stoker.config.redaction import scrub
 from stoker.events.cost import cost_row
+from stoker.events.kinds import (
+    CpuHostsRequested,
+    EpochEnded,
+    Event,
+    ExportWritten,
+    HostChanged,
+    MetricsLogged,
+    ModelWritten,
+    Note,
+    Printed,
+    RecordQuarantined,
+    Recovered,
+    Resumed,
+    ScriptOutput,
+    StepLogged,
+    Stopped,
+    StopRequested,
+    TrainWorkerLost,
+)
 from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink
 from stoker.events.summary import Records, Summary
@@ -66,74 +85,77 @@ class PlainConsole(Sink):
     def show(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, event: dict[str, Any]) -> None:
-        if event["step"] != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
+    def step(self, event: StepLogged) -> None:
+        if event.step != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
             return
         self.last = time.monotonic()
-        self.line(f"epoch {event['epoch'] + 1}/{self.epochs}  step {event['step']}  {self.figures(event)}")
+        self.line(f"epoch {event.epoch + 1}/{self.epochs}  step {event.step}  {self.figures(event)}")
 
-    def metrics(self, event: dict[str, Any]) -> None:
+    def metrics(self, event: MetricsLogged) -> None:
         if time.monotonic() - self.last >= PLAIN_EVERY_S:
             self.last = time.monotonic()
-            self.line(metrics_line(event["step"], event["metrics"]))
+            self.line(metrics_line(event.step, event.metrics))
 
-    def output(self, event: dict[str, Any]) -> None:
+    def output(self, event: ScriptOutput) -> None:
         """Show a script's output on rank 0; of a progress bar that overwrites itself, the visible part."""
-        for line in event["text"].split("\n")[: None if event["rank"] == 0 else 0]:
+        for line in event.text.split("\n")[: None if event.rank == 0 else 0]:
             if shown := line.rstrip("\r").rpartition("\r")[2]:
                 self.line(shown)
 
     @staticmethod
-    def figures(event: dict[str, Any]) -> str:
-        elapsed = max(event["elapsed_s"], 1e-9)
+    def figures(event: StepLogged) -> str:
+        elapsed = max(event.elapsed_s, 1e-9)
         return (
-            f"loss {event['loss']:.4f}  {event['epoch_samples'] / elapsed:.0f} samples/s"
-            f"  input wait {100 * event['wait_s'] / elapsed:.0f} %"
+            f"loss {event.loss:.4f}  {event.epoch_samples / elapsed:.0f} samples/s"
+            f"  input wait {100 * event.wait_s / elapsed:.0f} %"
         )
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Show one event."""
-        kind = event["event"]
-        if kind == "step":
-            self.step(event)
-        elif kind == "epoch":
-            self.show_quarantined()
-            done = "done" if event.get("whole", True) else f"up to step {event['step']}"
-            self.line(f"epoch {event['epoch'] + 1}/{self.epochs} {done}: {metrics_text(event['metrics'])}")
-        elif kind == "metrics":
-            self.metrics(event)
-        elif kind == "output":
-            self.output(event)
-        elif kind == "print":
-            self.line(event["text"])
-        elif kind == "quarantined":
-            self.quarantined(event["split"], event["key"], event["reason"])
-        elif kind == "note":
-            self.line(event["text"])
-        elif kind == "stop":
-            self.stop_asked = event["reason"]
-            self.line(f"stop: {self.stop_asked}")
-        elif kind == "stopped" and event["reason"] != self.stop_asked:
-            self.line(f"stopped: {event['reason']}")
-        elif kind == "resumed":
-            done = event["epoch"] >= self.epochs
-            where = "after the last epoch" if done else f"at epoch {event['epoch'] + 1}"
-            self.line(f"resumed from {event['path']} {where}, step {event['step']}")
-        elif kind == "model":
-            self.line(f"exported: {model_text(event)}")
-        elif kind == "export" and not event["error"]:
-            self.line(export_text(event))
-        elif kind == "train_worker_lost":
-            left = count_of(event["restarts_left"], "restart")
-            self.line(f"{event['cause']}; restarting training ({left} left after this one)")
-        elif kind == "recovered":
-            self.line(f"training again after {event['seconds']:.1f} s ({event['data_s']:.1f} s for data)")
-        elif kind == "host_lost":
-            self.line(f"host lost: {event['host']}")
-        elif kind in ("host_joined", "host_released"):
-            self.line(f"{kind.replace('_', ' ')}: {event['host']}")
-        elif kind == "cpu_hosts":
-            self.line(f"requesting {count_of(event['count'], 'CPU host')}: {event['reason']}")
+    def on_event(self, event: Event) -> None:
+        match event:
+            case StepLogged():
+                self.step(event)
+            case EpochEnded():
+                self.show_quarantined()
+                done = "done" if event.whole else f"up to step {event.step}"
+                self.line(f"epoch {event.epoch + 1}/{self.epochs} {done}: {metrics_text(event.metrics)}")
+            case MetricsLogged():
+                self.metrics(event)
+            case ScriptOutput():
+                self.output(event)
+            case Printed() | Note():
+                self.line(event.text)
+            case RecordQuarantined():
+                self.quarantined(event.split, event.key, event.reason)
+            case StopRequested():
+                self.stop_asked = event.reason
+                self.line(f"stop: {self.stop_asked}")
+            case _:
+                if text := self.text_of(event):
+                    self.line(text)
+
+    def text_of(self, event: Event) -> str:
+        """The line of an event that is shown as it comes; empty for other events."""
+        match event:
+            case Stopped() if event.reason != self.stop_asked:
+                return f"stopped: {event.reason}"
+            case Resumed():
+                done = event.epoch >= self.epochs
+                where = "after the last epoch" if done else f"at epoch {event.epoch + 1}"
+                return f"resumed from {event.path} {where}, step {event.step}"
+            case ModelWritten():
+                return f"exported: {model_text(event)}"
+            case ExportWritten() if not event.error:
+                return export_text(event)
+            case TrainWorkerLost():
+                left = count_of(event.restarts_left, "restart")
+                return f"{event.cause}; restarting training ({left} left after this one)"
+            case Recovered():
+                return f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)"
+            case HostChanged():
+                return f"{event.event.replace('_', ' ')}: {event.host}"
+            case CpuHostsRequested():
+                return f"requesting {count_of(event.count, 'CPU host')}: {event.reason}"
+        return ""
 
     def quarantined(self, split: str, key: str, reason: str) -> None:
         """Show the first record of each reason at once, and count the others; each record once."""
@@ -186,15 +208,15 @@ class RichConsole(PlainConsole):
     def show(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, event: dict[str, Any]) -> None:
+    def step(self, event: StepLogged) -> None:
         if self.task is None:
             self.progress.start()
             self.task = self.progress.add_task("", total=self.steps_per_epoch, epoch="", figures="")
-        done = event["step"] - event["epoch"] * (self.steps_per_epoch or 0)
+        done = event.step - event.epoch * (self.steps_per_epoch or 0)
         self.progress.update(
             self.task,
             completed=done,
-            epoch=f"{event['epoch'] + 1}/{self.epochs}",
+            epoch=f"{event.epoch + 1}/{self.epochs}",
             figures=self.figures(event),
         )
 
@@ -248,20 +270,20 @@ def metric_text(name: str, value: float | None) -> str:
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
 
 
-def model_text(event: dict[str, Any]) -> str:
-    """Head: the checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
-    where = f"epoch {event['epoch']}" + ("" if event["whole"] else f" up to step {event['step']}")
-    if "metric" not in event:
+def model_text(event: ModelWritten) -> str:
+    """The checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
+    where = f"epoch {event.epoch}" + ("" if event.whole else f" up to step {event.step}")
+    if event.metric is None:
         return f"{where}, the last checkpoint"
-    return f"{where} by {event['metric']}, {metric_text(event['metric'], event['value'])}"
+    return f"{where} by {event.metric}, {metric_text(event.metric, event.value)}"
 
 
-def export_text(event: dict[str, Any]) -> str:
-    """Head: a verified export on one line."""
-    if event["max_abs_diff"] is None:
-        return f"exported {event['path']}: loaded again, {event['note']}"
-    sizes = " and ".join(map(str, event["batch_sizes"]))
-    return f"exported {event['path']}: max abs difference {event['max_abs_diff']:.2g} (batches of {sizes})"
+def export_text(event: ExportWritten) -> str:
+    """A verified export on one line."""
+    if event.max_abs_diff is None:
+        return f"exported {event.path}: loaded again, {event.note}"
+    sizes = " and ".join(map(str, event.batch_sizes))
+    return f"exported {event.path}: max abs difference {event.max_abs_diff:.2g} (batches of {sizes})"
 
 
 def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:

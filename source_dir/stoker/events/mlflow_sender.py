@@ -22,6 +22,7 @@ import stoker
 from stoker.config.redaction import redact
 from stoker.config.schema import Config, MlflowConfig
 from stoker.events import mlflow_run
+from stoker.events.kinds import Event, HostCpu, event_of
 from stoker.events.mlflow_run import MlflowRun
 from stoker.events.runs import flat_config
 from stoker.events.scalars import Scalars
@@ -215,7 +216,7 @@ class MlflowSender(Sink):
         for _, event in self._events(0, self.state.sent):
             self.scalars.of(event)
 
-    def _events(self, start: int, end: int | None = None) -> list[tuple[int, dict[str, Any]]]:
+    def _events(self, start: int, end: int | None = None) -> list[tuple[int, Event]]:
         """Complete lines of events.jsonl as (position of the next line, event)."""
         try:
             with (self.run_dir / "events.jsonl").open("rb") as file:
@@ -229,7 +230,7 @@ class MlflowSender(Sink):
                 break
             place += len(line)
             with contextlib.suppress(ValueError):  # a kill may have cut a line, to which a restart appended
-                found.append((place, json.loads(line)))
+                found.append((place, event_of(json.loads(line))))
         return found
 
     def _send(self) -> None:
@@ -238,8 +239,8 @@ class MlflowSender(Sink):
         batch: list[tuple[str, float, int, int]] = []
         place = self.state.sent
         for after, event in self._events(self.state.sent):
-            if event["event"] != "host_cpu" or self.settings.system_metrics:
-                at = round(1000 * event["time"])
+            if not isinstance(event, HostCpu) or self.settings.system_metrics:
+                at = round(1000 * event.time)
                 values = self.scalars.of(event)
                 batch += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
             place = after

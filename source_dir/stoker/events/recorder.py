@@ -6,36 +6,65 @@ import contextlib
 import json
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from stoker.config.places import CpuHostsConfig
-from stoker.config.redaction import scrub, scrubbed
 from stoker.errors import UsageError
 from stoker.events.bottleneck import MIN_STEPS, HostLoad, bottleneck
 from stoker.events.cost import run_cost
+from stoker.events.kinds import (
+    CacheUsed,
+    CpuHostsRequested,
+    EpochEnded,
+    Event,
+    ExportWritten,
+    HostChanged,
+    HostCpu,
+    HostsClosing,
+    LoaderProgress,
+    MetricsLogged,
+    ModelWritten,
+    Note,
+    PassEnded,
+    PhaseDone,
+    RecordIds,
+    RecordQuarantined,
+    RecordsCounted,
+    Recovered,
+    Resumed,
+    ScriptOutput,
+    StepLogged,
+    Stopped,
+    StopRequested,
+    TrainWorkerLost,
+    TrainWorkerStarted,
+    WorkRepeated,
+    json_lines,
+    read_events,
+)
 from stoker.events.prices import PriceList
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
 from stoker.figures import count_of
 
 NOTABLE = (
-    "resumed",
-    "stop",
-    "stopped",
-    "note",
-    "host_lost",
-    "host_joined",
-    "host_released",
-    "cpu_hosts",
-    "closing",
-    "work_repeated",
-    "train_worker_lost",
-    "recovered",
+    Resumed,
+    StopRequested,
+    Stopped,
+    Note,
+    HostChanged,
+    CpuHostsRequested,
+    HostsClosing,
+    WorkRepeated,
+    TrainWorkerLost,
+    Recovered,
 )
 """Events included in the summary."""
 
+Sums = defaultdict[str, float]
+WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 
 REFRESH_S = 2.0
 """Interval between writes of summary.json during the run."""
@@ -70,12 +99,12 @@ class Recorder(Sink):
         self.refreshed = self.started
         self.figures: dict[str, Any] = {}
         """The coordinator's last figures, for the end; empty if it never started."""
-        self.totals: Counter[str] = Counter()
-        self.steady: Counter[str] = Counter()
+        self.totals: Sums = defaultdict(int)
+        self.steady: Sums = defaultdict(int)
         self.step_ms: list[float] = []
-        self.running: Counter[str] = Counter()
+        self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
-        self.loaders: dict[int, Counter[str]] = {}
+        self.loaders: dict[int, Sums] = {}
         """Sums of each pass over a script's loader."""
         self.running_epoch = 0
         self.pass_from = self.told_step = 0
@@ -83,149 +112,147 @@ class Recorder(Sink):
         self.worker_nodes: dict[int, str] = {}
         self.load = HostLoad()
 
-    def take(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         """Write an event and update the summary."""
-        kind = event["event"]
-        if kind == "record_ids":
+        if isinstance(event, RecordIds):
             self._write_ids(event)
             return
-        if kind == "output":
+        if isinstance(event, ScriptOutput):
             self._write_output(event)
             return
-        if kind == "host_cpu":
-            self.load.take(event["hosts"], training=self.summary.steps > 0)
-        self.events_file.write(json.dumps(scrubbed(event)) + "\n")
-        if kind in NOTABLE:
-            self.summary.events.append(event)
-        handler = getattr(self, f"_on_{kind}", None)
+        if isinstance(event, HostCpu):
+            self.load.take(event.hosts, training=self.summary.steps > 0)
+        record = event.record()
+        self.events_file.write(json.dumps(record) + "\n")
+        if isinstance(event, NOTABLE):
+            self.summary.events.append(record)
+        handler = getattr(self, f"_on_{event.event}", None)
         if handler is not None:
             handler(event)
         if time.monotonic() - self.refreshed > REFRESH_S:
             self.refresh()
 
-    def _on_train_worker(self, event: dict[str, Any]) -> None:
+    def _on_train_worker(self, event: TrainWorkerStarted) -> None:
         # By rank, so that a restarted worker counts once, on its present host.
-        self.worker_nodes[event["rank"]] = event["node"]
+        self.worker_nodes[event.rank] = event.node
         hosts = map(self.summary.host_of, self.worker_nodes.values())
         self.summary.train_workers_by_host = dict(Counter(hosts))
 
-    def _on_phase(self, event: dict[str, Any]) -> None:
-        self.summary.startup.setdefault(event["phase"], round(event["time"] - self.process_started, 2))
+    def _on_phase(self, event: PhaseDone) -> None:
+        self.summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
 
-    def _on_quarantined(self, event: dict[str, Any]) -> None:
+    def _on_quarantined(self, event: RecordQuarantined) -> None:
         with (self.run_dir / "quarantine.jsonl").open("a") as file:
-            row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
-            file.write(json.dumps(scrubbed(row), ensure_ascii=False) + "\n")
+            row = event.model_dump(include={"split", "epoch", "key", "reason"})
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def _on_step(self, event: dict[str, Any]) -> None:
-        self.summary.steps = event["step"]
+    def _on_step(self, event: StepLogged) -> None:
+        self.summary.steps = event.step
         if self.summary.speed.first_step_s is None:
-            self.summary.speed.first_step_s = round(event["time"] - self.process_started, 2)
+            self.summary.speed.first_step_s = round(event.time - self.process_started, 2)
             self.summary.startup["first step"] = self.summary.speed.first_step_s
         self._count_running(event)
 
-    def _count_running(self, event: dict[str, Any]) -> None:
-        if event["step"] <= self.told_step:  # restarted without a checkpoint
+    def _count_running(self, event: StepLogged) -> None:
+        if event.step <= self.told_step:  # restarted without a checkpoint
             self.running.clear()
             self.told_step = self.pass_from = 0
-        seconds = event["elapsed_s"] - self.running["elapsed_s"]
-        self.running["steps"] += event["step"] - self.told_step
-        self.told_step, self.running_epoch = event["step"], event["epoch"]
+        seconds = event.elapsed_s - self.running["elapsed_s"]
+        self.running["steps"] += event.step - self.told_step
+        self.told_step, self.running_epoch = event.step, event.epoch
         # Terms are means since the previous logged step; other figures are sums since the start of the pass.
-        terms = event.get("terms_ms", {})
+        terms = event.terms_ms
         total = sum(terms.values()) or 1.0
         for name, mean_ms in terms.items():
             self.running[f"{name}_s"] += seconds * mean_ms / total
         for name in ("elapsed_s", "wait_s", "first_wait_s", "longest_wait_s"):
-            self.running[name] = event.get(name, 0.0)
-        self.running["samples"] = event["epoch_samples"]
+            self.running[name] = getattr(event, name)
+        self.running["samples"] = event.epoch_samples
 
-    def _on_epoch(self, event: dict[str, Any]) -> None:
-        self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
-        self.summary.metrics.take(event["metrics"])
+    def _on_epoch(self, event: EpochEnded) -> None:
+        self.summary.steps, self.summary.epochs = event.step, event.epoch + 1
+        self.summary.metrics.take(event.metrics)
 
-    def _on_metrics(self, event: dict[str, Any]) -> None:
+    def _on_metrics(self, event: MetricsLogged) -> None:
         # A script may count differently from its loader.
-        self.told_step = max(self.told_step, event["step"])
-        self.summary.steps = max(self.summary.steps, event["step"])
-        self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
+        self.told_step = max(self.told_step, event.step)
+        self.summary.steps = max(self.summary.steps, event.step)
+        self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
 
-    def _on_loader(self, event: dict[str, Any]) -> None:
+    def _on_loader(self, event: LoaderProgress) -> None:
         """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
-        if event["rank"] == 0 and not event["steps"]:  # it was no training
-            self.loaders.pop(event["loader"], None)
-        elif event["rank"] == 0:
-            passed = Counter({name: event[name] for name in ("elapsed_s", "wait_s")})
-            passed["longest_wait_s"] = event.get("longest_wait_s", 0.0)
+        if event.rank == 0 and not event.steps:  # it was no training
+            self.loaders.pop(event.loader, None)
+        elif event.rank == 0:
+            passed = Sums(int, {name: getattr(event, name) for name in WAITED})
             # The times begin when the first batch is there, so it counts for no rate.
-            batches = event["steps"]
+            batches = event.steps
             passed["taken"], passed["steps"] = batches, batches - 1
-            samples = event["samples"] * max(self.summary.train_workers, 1)
+            samples = event.samples * max(self.summary.train_workers, 1)
             passed["samples"] = samples * (batches - 1) // batches
-            passed["wait_production_s"] = event["wait_s"]
-            passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
-            self.loaders[event["loader"]] = passed
+            passed["wait_production_s"] = event.wait_s
+            passed["compute_s"] = event.elapsed_s - event.wait_s
+            self.loaders[event.loader] = passed
         self.running = _together(*self.loaders.values())
-        self.summary.steps = max(self.told_step, self.running["taken"])
+        self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
-    def _on_cache(self, event: dict[str, Any]) -> None:
+    def _on_cache(self, event: CacheUsed) -> None:
         hosts = [
             {
                 "host": self.summary.host_of(node),
-                "bytes": use["bytes"],
-                "limit_bytes": use["limit_bytes"],
-                "hit_pct": _percent(use["found"], use["records"]),
+                "bytes": use.bytes,
+                "limit_bytes": use.limit_bytes,
+                "hit_pct": _percent(use.found, use.records),
             }
-            for node, use in event["hosts"].items()
+            for node, use in event.hosts.items()
         ]
-        cache = {"kind": event["kind"], "hosts": hosts}
-        if event["split"] == "train":
-            cache["hit_pct"] = _percent(event["found"], event["records"])
+        cache: dict[str, Any] = {"kind": event.kind, "hosts": hosts}
+        if event.split == "train":
+            cache["hit_pct"] = _percent(event.found, event.records)
             self.summary.cache = cache
         elif self.summary.cache:
             by_host = {row["host"]: row for row in hosts}
             for row in self.summary.cache["hosts"]:
                 row["bytes"] = by_host.get(row["host"], row)["bytes"]
 
-    def _on_export(self, event: dict[str, Any]) -> None:
-        result = {k: v for k, v in event.items() if k not in ("time", "event")}
-        others = [done for done in self.summary.exports if done["format"] != result["format"]]
-        self.summary.exports = [*others, result]
+    def _on_export(self, event: ExportWritten) -> None:
+        others = [done for done in self.summary.exports if done["format"] != event.format]
+        self.summary.exports = [*others, event.values()]
 
-    def _on_model(self, event: dict[str, Any]) -> None:
+    def _on_model(self, event: ModelWritten) -> None:
         self.summary.model_from = {
-            k: v for k, v in event.items() if k not in ("time", "event", "path", "loss")
+            name: value for name, value in event.values().items() if name not in ("path", "loss")
         }
 
-    def _on_records(self, event: dict[str, Any]) -> None:
-        counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
+    def _on_records(self, event: RecordsCounted) -> None:
+        counts = {name: value for name, value in event.values().items() if name != "remainder_ids"}
         self.summary.records.add(counts)
 
-    def _on_resumed(self, event: dict[str, Any]) -> None:
-        self.summary.records.rewind(event["epoch"], event.get("validate"))
+    def _on_resumed(self, event: Resumed) -> None:
+        self.summary.records.rewind(event.epoch, event.validate_only)
         self.running.clear()
-        self.told_step = self.pass_from = event["step"]
+        self.told_step = self.pass_from = event.step
 
-    def _on_pass(self, event: dict[str, Any]) -> None:
-        if event["split"] != "train":
+    def _on_pass(self, event: PassEnded) -> None:
+        if event.split != "train":
             return
-        self.step_ms += event["step_ms"]
+        self.step_ms += event.step_ms
         self.running.clear()
-        self.summary.steps = self.told_step = self.pass_from = self.pass_from + event["steps"]
-        figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
-        self.totals = _together(self.totals, Counter(figures))
-        if event["epoch"] > 0:
-            self.steady = _together(self.steady, Counter(figures))
+        self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
+        figures = {name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")} | event.times
+        self.totals = _together(self.totals, Sums(int, figures))
+        if event.epoch > 0:
+            self.steady = _together(self.steady, Sums(int, figures))
 
-    def _write_ids(self, event: dict[str, Any]) -> None:
+    def _write_ids(self, event: RecordIds) -> None:
         folder = self.run_dir / "records"
         folder.mkdir(exist_ok=True)
-        name = f"{event['split']}-epoch-{event['epoch']:03d}-rank-{event['rank']}.txt"
-        (folder / name).write_text("".join(f"{key}\n" for key in event["keys"]))
+        name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
+        (folder / name).write_text("".join(f"{key}\n" for key in event.keys))
 
-    def _write_output(self, event: dict[str, Any]) -> None:
-        with (self.run_dir / "logs" / f"script-rank-{event['rank']}.log").open("a", newline="") as file:
-            file.write(scrub(event["text"]))
+    def _write_output(self, event: ScriptOutput) -> None:
+        with (self.run_dir / "logs" / f"script-rank-{event.rank}.log").open("a", newline="") as file:
+            file.write(event.text)
 
     def refresh(self) -> None:
         """Update summary.json during the run."""
@@ -262,7 +289,8 @@ class Recorder(Sink):
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
-            speed.steps, steps = steady["steps"], max(steady["steps"], 1)
+            speed.steps = int(steady["steps"])
+            steps = max(speed.steps, 1)
             speed.first_wait_s = round(steady["first_wait_s"], 3)
             speed.longest_wait_s = round(steady["longest_wait_s"], 3)
             speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
@@ -292,9 +320,12 @@ class Recorder(Sink):
         self.events_file.close()
 
 
-def _together(*parts: Counter[str]) -> Counter[str]:
+def _together(*parts: Sums) -> Sums:
     """The sums of several passes, with the longest of their waits."""
-    found = sum(parts, Counter[str]())
+    found: Sums = defaultdict(int)
+    for part in parts:
+        for name, value in part.items():
+            found[name] += value
     found["longest_wait_s"] = max((part["longest_wait_s"] for part in parts), default=0)
     return found
 
@@ -314,12 +345,8 @@ def repeats_text(run_dir: Path, records: Records) -> str:
 
     Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
     """
-    path, passes = run_dir / "quarantine.jsonl", set()
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            if row["split"] == "train":
-                passes.add((row["epoch"], row["key"]))
+    rows = json_lines(run_dir / "quarantine.jsonl")
+    passes = {(str(row.get("epoch")), str(row.get("key"))) for row in rows if row.get("split") == "train"}
     keys = len({key for _, key in passes})
     if len(passes) != records.quarantined or keys == len(passes):
         return ""
@@ -328,10 +355,5 @@ def repeats_text(run_dir: Path, records: Records) -> str:
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
     """Head: the events of a run that its summary includes, from all of its starts."""
-    path, found = run_dir / "events.jsonl", []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):  # the last line before a kill may be cut
-            event = json.loads(line)
-            if event["event"] in NOTABLE:
-                found.append(event)
-    return found
+    events = read_events(run_dir / "events.jsonl")
+    return [event.record() for event in events if isinstance(event, NOTABLE)]

@@ -6,7 +6,16 @@ TensorBoard and MLflow use the same names: `train/loss`, `val/acc1`, `lr`,
 
 from __future__ import annotations
 
-from typing import Any
+from stoker.events.kinds import (
+    CheckpointWritten,
+    EpochEnded,
+    Event,
+    HostCpu,
+    MetricsLogged,
+    RecordsCounted,
+    Resumed,
+    StepLogged,
+)
 
 
 class Scalars:
@@ -14,51 +23,40 @@ class Scalars:
 
     def __init__(self) -> None:
         self.step = 0
-        self._books: dict[tuple[str, int], dict[str, Any]] = {}
+        self._books: dict[tuple[str, int], RecordsCounted] = {}
 
-    def of(self, event: dict[str, Any]) -> dict[str, float]:
+    def of(self, event: Event) -> dict[str, float]:
         """The event's metrics by name; they belong to `self.step`."""
-        read = getattr(self, f"_of_{event['event']}", None)
-        if read is None:
-            return {}
-        found: dict[str, float] = read(event)
-        return found
-
-    def _of_step(self, event: dict[str, Any]) -> dict[str, float]:
-        self.step = event["step"]
-        elapsed = max(event["elapsed_s"], 1e-9)
-        values = {
-            "train/step_loss": event["loss"],
-            "lr": event["lr"],
-            "perf/samples_per_s": event["epoch_samples"] / elapsed,
-            "perf/input_wait_pct": 100 * event["wait_s"] / elapsed,
-        }
-        values |= {f"perf/{term}_ms": value for term, value in event.get("terms_ms", {}).items()}
-        if event.get("grad_norm") is not None:
-            values["train/grad_norm"] = event["grad_norm"]
-        return values
-
-    def _of_epoch(self, event: dict[str, Any]) -> dict[str, float]:
-        return self._of_metrics(event)
-
-    def _of_metrics(self, event: dict[str, Any]) -> dict[str, float]:
-        self.step = event["step"]
-        return {name: value for name, value in event["metrics"].items() if value is not None}
-
-    def _of_records(self, event: dict[str, Any]) -> dict[str, float]:
-        self._books[event["split"], event["epoch"]] = event
-        books = self._books.values()
-        return {
-            "data/quarantined": sum(counts["quarantined"] for counts in books),
-            "data/repeated": sum(counts.get("repeated", 0) for counts in books),
-        }
-
-    def _of_resumed(self, event: dict[str, Any]) -> dict[str, float]:
-        self.step = event["step"]
+        match event:
+            case StepLogged():
+                self.step = event.step
+                return _of_step(event)
+            case EpochEnded() | MetricsLogged():
+                self.step = event.step
+                return {name: value for name, value in event.metrics.items() if value is not None}
+            case RecordsCounted():
+                self._books[event.split, event.epoch] = event
+                books = self._books.values()
+                return {
+                    "data/quarantined": sum(counts.quarantined for counts in books),
+                    "data/repeated": sum(counts.repeated for counts in books),
+                }
+            case Resumed():
+                self.step = event.step
+            case CheckpointWritten(seconds=float(seconds)):
+                return {"perf/checkpoint_s": seconds}
+            case HostCpu():
+                return {f"system/{host}/cpu_utilization_percentage": cpu for host, cpu in event.hosts.items()}
         return {}
 
-    def _of_checkpoint(self, event: dict[str, Any]) -> dict[str, float]:
-        return {"perf/checkpoint_s": event["seconds"]} if event.get("seconds") is not None else {}
 
-    def _of_host_cpu(self, event: dict[str, Any]) -> dict[str, float]:
-        return {f"system/{host}/cpu_utilization_percentage": used for host, used in event["hosts"].items()}
+def _of_step(event: StepLogged) -> dict[str, float]:
+    elapsed = max(event.elapsed_s, 1e-9)
+    values = {
+        "train/step_loss": event.loss,
+        "lr": event.lr,
+        "perf/samples_per_s": event.epoch_samples / elapsed,
+        "perf/input_wait_pct": 100 * event.wait_s / elapsed,
+    }
+    values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
+    return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import time
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.config.redaction import scrubbed
+from stoker.config.redaction import scrub, scrubbed
 from stoker.errors import where_raised
+from stoker.events.kinds import Event, HostCpu, Note, PhaseDone, event_of
 from stoker.events.summary import Summary
 
 
@@ -25,7 +25,11 @@ class Sink:
     """Whether an error in it fails the run; otherwise the sink is dropped, with a note."""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take one event: `event` is its kind, `time` is in seconds since 1970; see docs/tracking.md."""
+        """Take one event: `event` is its kind, `time` is in seconds since 1970; see docs/events.md."""
+
+    def on_event(self, event: Event) -> None:
+        """As `take`, for Stoker's own sinks."""
+        self.take(event.record())
 
     def about(self) -> dict[str, Any]:
         """Where to find the run there, for `tracking` in summary.json."""
@@ -61,21 +65,34 @@ class Tracking:
 
     def note(self, text: str) -> None:
         """Add one line to the screen, the log and the summary."""
-        self._give({"time": round(time.time(), 3), "event": "note", "text": text})
+        self._give(Note(text=scrub(text)))
 
     def phase(self, name: str) -> None:
         """Mark a phase of the start as done."""
-        self._give({"time": round(time.time(), 3), "event": "phase", "phase": name})
+        self._give(PhaseDone(phase=name))
 
-    def take(self, events: Iterable[dict[str, Any]]) -> None:
-        """Pass events, and lines queued meanwhile, to every sink."""
+    def take(self, records: Iterable[dict[str, Any]]) -> list[Event]:
+        """Pass events, and lines queued meanwhile, to every sink.
+
+        Args:
+            records: as the actors on the head collect them; secrets are removed here.
+
+        Returns:
+            The events.
+        """
+        events = [self._read(record) for record in records]
         for event in events:
-            if event["event"] == "host_cpu":
-                hosts = {self.summary.host_of(node): used for node, used in event["hosts"].items()}
-                event = {**event, "hosts": hosts}
             self._give(event)
         while not self._said.empty():
             self.note(self._said.get())
+        return events
+
+    def _read(self, record: dict[str, Any]) -> Event:
+        event = event_of(scrubbed(record))
+        if isinstance(event, HostCpu):
+            hosts = {self.summary.host_of(node): used for node, used in event.hosts.items()}
+            return event.model_copy(update={"hosts": hosts})
+        return event
 
     def close(self) -> None:
         """End of the run: complete the summary with the sinks' parts, and close them."""
@@ -86,10 +103,9 @@ class Tracking:
             self._call(sink, sink.close, self.summary)
             self.take([])  # its last lines, for the remaining sinks
 
-    def _give(self, event: dict[str, Any]) -> None:
-        event = scrubbed(event)
+    def _give(self, event: Event) -> None:
         for sink in list(self.sinks):
-            self._call(sink, sink.take, event)
+            self._call(sink, sink.on_event, event)
 
     def _call(self, sink: Sink, method: Any, value: Any) -> None:
         try:

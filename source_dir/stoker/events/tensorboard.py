@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
+from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary as Values
 from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -18,6 +19,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from stoker.events.kinds import Event, Resumed, SamplesShown
 from stoker.events.runs import flat_config
 from stoker.events.scalars import Scalars
 from stoker.events.sinks import Sink
@@ -42,27 +44,30 @@ class Board(Sink):
         self._write(text("config/text_summary", "".join(f"    {line}\n" for line in config.splitlines())), 0)
 
     def _write(self, value: Any, step: int, at: float | None = None) -> None:
-        self.writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Values(value=[value])))
+        event = BoardEvent(wall_time=at or time.time(), step=step, summary=Values(value=[value]))
+        self.writer.add_event(event)
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Write the scalars and images of an event."""
+    def on_event(self, event: Event) -> None:
         for name, value in self.scalars.of(event).items():
-            self._write(Values.Value(tag=name, simple_value=value), self.scalars.step, event.get("time"))
-        if event["event"] == "samples":
+            self._write(Values.Value(tag=name, simple_value=value), self.scalars.step, event.time)
+        if isinstance(event, SamplesShown):
             try:
-                for number, image in enumerate(event["images"]):
-                    if "predicted" not in image:
-                        self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
-                        continue
-                    for name, key in (("target", "png"), ("predicted", "predicted")):
-                        shown = picture(f"validation/{number}/{name}", base64.b64decode(image[key]))
-                        self._write(shown, self.scalars.step)
+                self._show(event)
             except Exception:
                 logging.getLogger("stoker").exception("TensorBoard: no sample images")
-        if event["event"] == "resumed":
+        if isinstance(event, Resumed):
             # Points after the checkpoint are drawn again.
             start = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(wall_time=time.time(), step=event["step"] + 1, session_log=start))
+            self.writer.add_event(BoardEvent(wall_time=time.time(), step=event.step + 1, session_log=start))
+
+    def _show(self, event: SamplesShown) -> None:
+        for number, image in enumerate(event.images):
+            if "predicted" not in image:
+                self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
+                continue
+            for name, key in (("target", "png"), ("predicted", "predicted")):
+                shown = picture(f"validation/{number}/{name}", base64.b64decode(image[key]))
+                self._write(shown, self.scalars.step)
 
     def close(self, summary: Summary) -> None:
         """Write the hyperparameters, for TensorBoard's table of runs, and close the file."""

@@ -14,6 +14,7 @@ from typing import Any
 from stoker.chain.collating import Collate
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
+from stoker.events.kinds import MetricTable, Note
 from stoker.figures import count_of
 from stoker.messages import BlockReport
 from stoker.read.sources import drawing
@@ -126,7 +127,7 @@ class Evaluation:
     def tell(self) -> None:
         """Log tables, and what is not shown."""
         for table in self.scores.tables:
-            self.worker.log("table", epoch=self.epoch, step=self.worker.step, **table)
+            self.worker.log(MetricTable(epoch=self.epoch, step=self.worker.step, **table))
         tell_once(self.worker, self.scores.notes)
 
 
@@ -135,7 +136,7 @@ def tell_once(worker: Worker, notes: list[str]) -> None:
     for note in notes:
         if note not in worker.noted:
             worker.noted.add(note)
-            worker.log("note", text=f"note: {note}")
+            worker.log(Note(text=f"note: {note}"))
 
 
 def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> None:

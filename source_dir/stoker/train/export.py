@@ -25,6 +25,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
+from stoker.events.kinds import ExportWritten, Note
 from stoker.recipe import Batch, Recipe, Split
 from stoker.train.state import Worker, count_records
 
@@ -94,7 +95,7 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
 
     def tell(result: dict[str, Any]) -> None:
         # Wait, because the head takes an unreported export for done.
-        worker.log("export", **result)
+        worker.log(ExportWritten(**result))
         worker.flush()
 
     example = worker.example
@@ -102,7 +103,8 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
         try:
             example = read_example(worker)
         except Exception as error:
-            worker.log("note", text=f"export: no record could be read to compare with: {where_raised(error)}")
+            text = f"export: no record could be read to compare with: {where_raised(error)}"
+            worker.log(Note(text=text))
     with contextlib.ExitStack() as stack:
         draft = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-")) if mounted else None
         write_forms(worker.recipe, wanted(worker.config), example, folder, tell, draft)

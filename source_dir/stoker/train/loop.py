@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import where_raised
+from stoker.events import kinds
 from stoker.hosts import machine
 from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.serve.blocks.client import open_transport
@@ -71,13 +72,13 @@ def train(settings: dict[str, Any]) -> None:
     threads = config.train.threads or max(1, machine.cores() // context.get_local_world_size())
     torch.set_num_threads(threads)
     node = ray.get_runtime_context().get_node_id()
-    worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)
-    worker.log("phase", phase="train workers started")
+    worker.log(kinds.TrainWorkerStarted(rank=worker.rank, node=node), every_rank=True)
+    worker.log(kinds.PhaseDone(phase="train workers started"))
     keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
     try:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"])
-        worker.log("phase", phase="model built")
+        worker.log(kinds.PhaseDone(phase="model built"))
         if resumed is None and settings["sample"]:
             _, notes = try_validation(worker, sample_of(config, worker.recipe, *settings["sample"]))
             tell_once(worker, notes)
@@ -90,7 +91,7 @@ def train(settings: dict[str, Any]) -> None:
             if not asked:
                 export_model(worker, Path(settings["model_dir"]), settings["mounted"])
                 # A stop that arrives later has nothing left to interrupt.
-                worker.log("complete")
+                worker.log(kinds.Completed())
     finally:
         keeper.close()
         worker.flush()
@@ -127,7 +128,7 @@ def run_epochs(
         stop = later or stop
         ray.train.report(metrics)
     if stop:
-        worker.log("stopped", reason=stop)
+        worker.log(kinds.Stopped(reason=stop))
     return asked
 
 
@@ -151,7 +152,8 @@ def close_epoch(
         carry_extremes(more, keeper.history)
         metrics, books = metrics | more, [*books, counts]
     shown = {name: finite(value) for name, value in metrics.items()}  # JSON has no NaN
-    worker.log("epoch", epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
+    event = kinds.EpochEnded(epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
+    worker.log(event)
     return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
 
 
@@ -264,26 +266,28 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
 def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
     """Log a step with the figures of the pass since `started`."""
     worker.log(
-        "step",
-        epoch=progress.epoch,
-        step=worker.step,
-        epoch_samples=progress.samples - progress.carried_samples,
-        elapsed_s=time.perf_counter() - started,
-        **feed.times.waits(),
-        terms_ms=feed.times.since_told(),
-        **values,
+        kinds.StepLogged(
+            epoch=progress.epoch,
+            step=worker.step,
+            epoch_samples=progress.samples - progress.carried_samples,
+            elapsed_s=time.perf_counter() - started,
+            **feed.times.waits(),
+            terms_ms=feed.times.since_told(),
+            **values,
+        )
     )
 
 
 def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
     """Log a finished pass; `samples` and `steps` are those of this start."""
     worker.log(
-        "pass",
-        split=feed.split,
-        epoch=feed.epoch,
-        samples=samples,
-        elapsed_s=elapsed_s,
-        steps=steps,
-        step_ms=list(feed.times.step_ms) if steps else [],
-        times=feed.times.figures(),
+        kinds.PassEnded(
+            split=feed.split,
+            epoch=feed.epoch,
+            samples=samples,
+            elapsed_s=elapsed_s,
+            steps=steps,
+            step_ms=list(feed.times.step_ms) if steps else [],
+            times=feed.times.figures(),
+        )
     )

@@ -27,6 +27,7 @@ from stoker.checkpoints.format import (
     is_finite,
 )
 from stoker.config.redaction import redact
+from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
 from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of, verify
 from stoker.train import strategies
@@ -211,12 +212,13 @@ class CheckpointManager:
             meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
             saved = self._keep(checkpoint.save(self.store, content))
             self.worker.log(
-                "checkpoint",
-                epoch=meta["epoch"],
-                step=meta["step"],
-                path=saved.path,
-                seconds=round(time.perf_counter() - started, 4),
-                paused_s=round(paused_s, 4),
+                CheckpointWritten(
+                    epoch=meta["epoch"],
+                    step=meta["step"],
+                    path=saved.path,
+                    seconds=round(time.perf_counter() - started, 4),
+                    paused_s=round(paused_s, 4),
+                )
             )
 
         return write
@@ -254,7 +256,8 @@ class CheckpointManager:
         if worker.rank == 0 and saved.store.where == self.store.where:
             self.shelf.fill(meta["step"])
         validate = self.pending["epoch"] if self.pending else None
-        worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
+        event = Resumed(epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
+        worker.log(event)
         # Last, because nothing from here to the next step may draw a random number.
         if worker.rank < len(ranks):
             set_rng_state(ranks[worker.rank]["rng"], worker.device)
@@ -287,7 +290,7 @@ class CheckpointManager:
         return problem is None
 
     def _note(self, text: str) -> None:
-        self.worker.log("note", text=text)
+        self.worker.log(Note(text=text))
 
 
 def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, Any]) -> None:
@@ -310,7 +313,7 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, 
     (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
     source_of = {key: about[key] for key in ("checkpoint", "epoch", "step")}
     whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
-    worker.log("model", path=str(target), **source_of, whole=whole, **by)
+    worker.log(ModelWritten(path=str(target), **source_of, whole=whole, **by))
 
 
 SMALLEST_SCALE = 2.0**-20

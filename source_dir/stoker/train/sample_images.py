@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.columns import LENGTH_SUFFIX
 from stoker.chain.joint import Joint
+from stoker.events.kinds import Note, SamplesShown
 from stoker.recipe import Batch, Recipe, Split
 from stoker.train.state import Worker, rng_state, set_rng_state
 
@@ -61,11 +62,11 @@ def _show(
         except Exception as error:
             worker.pictured.add(split)
             text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            worker.log("note", text=f"report: nothing is drawn over the {split} images: {text}")
+            worker.log(Note(text=f"report: nothing is drawn over the {split} images: {text}"))
         if not shown and split == "train":
             shown = {"images": pictures(batch)}
         if shown:
-            worker.log("samples", split=split, **shown, **more)
+            worker.log(SamplesShown(split=split, **shown, **more))
     except Exception:
         logging.getLogger("stoker").info("no sample images: %s", traceback.format_exc())
     finally:

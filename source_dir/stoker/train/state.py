@@ -10,6 +10,7 @@ from typing import Any
 from stoker.checkpoints.format import Content
 from stoker.config.schema import Config
 from stoker.errors import DataError
+from stoker.events.kinds import Event, Printed, RecordIds
 from stoker.recipe import Batch, Recipe
 from stoker.serve.accounting import ID_MODULUS
 from stoker.train import strategies
@@ -71,13 +72,13 @@ class Worker:
         """Records per optimiser step, over all ranks."""
         return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
-    def log(self, event: str, *, every_rank: bool = False, **values: Any) -> None:
+    def log(self, event: Event, *, every_rank: bool = False) -> None:
         """Log an event; only on rank 0 unless `every_rank`.
 
         Ray runs the calls of an actor with threads in any order; here each depends on the previous one.
         """
         if every_rank or self.rank == 0:
-            self.logged = self.coordinator.log.remote(event, values, self.logged)
+            self.logged = self.coordinator.log.remote(event.event, event.values(), self.logged)
 
     def flush(self) -> None:
         """Wait until the coordinator has all logged events, so that none is missing from the summary."""
@@ -96,7 +97,7 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 
     if worker.config.tracking.record_ids:
         ids = {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
-        worker.log("record_ids", every_rank=True, **ids)
+        worker.log(RecordIds(**ids), every_rank=True)
     used = (feed.rows, feed.id_sum, feed.padded)
     steps = worker.feed_step if feed.split == "train" and reached(worker) else None
     call = worker.coordinator.epoch_done.remote(
@@ -186,7 +187,7 @@ def tee_prints(worker: Worker) -> None:
         if "\n" in text:
             for line in "".join(pending).splitlines():
                 if line.strip():
-                    worker.log("print", text=line)
+                    worker.log(Printed(text=line))
             pending.clear()
         return write(text)
 

@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, ScriptError, UsageError, where_raised
+from stoker.events.kinds import TrainWorkerLost
 from stoker.hosts.forks import TRAINS_VARIABLE
 from stoker.hosts.raynode import free_port
 from stoker.session import ATTEMPT_VARIABLE
@@ -66,8 +67,8 @@ def make_trainer(
                     cause = first_cause(worker_exceptions)
                 except Exception as error:  # of a user's exception; here, it would end the run
                     cause = f"a train worker failed ({type(error).__name__})"
-                lost = {"cause": cause, "restarts_left": self.left - counts}
-                settings["coordinator"].log.remote("train_worker_lost", lost)
+                lost = TrainWorkerLost(cause=cause, restarts_left=self.left - counts)
+                settings["coordinator"].log.remote(lost.event, lost.values())
             self.left -= counts
 
     resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY, **claims}

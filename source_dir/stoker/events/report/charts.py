@@ -29,7 +29,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Event:
+class Moment:
     """A vertical line at x; `short` is its one-letter label."""
 
     x: float
@@ -119,7 +119,7 @@ def line_chart(
     x_label: str,
     y_label: str,
     *,
-    events: Sequence[Event] = (),
+    events: Sequence[Moment] = (),
     y_top: float | None = None,
     from_zero: bool = True,
     height: int = 200,

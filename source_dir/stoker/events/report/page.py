@@ -20,8 +20,7 @@ from markupsafe import Markup
 from stoker.errors import where_raised
 from stoker.events.advice import Verdict, verdict
 from stoker.events.report import charts, panels
-from stoker.events.report.comparison import comparison
-from stoker.events.report.panel import Panel
+from stoker.events.report.panels import Panel, comparison
 from stoker.events.report.reading import RunData, read_run
 from stoker.events.summary import Summary, less_is_better, number
 from stoker.figures import count_of, duration

@@ -1,17 +1,52 @@
-"""Head and laptop: the charts of a run with their captions and data tables."""
+"""Head and laptop: the charts and tables of a report, with their captions."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
 
 from markupsafe import Markup
 
 from stoker.events.bottleneck import chain_limit, near, network_limit
+from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
 from stoker.events.report import charts
-from stoker.events.report.charts import Bar, Event, Line, Part, figure
-from stoker.events.report.metric_panels import metrics
-from stoker.events.report.panel import Panel, panel, table_rows
+from stoker.events.report.charts import WIDTH, Bar, Line, Moment, Part, Point, figure, svg
 from stoker.events.report.reading import RunData
+from stoker.events.summary import number
 from stoker.figures import count_of, size
+
+Rows = list[list[str]]
+MOST_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart, or several small ones, with a caption and a data table."""
+
+    title: str
+    svgs: list[Markup]
+    caption: str = ""
+    heads: list[str] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """For small multiples: one per SVG."""
+    wide: bool = False
+    keys: list[tuple[int, str]] = field(default_factory=list)
+    """Legend: (colour and hatching number, text)."""
+
+
+def panel(title: str, svg: str, **more: object) -> Panel:
+    """Head and laptop: a panel with one chart."""
+    return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
+
+
+def table_rows(points: Sequence[Point]) -> Rows:
+    step = max(1, len(points) // MOST_ROWS)
+    return [[figure(x), figure(y)] for x, y in list(points)[::step]]
+
 
 TERMS = {
     "compute": "compute",
@@ -53,13 +88,13 @@ def of_run(run: RunData) -> list[Panel]:
     return found
 
 
-def _events(run: RunData) -> list[Event]:
+def _events(run: RunData) -> list[Moment]:
     marks = sorted([*run.marks, *run.epochs], key=lambda mark: mark.seconds)
     if len(marks) > MOST_MARKS:  # keep failures, thin out routine events
         routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
         others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_OTHER_MARKS]
         marks = others + routine[:: max(1, len(routine) // MOST_MARKS)]
-    return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
+    return [Moment(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
 SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
@@ -282,3 +317,188 @@ def host_cpu(run: RunData) -> Panel | None:
         [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
         wide=len(shown) > 3,
     )
+
+
+MOST_METRICS, MOST_DRAWN, MOST_LISTED, MOST_CELLS = 12, 40, 200, 5_000
+"""Panels of each kind of scalars; classes of a matrix that is drawn; rows of another table; cells of all
+tables, so that the page stays below a megabyte."""
+
+
+def metrics(run: RunData) -> list[Panel]:
+    """One chart per validation metric except the loss, or per metric that a script logs; then the tables."""
+    found, own = [], run.summary.script is not None
+    parts: dict[str, list[str]] = {}
+    for name, points in run.metrics.items():
+        if not own and (not name.startswith("val/") or name == "val/loss"):
+            continue
+        if not own and name.count("/") > 1:
+            parts.setdefault(name.rpartition("/")[0], []).append(name)
+            continue
+        percent = not own and all(0 <= y <= 1 for _, y in points)
+        shown = [(x, 100 * y) for x, y in points] if percent else points
+        unit = "%" if percent else ""
+        best = run.summary.metrics.best.get(name)
+        text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
+        text += f"last {figure(shown[-1][1], unit)}."
+        svg = charts.line_chart(
+            f"{name} against the global step",
+            text,
+            [Line(name, shown)],
+            "global step",
+            unit or name,
+            from_zero=False,
+            height=220,
+        )
+        found.append(panel(name, svg, caption=text, heads=["step", name], rows=table_rows(shown)))
+    several = [by_part(run, name, names) for name, names in parts.items() if name not in run.tables]
+    found = found[:MOST_METRICS] + several[:MOST_METRICS]
+    room = MOST_CELLS
+    for name, table in run.tables.items():
+        size = min(len(table.rows), MOST_LISTED) * len(table.columns)
+        drawn = table.rows != table.columns or len(table.rows) <= MOST_DRAWN
+        if drawn and size > room:
+            found.append(Panel(name, [], "Too large for this page; see the event `table` in events.jsonl."))
+        else:
+            found.append(table_of(name, table))
+            room -= size if drawn else 0
+    return found
+
+
+def by_part(run: RunData, name: str, names: list[str]) -> Panel:
+    """The last values of a metric that has several, such as one per class; the lowest first."""
+    last = {part: run.metrics[part][-1][1] for part in names}
+    best = {part: run.summary.metrics.best.get(part) for part in names}
+    order = sorted(names, key=lambda part: last[part])
+    label = len(name) + 1
+    bars = [Bar(part[label:], last[part]) for part in order]
+    text = f"From {figure(last[order[0]])} to {figure(last[order[-1]])} in the last epoch."
+    if len(order) > MOST_ROWS:
+        text += f" The chart shows the {MOST_ROWS} lowest of {len(order)}, the table all."
+    rows = [[p[label:], figure(last[p]), "–" if best[p] is None else figure(best[p] or 0.0)] for p in order]
+    svg = charts.bars(f"{name}: last values", text, bars[:MOST_ROWS], "")
+    return panel(name, svg, caption=text, heads=["", "last", "best"], rows=rows)
+
+
+def table_of(name: str, table: MetricTable) -> Panel:
+    """A metric's table; a square one with the same rows and columns, such as a confusion matrix, is drawn."""
+    rows, columns = ([name[:60] for name in names] for names in (table.rows, table.columns))
+    values = [[number(cell) for cell in row] for row in table.cells]
+    epoch = table.epoch
+    text = "" if epoch is None else f"After epoch {epoch + 1}. "
+    shown = [
+        [row, *("–" if cell is None else figure(cell) for cell in cells)]
+        for row, cells in zip(rows, values, strict=True)
+    ]
+    heads = ["", *columns]
+    if rows == columns and len(rows) > MOST_DRAWN:
+        pairs = [
+            (cell or 0.0, row, columns[n])
+            for row, cells in zip(rows, values, strict=True)
+            for n, cell in enumerate(cells)
+            if columns[n] != row
+        ]
+        shown = [
+            [row, column, figure(cell)] for cell, row, column in sorted(pairs, reverse=True)[:50] if cell
+        ]
+        text += f"The largest values off the diagonal of {len(rows)} × {len(rows)}."
+        return Panel(name, [], text, ["row (target)", "column (predicted)", "value"], shown)
+    if rows != columns:
+        text += f"The first {MOST_LISTED} of {len(shown)} rows." if len(shown) > MOST_LISTED else ""
+        return Panel(name, [], text, heads, shown[:MOST_LISTED], wide=len(columns) > 8)
+    text += "Rows are targets and columns predictions, shaded by their share of the row."
+    svg = matrix(name, text, rows, values)
+    return panel(name, svg, caption=text, heads=heads, rows=shown)
+
+
+def matrix(title: str, description: str, names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
+    """A square matrix, each cell shaded by its share of the row's sum; of few rows, with the values."""
+    left, top = 92, 16
+    side = min(34.0, (WIDTH - left) / len(names))
+    body, written = [], side >= 24
+    for line, (name, row) in enumerate(zip(names, rows, strict=True)):
+        total = sum(abs(cell) for cell in row if cell) or 1.0
+        y = top + line * side
+        short = name if len(name) <= 15 else f"{name[:14]}…"
+        if side >= 9:
+            middle = f"{y + side / 2 + 4:.1f}"
+            body.append(
+                f'<text class="tick" x="{left - 5}" y="{middle}" text-anchor="end">{escape(short)}</text>'
+            )
+        for column, cell in enumerate(row):
+            x, share = left + column * side, 0.12 + 0.88 * abs(cell) / total if cell else 0.0
+            told = f"{escape(name)} as {escape(names[column])}: {'–' if cell is None else figure(cell)}"
+            box = f'x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}"'
+            kind = "f1" if line == column else "f3"
+            if cell or written:
+                body.append(
+                    f'<g><title>{told}</title><rect class="cell" {box}/>'
+                    f'<rect class="{kind}" {box} opacity="{share:.2f}"/></g>'
+                )
+            if written and cell:
+                ink = ' style="fill:var(--on)"' if share > 0.5 else ""
+                body.append(
+                    f'<text class="tick" x="{x + side / 2:.1f}" y="{y + side / 2 + 4:.1f}"'
+                    f' text-anchor="middle"{ink}>{figure(cell)}</text>'
+                )
+    whole = side * len(names)
+    body.append(f'<rect class="frame" x="{left}" y="{top}" width="{whole:.1f}" height="{whole:.1f}"/>')
+    body.append(f'<text class="axis" x="{left}" y="10">predicted →</text>')
+    body.append('<text class="axis" x="0" y="10">target ↓</text>')
+    return svg(title, description, math.ceil(top + whole + 2), body)
+
+
+def comparison(runs: Sequence[RunData]) -> list[Panel]:
+    """Head and laptop: the panels that compare several runs."""
+    from stoker.events.runs import shape_of
+
+    labels = [f"{n + 1}" for n in range(len(runs))]
+    rows: Rows = []
+    for label, run in zip(labels, runs, strict=True):
+        summary, cost = run.summary, run.summary.cost or {}
+        known, chose = summary.metrics.best, (summary.model_from or {}).get("metric")
+        others = (name for name in known if name.startswith("val/") and "loss" not in name)
+        best = next(((name, known[name]) for name in (chose, *others) if name in known), None)
+        usd = cost.get("usd")
+        per = cost.get("usd_per_million_samples")
+        rows.append(
+            [
+                label,
+                run.name,
+                shape_of(summary),
+                str(summary.train_workers),
+                summary.status,
+                figure(rate) if (rate := summary.speed.steady_samples_per_s) else "–",
+                f"{summary.speed.input_wait_pct:.0f} %" if rate else "–",
+                figure(summary.seconds, "s"),
+                "–" if best is None else f"{best[0]} {figure(best[1])}",
+                "–" if usd is None else charts.usd(usd),
+                "–" if per is None else charts.usd(per),
+            ]
+        )
+    heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
+    caption = "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
+    found = [Panel("Runs side by side", [], caption, heads, rows, wide=True)]
+    shapes = [f"{label} · {shape_of(run.summary)}" for label, run in zip(labels, runs, strict=True)]
+    rates = [run.summary.speed.steady_samples_per_s for run in runs]
+    costs = [number((run.summary.cost or {}).get("usd_per_million_samples")) for run in runs]
+    for what, title, unit, values, caption in (
+        ("Throughput", "Samples per second", "samples/s", rates, ""),
+        ("Time", "Seconds", "s", [run.summary.seconds for run in runs], ""),
+        ("Cost", "Dollars per million samples", "$ per 1M samples", costs, "Estimated, after warm-up."),
+    ):
+        if what == "Cost" and not any(costs):
+            continue
+        rows_of = [Bar(shape, value or None) for shape, value in zip(shapes, values, strict=True)]
+        text = "; ".join(f"{b.name}: {figure(b.value, unit) if b.value else 'not measured'}" for b in rows_of)
+        svg = charts.bars(f"{title} by run", text, rows_of, unit)
+        found.append(panel(f"{what} by cluster shape", svg, caption=caption))
+    dots = [
+        (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
+        for label, run in zip(labels, runs, strict=True)
+        if run.summary.cost and run.summary.cost.get("usd") is not None
+    ]
+    if dots:
+        text = "Cost against time; lower left is better."
+        svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
+        found.append(panel("Time and cost", svg, caption=text))
+    return found

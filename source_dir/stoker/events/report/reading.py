@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.events.summary import Summary, number, read_summary
+from stoker.events.kinds import (
+    CheckpointWritten,
+    CpuHostsRequested,
+    EpochEnded,
+    Event,
+    HostChanged,
+    HostCpu,
+    MetricsLogged,
+    MetricTable,
+    Resumed,
+    SamplesShown,
+    StepLogged,
+    Stopped,
+    StopRequested,
+    TrainWorkerLost,
+    json_lines,
+    read_events,
+)
+from stoker.events.summary import Summary, finite, number, read_summary
 
 Point = tuple[float, float]
-
-MARKS = {
-    "checkpoint": "checkpoint",
-    "resumed": "resumed",
-    "train_worker_lost": "train worker lost:",
-    "host_lost": "host lost",
-    "host_joined": "host joined",
-    "host_released": "host released",
-    "cpu_hosts": "CPU hosts requested:",
-    "stop": "stop asked",
-    "stopped": "stopped",
-}
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURE_CHARACTERS = 450_000
@@ -52,15 +58,6 @@ class Pictures(NamedTuple):
     epoch: int | None
 
 
-class Table(NamedTuple):
-    """Head and laptop: the values of a metric that is no number."""
-
-    rows: list[str]
-    columns: list[str]
-    values: list[list[float | None]]
-    epoch: int | None
-
-
 @dataclass
 class RunData:
     """The data of one run."""
@@ -75,7 +72,7 @@ class RunData:
     """(global step, loss)."""
     metrics: dict[str, list[Point]] = field(default_factory=dict)
     """Name → (global step, value), at the end of each epoch or as a script logs it."""
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, MetricTable] = field(default_factory=dict)
     """Name of a metric → its last table."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
@@ -126,70 +123,62 @@ def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
     return {**stage, "stage": name, "cpu_ms_per_sample": cpu_ms, "bytes_out": size}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Parse a .jsonl file; skips a line that a crash truncated."""
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    with file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
-
-
 def _read_events(run: RunData) -> None:
     start: float | None = None
-    before: tuple[int, float, float, float] | None = None
-    for event in _lines(run.run_dir / "events.jsonl"):
-        kind, now = event.get("event"), number(event.get("time"))
-        if not isinstance(kind, str) or now is None:
+    before: StepLogged | None = None
+    for event in read_events(run.run_dir / "events.jsonl"):
+        if not math.isfinite(event.time):
             continue
-        start = now if start is None else start
-        at = now - start
-        if kind == "step":
-            before = _take_step(run, event, at, before)
-        elif kind == "epoch":
-            run.epochs.append(_epoch_mark(event, at))
-            _take_metrics(run, event)
-        elif kind == "metrics":
-            _take_metrics(run, event)
-        elif kind == "host_cpu" and isinstance(event.get("hosts"), dict):
-            for host, percent in event["hosts"].items():
-                value = number(percent)
-                if value is not None:
-                    run.host_cpu.setdefault(str(host), []).append((at, value))
-        elif kind == "samples" and isinstance(event.get("images"), list):
-            run.pictures["val" if event.get("split") == "val" else "train"] = _pictures(event)
-        elif kind == "table" and (table := _table(event)):
-            run.tables[str(event.get("name"))] = table
-        elif kind in MARKS:
-            run.marks.append(Mark(at, kind, _mark_text(kind, event)))
+        start = event.time if start is None else start
+        at = event.time - start
+        match event:
+            case StepLogged():
+                _take_step(run, event, at, before)
+                before = event
+            case EpochEnded():
+                done = "done" if event.whole else "in part"
+                run.epochs.append(Mark(at, "epoch", f"epoch {event.epoch + 1} {done}"))
+                _take_metrics(run, event)
+            case MetricsLogged():
+                _take_metrics(run, event)
+            case HostCpu():
+                for host, percent in event.hosts.items():
+                    if math.isfinite(percent):
+                        run.host_cpu.setdefault(host, []).append((at, percent))
+            case SamplesShown():
+                run.pictures["val" if event.split == "val" else "train"] = _pictures(event)
+            case MetricTable():
+                if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
+                    run.tables[event.name] = event
+            case _:
+                if text := _mark_text(event):
+                    run.marks.append(Mark(at, event.event, text))
 
 
-def _mark_text(kind: str, event: dict[str, Any]) -> str:
-    if kind == "checkpoint":
-        step = number(event.get("step"))
-        at = "" if step is None else f" at step {step:.0f}"
-        path = event.get("path")
-        return f"{MARKS[kind]}{at}" + (f": {Path(path).name}" if isinstance(path, str) else "")
-    if kind == "cpu_hosts":
-        return f"{event.get('count')} {MARKS[kind]} {event.get('reason')}"
-    what = next((event[key] for key in ("host", "cause", "reason", "path") if event.get(key)), "")
-    return f"{MARKS[kind]} {what}".strip()
+def _mark_text(event: Event) -> str:
+    match event:
+        case CheckpointWritten():
+            return f"checkpoint at step {event.step}: {Path(event.path).name}"
+        case Resumed():
+            return f"resumed {event.path}"
+        case TrainWorkerLost():
+            return f"train worker lost: {event.cause}"
+        case HostChanged():
+            return f"{event.event.replace('_', ' ')} {event.host}"
+        case CpuHostsRequested():
+            return f"{event.count} CPU hosts requested: {event.reason}"
+        case StopRequested():
+            return f"stop asked {event.reason}"
+        case Stopped():
+            return f"stopped {event.reason}"
+    return ""
 
 
-def _pictures(event: dict[str, Any]) -> Pictures:
+def _pictures(event: SamplesShown) -> Pictures:
     """The valid PNG files, limited so that the page stays below a megabyte."""
     found, room = [], MOST_PICTURE_CHARACTERS
-    for image in event["images"]:
-        if not isinstance(image, dict):
-            continue
-        files = {name: image[name] for name in ("png", "predicted") if name in image}
+    for image in event.images:
+        files: dict[str, str] = {name: image[name] for name in ("png", "predicted") if name in image}
         if "png" not in files or not all(map(_is_png, files.values())):
             continue
         if (size := sum(map(len, files.values()))) > room:
@@ -197,24 +186,12 @@ def _pictures(event: dict[str, Any]) -> Pictures:
         room -= size
         label = image.get("label")
         found.append({**files, "label": "" if label is None else str(label)[:60]})
-    listed = event.get("legend")
-    entries = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
-    legend = [(str(e.get("name"))[:40], e["color"]) for e in entries if COLOR.fullmatch(str(e.get("color")))]
-    epoch = number(event.get("epoch"))
-    return Pictures(found, legend[:MOST_CLASSES], None if epoch is None else int(epoch))
-
-
-def _table(event: dict[str, Any]) -> Table | None:
-    """A whole table; None if it is none."""
-    names = [event.get("rows"), event.get("columns")]
-    values, epoch = event.get("values"), number(event.get("epoch"))
-    if not all(isinstance(part, list) for part in (*names, values)):
-        return None
-    rows, columns = ([str(name)[:60] for name in part] for part in names if part is not None)
-    cells = [[number(cell) for cell in row] for row in values or [] if isinstance(row, list)]
-    if not rows or len(cells) != len(rows) or any(len(row) != len(columns) for row in cells):
-        return None
-    return Table(rows, columns, cells, None if epoch is None else int(epoch))
+    legend = [
+        (str(entry.get("name"))[:40], entry["color"])
+        for entry in event.legend
+        if COLOR.fullmatch(str(entry.get("color")))
+    ]
+    return Pictures(found, legend[:MOST_CLASSES], event.epoch)
 
 
 def _is_png(text: Any) -> bool:
@@ -224,48 +201,29 @@ def _is_png(text: Any) -> bool:
         return False
 
 
-def _take_step(
-    run: RunData, event: dict[str, Any], at: float, before: tuple[int, float, float, float] | None
-) -> tuple[int, float, float, float] | None:
+def _take_step(run: RunData, event: StepLogged, at: float, before: StepLogged | None) -> None:
     """Take one logged step: rates since the previous one in the same epoch."""
-    names = ("epoch_samples", "elapsed_s", "wait_s")
-    samples, elapsed, wait = (number(event.get(name)) for name in names)
-    step, loss = number(event.get("step")), number(event.get("loss"))
-    if step is not None and loss is not None:
-        run.loss.append((step, loss))
-    if samples is None or elapsed is None or wait is None:
-        return before
-    epoch = int(number(event.get("epoch")) or 0)
-    first = before is None or before[0] != epoch
-    since = (0.0, 0.0, 0.0) if first or before is None else before[1:]
-    seconds = elapsed - since[1]
-    if seconds > 0:
-        run.samples_per_s.append((at, max(0.0, (samples - since[0]) / seconds)))
-        run.input_wait.append((at, min(100.0, max(0.0, 100 * (wait - since[2]) / seconds))))
-    return epoch, samples, elapsed, wait
+    if math.isfinite(event.loss):
+        run.loss.append((event.step, event.loss))
+    samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
+    if before is not None and before.epoch == event.epoch:
+        samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
+        wait_s -= before.wait_s
+    if seconds > 0 and math.isfinite(seconds + wait_s):
+        run.samples_per_s.append((at, max(0.0, samples / seconds)))
+        run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
 
 
-def _epoch_mark(event: dict[str, Any], at: float) -> Mark:
-    epoch = number(event.get("epoch"))
-    done = "done" if event.get("whole", True) else "in part"
-    return Mark(at, "epoch", f"epoch {done}" if epoch is None else f"epoch {epoch + 1:.0f} {done}")
-
-
-def _take_metrics(run: RunData, event: dict[str, Any]) -> None:
-    step, metrics = number(event.get("step")), event.get("metrics")
-    if step is None or not isinstance(metrics, dict):
-        return
-    for name, value in metrics.items():
-        found = number(value)
-        if found is not None:
-            run.metrics.setdefault(str(name), []).append((step, found))
+def _take_metrics(run: RunData, event: EpochEnded | MetricsLogged) -> None:
+    for name, value in finite(event.metrics).items():
+        run.metrics.setdefault(name, []).append((event.step, value))
 
 
 MOST_QUARANTINED = 50
 
 
 def _read_quarantine(run: RunData) -> None:
-    for row in _lines(run.run_dir / "quarantine.jsonl"):
+    for row in json_lines(run.run_dir / "quarantine.jsonl"):
         run.quarantined += 1
         if len(run.quarantine) < MOST_QUARANTINED:
             run.quarantine.append(row)
