@@ -217,18 +217,6 @@ def compare(
     raise typer.Exit(compare(runs or ["runs"], csv))
 
 
-@app.command(epilog="Example: python launcher/submit.py replay runs/latest --uri http://localhost:5000")
-def replay(
-    run: Annotated[str, typer.Argument(help="a run directory")] = "runs/latest",
-    uri: Annotated[str | None, Option(help="MLflow server; default: the run's own")] = None,
-    registered_model: Annotated[str | None, Option(help="register the model under this name")] = None,
-) -> None:
-    """Send a finished run, or its missing parts, to MLflow."""
-    from launcher.replay import replay
-
-    raise typer.Exit(replay(run, uri, registered_model))
-
-
 @app.command(epilog=f"Example: {EXAMPLE.replace('submit.py ', 'submit.py size ')} --gpu-samples-per-s 4000")
 def size(
     ctx: typer.Context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 import yaml
 from running import run_job
 
-from launcher.replay import replay
 from stoker.config.schema import MlflowConfig
-from stoker.events import mlflow_sender
-from stoker.events.mlflow_sender import MlflowSender
+from stoker.events import mlflow
+from stoker.events.kinds import StepLogged
+from stoker.events.mlflow import MlflowSink
 from stoker.events.summary import Metrics, Summary
 from stoker.storage.checkpoint_store import Store, open_store
 from tests.fakes.aws import moto_server
@@ -43,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     with pytest.MonkeyPatch.context() as patch:
         # One slow commit of the server must not count as a failure.
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
-        patch.setattr(mlflow_sender, "INTERRUPTED_S", 200.0)
+        patch.setattr(mlflow, "INTERRUPTED_S", 200.0)
         yield made
     made.stop()
 
@@ -51,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
 def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
     server: MlflowServer, ray_cluster: None, digits: Path, tmp_path: Path
 ) -> None:
-    mlflow = {
+    tracked = {
         "uri": server.uri,
         "registered_model": "digits",
         "tags": {"team": "numbers"},
@@ -63,7 +64,7 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
         recipe="recipes.digits:Digits",
         params={"data": str(digits / "webdataset")},
         train={"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 0.003, "scheduler": "cosine"},
-        tracking={"log_every_steps": 5, "mlflow": mlflow},
+        tracking={"log_every_steps": 5, "mlflow": tracked},
         export=["safetensors", "torch_export", "onnx", "torchscript"],
     )
     assert outcome.code == 0, outcome.summary.error
@@ -134,8 +135,8 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
     assert "_hparams_/session_start_info" in board.summary_metadata
 
 
-def test_a_job_whose_server_is_down_ends_well_and_is_sent_later(
-    server: MlflowServer, ray_cluster: None, tmp_path: Path
+def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
+    ray_cluster: None, tmp_path: Path
 ) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens: the connection is refused
@@ -150,39 +151,25 @@ def test_a_job_whose_server_is_down_ends_well_and_is_sent_later(
     assert outcome.code == 0
     assert outcome.summary.status == "succeeded"
     log = (outcome.run_dir / "logs/console.log").read_text()
-    assert "\n".join(line for line in log.splitlines() if "MLflow" in line).count("submit.py replay") == 1
+    (missing,) = [line for line in log.splitlines() if "lacks part of this run" in line]
+    assert re.search(r": \d+ metric values from step \d+ on, the best values, the tags, the files, ", missing)
+    assert str(outcome.run_dir) in missing and "the model" not in missing, "none is exported"
     assert "Traceback" not in log
-    assert replay(str(outcome.run_dir), server.uri, None) == 0
-    assert replay(str(outcome.run_dir), server.uri, None) == 0, "what the server has is not sent twice"
-    (run,) = server.runs("later")
-    assert run["info"]["status"] == "FINISHED"
-    assert {name: latest(run)[name] for name in outcome.summary.metrics.last} == pytest.approx(
-        outcome.summary.metrics.last
-    )
-    assert [step for step, _ in server.history(run, "val/loss")] == [6, 12]
 
 
 def recorded(folder: Path, name: str) -> Path:
-    """A run directory with a configuration and no events yet."""
+    """A run directory with a configuration."""
     run_dir = folder / name
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 9}}))
     return run_dir
 
 
-def append(run_dir: Path, steps: range) -> None:
-    """Steps as training records them."""
-    with (run_dir / "events.jsonl").open("a") as file:
-        for step in steps:
-            event = {
-                "time": 1_700_000_000 + step,
-                "event": "step",
-                "epoch": 0,
-                "step": step,
-                "loss": 1 / step,
-            }
-            rates = {"lr": 0.1, "epoch_samples": 10 * step, "elapsed_s": 1.0 * step, "wait_s": 0.1 * step}
-            file.write(json.dumps(event | rates) + "\n")
+def train(sink: MlflowSink, steps: range) -> None:
+    """Steps as training logs them."""
+    for step in steps:
+        rates = {"epoch_samples": 10 * step, "elapsed_s": 1.0 * step, "wait_s": 0.1 * step}
+        sink.on_event(StepLogged(time=1.7e9 + step, epoch=0, step=step, loss=1 / step, lr=0.1, **rates))
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 240) -> None:
@@ -211,30 +198,25 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_run_goes_on(
     server: MlflowServer, tmp_path: Path, kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_sender, "SEND_EVERY_S", 0.2)
-    monkeypatch.setattr(mlflow_sender, "RETRY_EVERY_S", 0.5)
+    monkeypatch.setattr(mlflow, "SEND_EVERY_S", 0.2)
+    monkeypatch.setattr(mlflow, "RETRY_EVERY_S", 0.5)
     settings = MlflowConfig(uri=server.uri, run_name="restarted")
-    run_dir = recorded(tmp_path, "first")
     said: list[str] = []
-    sender = MlflowSender(settings, "recorded", run_dir, {}, kept=kept, tell=said.append)
-    append(run_dir, range(1, 801))
-    sender.start()
-    until(lambda: sender.state.sent == (run_dir / "events.jsonl").stat().st_size, "the first half is sent")
+    sink = MlflowSink(settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append)
+    train(sink, range(1, 801))
+    until(lambda: not sink.rows, "the first half is sent")
 
     def told() -> str:
         return "\n".join(said)
 
     server.stop()
-    append(run_dir, range(801, 1201))
+    train(sink, range(801, 1201))
     until(lambda: "does not accept data" in told(), "the failure is said")
     time.sleep(2)  # several attempts more
     assert told().count("does not accept data") == 1
     server.start()
     until(lambda: "answers again" in told(), "it goes on")
-    # Half a line is not an event yet.
-    with (run_dir / "events.jsonl").open("a") as file:
-        file.write('{"time": 1700009999, "event": "st')
-    sender.close(finished(1200, "interrupted"))
+    sink.close(finished(1200, "interrupted"))
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "KILLED"
     assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 1201)]
@@ -243,9 +225,8 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     # A restart on another host finds the run through what was kept with the checkpoints.
     again = recorded(tmp_path, "second")
     (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
-    append(again, range(1201, 1211))
-    second = MlflowSender(settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append)
-    second.start()
+    second = MlflowSink(settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append)
+    train(second, range(1201, 1211))
     second.close(finished(1210))
     assert len(said) == 2, "nothing more was to be said"
     (run,) = server.runs("recorded")
@@ -258,15 +239,14 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
 def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        run_dir = recorded(tmp_path, "silent")
-        append(run_dir, range(1, 50))
         settings = MlflowConfig(uri=uri, timeout_s=300, close_timeout_s=1.5)
         told: list[str] = []
-        sender = MlflowSender(settings, "recorded", run_dir, {}, tell=told.append)
-        sender.start()
+        sink = MlflowSink(settings, "recorded", recorded(tmp_path, "silent"), {}, tell=told.append)
+        train(sink, range(1, 50))
         started = time.monotonic()
-        sender.close(finished(49))
+        sink.close(finished(49))
         assert time.monotonic() - started < 100, "not the deadline of a request"
         (said,) = told
-        assert said.startswith(f"MLflow at {uri} lacks part of this run (not done within 2 s)")
-        assert not sender.done
+        assert said.startswith(
+            f"MLflow at {uri} lacks part of this run (not done within 2 s): 196 metric values from step 1 on"
+        )

@@ -365,7 +365,6 @@ TYPED = {
     "report of no run": (["report", "nowhere"], "nowhere: not a run directory"),
     "report of another folder": (["report", "jobs"], "jobs: not a run directory (no summary.json in it)"),
     "comparing nothing": (["compare", "nowhere"], "nowhere: not a run directory"),
-    "replay of no run": (["replay", "nowhere"], "nowhere: not a run directory"),
     "size of a script": (["size", "fine.py"], "size: needs a recipe"),
     "size of nothing": (["size", "jbos/job.yaml"], "jbos/job.yaml: no such configuration file"),
     "a wrong speed": (["size", "jobs/job.yaml", "--gpu-samples-per-s", "fast"], "--gpu-samples-per-s fast"),

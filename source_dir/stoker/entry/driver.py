@@ -26,7 +26,7 @@ from stoker.errors import DataError, UsageError, where_raised
 from stoker.events.console import make_console, report
 from stoker.events.kinds import Completed
 from stoker.events.lists import prices_of
-from stoker.events.mlflow_sender import start_sender
+from stoker.events.mlflow import mlflow_sinks
 from stoker.events.recorder import Recorder
 from stoker.events.sinks import Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary
@@ -109,7 +109,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
             tracking.note(f"note: {note}")
         fit = Fit(work, place, coordinator)
         store = open_store(work.where, work.synced)
-        tracking.add(*start_sender(work.config, place, store, tracking.say))
+        tracking.add(*mlflow_sinks(work.config, place, store, tracking.say))
         follow(fit, coordinator, tracking, config.cluster.cpu_hosts)
         code = conclude(fit, summary)
         if code == 0 and work.leaves_model():

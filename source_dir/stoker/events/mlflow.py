@@ -1,0 +1,423 @@
+"""Head: sends a run's metrics, files and model to MLflow without ever delaying training.
+
+One thread does all communication and sends in batches what has gathered. MLflow's own asynchronous logging
+drops a batch after some attempts, and holds the process at its end until a dead server answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import stoker
+from stoker.config.redaction import redact, scrub
+from stoker.config.schema import Config, MlflowConfig
+from stoker.events.kinds import Event, HostCpu, read_events
+from stoker.events.runs import flat_config
+from stoker.events.scalars import Scalars
+from stoker.events.sinks import Sink
+from stoker.events.summary import Status, Summary
+from stoker.place import COMMIT_FILE, Place
+from stoker.storage.checkpoint_store import Store, open_store
+
+SEND_EVERY_S = 2.0
+RETRY_EVERY_S = 15.0
+LAST_RETRY_S = 3.0
+INTERRUPTED_S = 20.0
+"""Limit after an interruption, whatever `close_timeout_s` says: the instance may be reclaimed."""
+STATE = "mlflow.json"
+ELSEWHERE = ("sagemaker.", "vertex.", "slurm.", "rehearsal.")
+"""Sections that are irrelevant for other backends."""
+STATUS: dict[Status, str] = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+METRICS_PER_BATCH = 500
+PARAMS_PER_BATCH = 100
+LONGEST_PARAM = 6000
+LONGEST_TAG = 5000
+ARTIFACTS = ("config.yaml", "summary.json", "report.html", "quarantine.jsonl")
+NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
+"""Characters not allowed in MLflow's names of metrics and parameters."""
+
+Row = tuple[str, float, int, int]
+"""Name, value, time in ms since 1970, global step."""
+
+
+class MlflowSink(Sink):
+    """One per run.
+
+    Args:
+        settings: `tracking.mlflow`, with a uri.
+        name: of the job; the experiment's name if `settings` has none.
+        run_dir: contains config.yaml, and events.jsonl of an earlier start.
+        tags: of the run, in addition to `settings.tags`.
+        model_dir: folder of the exported model; None: no model is sent.
+        kept: storage of the checkpoints, which outlives this host: the run's id is stored there, too.
+        tell: receives lines for the user, from any thread.
+    """
+
+    def __init__(
+        self,
+        settings: MlflowConfig,
+        name: str,
+        run_dir: Path,
+        tags: dict[str, str],
+        model_dir: Path | None = None,
+        kept: Store | None = None,
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.settings, self.run_dir, self.model_dir, self.tell = settings, run_dir, model_dir, tell
+        # Shown and written, with secrets removed; the client gets `settings.uri`.
+        self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
+        self.tags = {**tags, **redact(settings.tags)}
+        self.stores = [open_store(str(run_dir)), *([kept] if kept is not None else [])]
+        self.told_id: list[str | None] = [self._known_id(store) for store in self.stores]
+        self.run_id = next(filter(None, self.told_id), None)
+        self.model_version: str | None = None
+        self.client: Any = None
+        self.url: str | None = None
+        self.rows: deque[Row] = deque()
+        """Not sent so far."""
+        self.failing: str | None = None
+        """The last error; None while the server accepts data."""
+        self.lacking = ["the best values", "the tags", "the model", "the files", "the final status"]
+        """What the end of the run sends and the server does not have; without the model if there is none."""
+        self.scalars = Scalars()
+        for event in read_events(run_dir / "events.jsonl"):
+            self.scalars.of(event)  # totals go on from those of an earlier start
+        self._closing = threading.Event()
+        self._summary = Summary()
+        prepare_client(settings.timeout_s)
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def on_event(self, event: Event) -> None:
+        values, at = self.scalars.of(event), round(1000 * event.time)
+        if not isinstance(event, HostCpu) or self.settings.system_metrics:
+            self.rows += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
+
+    def close(self, summary: Summary) -> None:
+        """Send the rest, the model, the files and the final status, for at most `close_timeout_s`.
+
+        Args:
+            summary: complete; gets the run's address, and is written again with it.
+        """
+        self._summary = summary
+        limit = self.settings.close_timeout_s
+        if summary.status == "interrupted":
+            limit = min(limit, INTERRUPTED_S)
+        self._closing.set()
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            self.failing = f"not done within {limit:.0f} s"
+        missing = [what for what in self.lacking if what != "the model" or self._exported(summary)]
+        with contextlib.suppress(IndexError):  # the thread may have sent the last row meanwhile
+            missing.insert(0, f"{len(self.rows)} metric values from step {self.rows[0][3]} on")
+        if missing:
+            self.tell(
+                f"MLflow at {self.uri} lacks part of this run ({self.failing}): {', '.join(missing)};"
+                f" all of it is in {self.run_dir}"
+            )
+
+    def about(self) -> dict[str, Any]:
+        """For `summary.tracking`: where to find the run; without run_id and url until the server answers."""
+        about = {
+            "uri": self.uri,
+            "experiment": self.experiment,
+            "run_id": self.run_id,
+            "url": self.url,
+            "registered_model": self.settings.registered_model if self.model_version else None,
+            "model_version": self.model_version,
+        }
+        return {"mlflow": {key: value for key, value in about.items() if value is not None}}
+
+    def _work(self) -> None:
+        pause = SEND_EVERY_S
+        while not self._closing.wait(pause):
+            pause = SEND_EVERY_S if self._attempt(self._send) else RETRY_EVERY_S
+        if not self._attempt(self._end):
+            time.sleep(LAST_RETRY_S)
+            self._attempt(self._end)
+
+    def _attempt(self, send: Callable[[], None]) -> bool:
+        try:
+            send()
+        except Exception as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            text = f"{type(error).__name__}: {text}" if len(text) < 300 else text[:300]
+            if self.failing is None and not self._closing.is_set():
+                self.tell(f"MLflow at {self.uri} does not accept data ({text}); training continues")
+            self.failing = text
+            return False
+        if self.failing is not None:
+            self.tell(f"MLflow at {self.uri} answers again; missing data has been sent")
+        self.failing = None
+        return True
+
+    def _send(self) -> None:
+        self._open()
+        while self.rows:
+            batch = [self.rows[n] for n in range(min(len(self.rows), METRICS_PER_BATCH))]
+            try:
+                self._log(batch)
+            except Exception as error:
+                code = getattr(error, "error_code", "")
+                if code == "RESOURCE_DOES_NOT_EXIST":  # the next attempt creates a new run
+                    step = batch[0][3]
+                    self.tell(f"MLflow no longer has run {self.run_id}; a new one begins at step {step}")
+                    self.client = self.run_id = None
+                if code not in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
+                    raise
+                self.tell(f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300])
+            for _ in batch:
+                self.rows.popleft()
+
+    def _end(self) -> None:
+        summary = self._summary
+        self._send()
+        best, now = summary.metrics.best, round(1000 * time.time())
+        self._log([(f"best/{name}", value, now, summary.steps) for name, value in best.items()])
+        self._sent("the best values")
+        self._set_tags(end_tags(summary))
+        self._sent("the tags")
+        self._send_model(summary)
+        self._sent("the model")
+        summary.tracking |= self.about()
+        summary.write(self.run_dir)
+        for name in ARTIFACTS:
+            if (self.run_dir / name).is_file():
+                self.client.log_artifact(self.run_id, str(self.run_dir / name))
+        self._sent("the files")
+        self.client.set_terminated(self.run_id, STATUS.get(summary.status, "FINISHED"))
+        self._sent("the final status")
+
+    def _sent(self, what: str) -> None:
+        self.lacking = [other for other in self.lacking if other != what]
+
+    def _exported(self, summary: Summary) -> Path | None:
+        """The folder of a model to send; None without one."""
+        exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
+        return self.model_dir if exported and summary.status == "succeeded" else None
+
+    def _send_model(self, summary: Summary) -> None:
+        folder = self._exported(summary)
+        if folder is None or "the model" not in self.lacking:
+            return
+        if (folder / "model.pt2").is_file():
+            self.model_version = log_model(self.settings, str(self.run_id), folder)
+        else:
+            self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
+
+    def _known_id(self, store: Store) -> str | None:
+        """The run of an earlier start that wrote to this server and experiment."""
+        try:
+            content = json.loads(store.read_note(STATE))
+            same = (content["uri"], content["experiment"]) == (self.uri, self.experiment)
+            return content["run_id"] if same else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _keep_id(self) -> None:
+        """Store the run's id; the checkpoints' folder is created with the first of them."""
+        content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
+        for number, store in enumerate(self.stores):
+            if self.told_id[number] != self.run_id:
+                with contextlib.suppress(OSError):
+                    store.write_note(STATE, json.dumps(content, indent=1))
+                    self.told_id[number] = self.run_id
+
+    def _open(self) -> None:
+        """Find the run of an earlier start, or create one."""
+        if self.client is None:
+            from mlflow import MlflowClient
+
+            client = MlflowClient(tracking_uri=self.settings.uri)
+            run = self._known_run(client) or self._new_run(client)
+            self.run_id = run.info.run_id
+            uri = (self.settings.uri or "").rstrip("/")
+            if uri.startswith(("http://", "https://")):
+                self.url = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.run_id}"
+            self._keep_id()
+            self._set_params(client, run.data.params)
+            self.client = client
+        self._keep_id()
+
+    def _known_run(self, client: Any) -> Any:
+        """The run of an earlier start; None without one, or if the server has it no longer."""
+        from mlflow.exceptions import MlflowException
+
+        if self.run_id is None:
+            return None
+        try:
+            run = client.get_run(self.run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        if run.info.lifecycle_stage != "active":
+            return None
+        client.update_run(self.run_id, status="RUNNING")
+        self._set_tags(self.tags, client)
+        return run
+
+    def _new_run(self, client: Any) -> Any:
+        found = client.get_experiment_by_name(self.experiment)
+        number = found.experiment_id if found is not None else client.create_experiment(self.experiment)
+        name = self.settings.run_name or self.run_dir.name
+        return client.create_run(number, run_name=name, tags=self.tags)
+
+    def _set_params(self, client: Any, known: dict[str, str]) -> None:
+        """Set parameters; MLflow cannot change existing ones, so changed values become tags."""
+        from mlflow.entities import Param
+
+        backend = self.tags.get("stoker.backend", "")
+        texts = {
+            NOT_ALLOWED.sub("_", key): str(value)[:LONGEST_PARAM]
+            for key, value in flat_config(self.run_dir).items()
+            if not key.startswith(ELSEWHERE) or backend in key
+        }
+        new = [Param(key, value) for key, value in texts.items() if key not in known]
+        for start in range(0, len(new), PARAMS_PER_BATCH):
+            client.log_batch(self.run_id, params=new[start : start + PARAMS_PER_BATCH])
+        changed = {key: value for key, value in texts.items() if known.get(key, value) != value}
+        self._set_tags({f"stoker.changed.{key}": value for key, value in changed.items()}, client)
+
+    def _set_tags(self, tags: dict[str, str], client: Any = None) -> None:
+        from mlflow.entities import RunTag
+
+        if tags:
+            pairs = [RunTag(key, str(value)[:LONGEST_TAG]) for key, value in tags.items()]
+            (client or self.client).log_batch(self.run_id, tags=pairs)
+
+    def _log(self, rows: list[Row]) -> None:
+        from mlflow.entities import Metric
+
+        found = [Metric(NOT_ALLOWED.sub("_", name), value, at, step) for name, value, at, step in rows]
+        if found:
+            self.client.log_batch(self.run_id, metrics=found)
+
+
+def prepare_client(timeout_s: int) -> None:
+    """Configure MLflow's client, before its import; the user's environment takes precedence.
+
+    Args:
+        timeout_s: deadline of one request.
+    """
+    for name, value in {
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s),
+        # Failed requests are sent again later, so retrying here is pointless.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_CONFIGURE_LOGGING": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }.items():
+        os.environ.setdefault(name, value)
+    for name in ("mlflow", "urllib3", "databricks"):
+        # Otherwise they print a warning for each attempt.
+        logger = logging.getLogger(name)
+        logger.handlers[:] = logging.getLogger("stoker").handlers or [logging.NullHandler()]
+        logger.propagate = False
+
+
+def log_model(settings: MlflowConfig, run_id: str, folder: Path) -> str | None:
+    """Log the exported program as an MLflow model, which loads without Stoker and the recipe.
+
+    Args:
+        settings: the server, and the name under which to register the model.
+        run_id: the model's run.
+        folder: contains model.pt2 and model.json.
+
+    Returns:
+        The registered version.
+    """
+    import mlflow
+    import mlflow.pyfunc  # before disable_logging: importing it enables the messages again
+    import mlflow.pytorch
+    import numpy as np
+    import torch
+    from mlflow.models import ModelSignature
+    from mlflow.types.schema import Schema, TensorSpec
+    from mlflow.utils.logging_utils import disable_logging
+
+    about = json.loads((folder / "model.json").read_text())
+    program = torch.export.load(folder / "model.pt2")
+    columns = [value.numpy() for value in program.example_inputs[0]]
+    single = len(columns) == 1
+
+    def schema(specs: list[dict[str, Any]]) -> Any:
+        # A single tensor has no name, so that predict() takes and returns plain arrays.
+        names = [None] if len(specs) == 1 else [spec["name"] for spec in specs]
+        shapes = [(-1, *spec["shape"][1:]) for spec in specs]
+        types = [np.dtype(spec["dtype"]) for spec in specs]
+        return Schema([TensorSpec(*about) for about in zip(types, shapes, names, strict=True)])
+
+    mlflow.set_tracking_uri(settings.uri)
+    disable_logging()  # it prints each registration
+    with mlflow.start_run(run_id=run_id):
+        info = mlflow.pytorch.log_model(
+            program.module(),
+            name="model",
+            serialization_format="pt2",
+            signature=ModelSignature(schema(about["inputs"]), schema(about["outputs"])),
+            input_example=columns[0] if single else tuple(columns),
+            registered_model_name=settings.registered_model,
+            # Inferring them would load the model in another process.
+            pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
+            metadata={"checkpoint": about.get("checkpoint"), "recipe": about.get("recipe")},
+        )
+    version = info.registered_model_version
+    return None if version is None else str(version)
+
+
+def end_tags(summary: Summary) -> dict[str, str]:
+    values = {
+        "stoker.status": summary.status,
+        "stoker.error": summary.error,
+        "stoker.bottleneck": summary.bottleneck,
+        "stoker.train_workers": summary.train_workers or None,
+    }
+    return {key: scrub(str(value)) for key, value in values.items() if value is not None}
+
+
+def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
+    """Tags that identify a run's code and place.
+
+    Args:
+        recipe: its import path, or a script's name.
+        backend: where it runs.
+        code: the staged source, which records its git commit.
+    """
+    tags = {
+        "mlflow.source.name": recipe,
+        "mlflow.source.type": "JOB",
+        "stoker.version": stoker.__version__,
+        "stoker.backend": backend,
+    }
+    with contextlib.suppress(OSError):
+        tags["mlflow.source.git.commit"] = (code / COMMIT_FILE).read_text().strip()
+    return tags
+
+
+def mlflow_sinks(config: Config, place: Place, kept: Store, tell: Callable[[str], None]) -> list[MlflowSink]:
+    """Start sending a run to MLflow, if configured.
+
+    Args:
+        config: the job.
+        place: its folders; config.yaml is already written.
+        kept: storage of its checkpoints.
+        tell: receives lines for the user, from any thread.
+    """
+    settings = config.tracking.mlflow
+    if not settings.uri:
+        return []
+    tags = run_tags(config.script or config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
+    return [MlflowSink(settings, config.name, place.run_dir, tags, place.model_dir, kept, tell=tell)]
