@@ -19,7 +19,6 @@ from launcher.scripts import IGNORED
 from stoker.config.extras import requirement_lines
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.errors import UsageError, nearest
-from stoker.events import prices
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE
 from stoker.scripts.script_checks import SCRIPT_FOLDER
@@ -84,9 +83,6 @@ class Job:
         if commit:
             (folder / COMMIT_FILE).write_text(commit + "\n")
         (folder / ORIGINS_FILE).write_text(json.dumps(self.resolved.origins, indent=1))
-        if prices.user_file().is_file():
-            # Newer than the packaged table, so that the run's cost uses current prices.
-            shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)
 
     def _stage_constraints(self, folder: Path) -> None:
         """Pin this machine's versions, so that hosts installing at different times get the same ones."""

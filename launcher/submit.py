@@ -282,17 +282,6 @@ def check(
     raise typer.Exit(check.check(script, given_to(check.CheckOptions, ctx)))
 
 
-@app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")
-def prices(
-    update: Annotated[bool, Option("--update", help="fetch current prices from AWS")] = False,
-    region: Annotated[str | None, Option(help="AWS region; default: the AWS profile's")] = None,
-) -> None:
-    """Show the prices of training instances and their date."""
-    from launcher import pricing
-
-    raise typer.Exit(pricing.show(region, update))
-
-
 @app.command(epilog="Example: python launcher/submit.py doctor job.yaml")
 def doctor(
     job: Annotated[Path | None, typer.Argument(help="a job's YAML file, to check its instance types")] = None,

@@ -31,8 +31,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # An example takes as long as the machine is slow.
 settings.register_profile("stoker", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("stoker")
-# Prices that this machine's user has fetched must not change what tests expect.
-os.environ["STOKER_PRICES_FILE"] = os.devnull
 
 
 def part_of(path: Path) -> str:

@@ -82,7 +82,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
         raise UsageError("--write: the job names its hosts in sagemaker.groups; edit them there")
     with told(options.as_json) as tell:
         measured = measure_job(resolved, options, rates, tell)
-    advice = advise(measured, wanted, price_list(settings.region, settings.prices))
+    advice = advise(measured, wanted, price_list(settings.prices))
     if options.as_json:
         print(json.dumps(as_json(advice), indent=1))
     else:
@@ -129,7 +129,8 @@ def _type_problems(options: HostOptions) -> Iterator[str]:
     for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
         for name in names:
             if prices.machine(name) is None:
-                hint = nearest(name, prices.MACHINES, "list them with `submit.py prices`")
+                families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
+                hint = nearest(name, prices.MACHINES, f"known are sizes of {', '.join(families)}")
                 yield f"{flag} {name}: unknown instance type{hint}"
             elif prices.has_gpu(name) != with_gpu:
                 yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"

@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONSTRAINTS = (DOCS.parent / "constraints.txt").read_text()
 WITHOUT_NARROWER_RESOURCE = {
     *("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"),
-    *("pricing:GetProducts", "servicequotas:ListServiceQuotas", "sts:GetServiceBearerToken"),
+    *("servicequotas:ListServiceQuotas", "sts:GetServiceBearerToken"),
 }
 
 

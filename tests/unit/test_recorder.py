@@ -31,7 +31,7 @@ def start(run: Path, steps: int = 200) -> tuple[Recorder, Summary]:
     """Another start of the run, from its last checkpoint."""
     summary = Summary(name="flowers", train_workers=1, steps=steps, status="succeeded")
     summary.cluster = Cluster(hosts=[Host(host="here", group="gpu", cpus=2, gpus=0, ip="10.0.0.1")])
-    return Recorder(run, summary, 0.0, price_list(None)), summary
+    return Recorder(run, summary, 0.0, price_list()), summary
 
 
 def test_a_start_that_only_exports_keeps_the_figures_of_the_training(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class SageMakerRequest(remote.CloudRequest):
 
     def costs(self) -> str:
         settings, groups = self.draft.settings, self.draft.groups
-        prices = price_list(self.draft.region, settings.prices)
+        prices = price_list(settings.prices)
         return remote.cost_table(groups, "sagemaker", settings.max_runtime_s, settings.spot, prices)
 
     def copy_command(self, source: Path, target: str) -> list[str]:

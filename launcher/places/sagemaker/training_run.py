@@ -73,7 +73,7 @@ class SageMakerRun(WatchedRun):
             ran = description["TrainingEndTime"] - description["TrainingStartTime"]
             billable_s = round(ran.total_seconds())
         if billable_s is not None:
-            lines.append(billed_table(described_groups(description), billable_s, price_list(self.region)))
+            lines.append(billed_table(described_groups(description), billable_s, price_list()))
         if artefact := description.get("ModelArtifacts", {}).get("S3ModelArtifacts"):
             lines.append(f"model: {artefact}")
         return "\n".join(lines)

@@ -1,12 +1,22 @@
-"""Head: the cost of a run, if the prices of its hosts are known. Pure."""
+"""Anywhere: the cost of a run, if the prices of its hosts are known."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from stoker.config.places import CpuHostsConfig
-from stoker.events.prices import PriceList
+from stoker.config.schema import Config
+from stoker.events import google
+from stoker.events.prices import PriceList, price_list
 from stoker.events.summary import Host, Summary
+
+
+def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
+    """Head: Google's prices if the hosts are Google's machines, else SageMaker's."""
+    if any(google.is_machine(host.type) for host in hosts):
+        return google.price_list(config.vertex)
+    return price_list(config.sagemaker.prices)
 
 
 def run_cost(

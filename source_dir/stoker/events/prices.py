@@ -1,26 +1,19 @@
 """Anywhere: SageMaker's training instances and their prices: a dated table, not a live quote.
 
-    known = price_list(region="eu-west-1")
+    known = price_list()
     known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
-`submit.py prices --update` writes a newer list for a region, which takes precedence over the table. Loads
-neither ray nor torch nor boto3. Every figure shown from here carries the list's `label`.
+Loads neither ray nor torch nor boto3. Every figure shown from here carries the list's `label`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 PRICES_AS_OF = "2026-11"
 PRICES_REGION = "us-east-1"
-FILE_VARIABLE = "STOKER_PRICES_FILE"
-STAGED_FILE = Path(__file__).resolve().parents[2] / "prices.json"
-"""Next to train.py: the laptop's newer list is staged with a job's code."""
 
 
 @dataclass(frozen=True)
@@ -114,55 +107,7 @@ class PriceList:
         return f"estimated, prices of {self.as_of} ({self.region} on demand{own})"
 
 
-def price_list(region: str | None = None, own: Mapping[str, float] | None = None) -> PriceList:
-    """Anywhere: the newest prices known for a region; without any, the table's for us-east-1.
-
-    Args:
-        region: AWS region; None means the table's.
-        own: `sagemaker.prices` of the configuration.
-    """
-    region = region or PRICES_REGION
-    own = dict(own or {})
-    newest = ("", {}) if region != PRICES_REGION else (PRICES_AS_OF, _table_prices())
-    for file in (STAGED_FILE, user_file()):
-        found = _read(file).get(region)
-        if found and found[0] > newest[0]:
-            newest = found
-    if newest[0]:
-        return PriceList(region, *newest, own)
-    return PriceList(PRICES_REGION, PRICES_AS_OF, _table_prices(), own)
-
-
-def user_file() -> Path:
-    """Laptop: the file in which `submit.py prices --update` stores price lists."""
-    named = os.environ.get(FILE_VARIABLE)
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Path(named) if named else folder / "stoker" / "prices.json"
-
-
-def write_user_file(region: str, as_of: str, prices: Mapping[str, float]) -> Path:
-    """Laptop: store a region's prices atomically, next to those of other regions."""
-    file = user_file()
-    lists = {name: {"as_of": day, "usd_per_hour": dict(known)} for name, (day, known) in _read(file).items()}
-    lists[region] = {"as_of": as_of, "usd_per_hour": dict(sorted(prices.items()))}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps(lists, indent=1) + "\n")
-    draft.replace(file)
-    return file
-
-
-def _table_prices() -> dict[str, float]:
-    return {name: known.price_per_hour_usd for name, known in MACHINES.items()}
-
-
-def _read(file: Path) -> dict[str, tuple[str, dict[str, float]]]:
-    """region → (date, prices); an unreadable file counts as absent."""
-    try:
-        content = json.loads(file.read_text())
-        return {
-            str(region): (str(one["as_of"]), {str(k): float(v) for k, v in one["usd_per_hour"].items()})
-            for region, one in content.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+def price_list(own: Mapping[str, float] | None = None) -> PriceList:
+    """The table's prices; `own` are `sagemaker.prices` of the configuration."""
+    known = {name: machine.price_per_hour_usd for name, machine in MACHINES.items()}
+    return PriceList(PRICES_REGION, PRICES_AS_OF, known, dict(own or {}))
