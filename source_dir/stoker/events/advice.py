@@ -48,8 +48,6 @@ _WAITS: dict[str, Bottleneck] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Anywhere: the assessment of one run."""
-
     headline: str
     """One sentence."""
     binds: Bottleneck | None
@@ -97,7 +95,7 @@ class _Facts:
 
 
 def verdict(summary: Summary) -> Verdict:
-    """Anywhere: what limited a run, and what would help."""
+    """What limited a run, and what would help."""
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
     measured = summary.speed.steps or summary.steps
@@ -313,7 +311,7 @@ def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
 
 
 def dearest(stages: list[dict[str, Any]]) -> tuple[str, float, int]:
-    """Anywhere: the most expensive family of stages, its ms per sample, and the number of families."""
+    """The most expensive family of stages, its ms per sample, and the number of families."""
     costs: defaultdict[str, float] = defaultdict(float)
     for stage in stages:
         costs[family(str(stage.get("stage", "")))] += float(stage.get("cpu_ms_per_sample", 0))
@@ -322,7 +320,7 @@ def dearest(stages: list[dict[str, Any]]) -> tuple[str, float, int]:
 
 
 def family(stage: str) -> str:
-    """Anywhere: a stage's name without its number, so that `blur 1` … `blur 10` count as one."""
+    """A stage's name without its number, so that `blur 1` … `blur 10` count as one."""
     return re.sub(r"[\s#_-]*\d+$", "", stage) or stage
 
 

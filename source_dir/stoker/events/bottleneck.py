@@ -26,7 +26,7 @@ RECOVERY_S = 60.0
 
 
 class HostLoad:
-    """Head: CPU use of each host over a run."""
+    """CPU use of each host over a run."""
 
     def __init__(self) -> None:
         self._samples: dict[bool, defaultdict[str, list[float]]] = {
@@ -39,7 +39,6 @@ class HostLoad:
             self._samples[training][host].append(used)
 
     def rows(self, hosts: list[Host]) -> list[dict[str, Any]]:
-        """The rows for summary.json."""
         rows = []
         for host in hosts:
             used = self._samples[True].get(host.host) or self._samples[False].get(host.host)
@@ -50,7 +49,7 @@ class HostLoad:
 
 
 def chain_limit(summary: Summary) -> float | None:
-    """Anywhere: samples/s that the CPUs that preprocess could carry; None if the chain was not measured."""
+    """Samples/s that the CPUs that preprocess could carry; None if the chain was not measured."""
     chain_ms = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
     hosts = summary.cluster.at_once()
     working = [host for host in hosts if host.host in summary.chain_tasks_by_host] or hosts
@@ -59,7 +58,7 @@ def chain_limit(summary: Summary) -> float | None:
 
 
 def network_limit(summary: Summary) -> float | None:
-    """Anywhere: samples/s that the network of the train hosts could carry; None for unknown types."""
+    """Samples/s that the network of the train hosts could carry; None for unknown types."""
     size, hosts = summary.speed.bytes_per_sample, summary.cluster.at_once()
     trains = [host for host in hosts if host.host in summary.train_workers_by_host]
     types = [machine(host.type) if host.type else None for host in trains]
@@ -69,12 +68,12 @@ def network_limit(summary: Summary) -> float | None:
 
 
 def near(summary: Summary, limit: float | None) -> bool:
-    """Anywhere: whether the measured rate is near a limit; an unknown one may bind."""
+    """Whether the measured rate is near a limit; an unknown one may bind."""
     return limit is None or summary.speed.steady_samples_per_s >= NEAR * limit
 
 
 class OneWait(NamedTuple):
-    """Anywhere: a wait without which training would not be input-bound."""
+    """A wait without which training would not be input-bound."""
 
     seconds: float
     first: bool
@@ -84,7 +83,7 @@ class OneWait(NamedTuple):
 
 
 def without_one_wait(summary: Summary) -> OneWait | None:
-    """Anywhere: the one wait that explains the input wait; None if there is none."""
+    """The one wait that explains the input wait; None if there is none."""
     speed = summary.speed
     total_s = sum(speed.step_terms_ms.values()) * speed.steps / 1000
     wait_s = total_s * speed.input_wait_pct / 100
@@ -95,12 +94,7 @@ def without_one_wait(summary: Summary) -> OneWait | None:
 
 
 def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
-    """Head: the GPU; lost hosts or one wait if they explain the whole wait; or what training waited for most.
-
-    Args:
-        summary: with its speed, host_cpu, chain, and the hosts of chain and train workers.
-        times: seconds over the run: STEP_TERMS with `_s`, fetch_s, fetch_cpu_s.
-    """
+    """The GPU; lost hosts or one wait if they explain the whole wait; or what training waited for most."""
     if summary.speed.input_wait_pct < INPUT_BOUND_PCT:
         return "gpu"
     waits = {
@@ -116,13 +110,7 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
 
 
 def checked(summary: Summary, binds: Bottleneck, production: bool) -> Bottleneck:
-    """Anywhere: a bottleneck, unless one wait explains the input wait or its limit is far from the rate.
-
-    Args:
-        summary: with its speed, chain and hosts.
-        binds: what training waited for most.
-        production: whether it is blocks to be produced.
-    """
+    """A bottleneck, unless one wait explains the input wait or its limit is far from the rate."""
     if binds not in ("gpu", "lost_hosts") and without_one_wait(summary):
         return "one_wait"
     by_network = binds == "network" and not production  # or by the storage that is read

@@ -58,8 +58,6 @@ WITHOUT_GPUS = {
 
 
 class PlainConsole(Sink):
-    """Head: one line per event."""
-
     essential = True
 
     def __init__(self, epochs: int, log: Path | None = None) -> None:
@@ -176,18 +174,16 @@ class PlainConsole(Sink):
                 self.bad[split, reason] = first, 0
 
     def close(self, summary: Summary) -> None:
-        """Show what was counted and not shown."""
         self.show_quarantined()
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        """The closing table."""
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self.line(f"  {name:<{width}}  {value}")
 
 
 class RichConsole(PlainConsole):
-    """Head: a progress bar per epoch with throughput, loss and input wait."""
+    """A progress bar per epoch with throughput, loss and input wait."""
 
     def __init__(self, epochs: int, log: Path | None = None) -> None:
         super().__init__(epochs, log)
@@ -228,7 +224,6 @@ class RichConsole(PlainConsole):
             self.task = None
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        """Draw the rows; the log gets them as plain text."""
         if self.log:
             self.log.writelines(f"  {name}: {value}\n" for name, value in rows)
         from rich.table import Table
@@ -240,7 +235,7 @@ class RichConsole(PlainConsole):
 
 
 def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
-    """Head: the console for this output; NO_COLOR and CI logs get plain lines."""
+    """The console for this output; NO_COLOR and CI logs get plain lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         try:
             return RichConsole(epochs, log)
@@ -250,7 +245,6 @@ def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
 
 
 def metrics_text(metrics: dict[str, Any]) -> str:
-    """Head: an epoch's metrics on one line."""
     parts = []
     deep = [name for name in metrics if name.count("/") > 1][MOST_PARTS:]
     for name, value in metrics.items():
@@ -264,7 +258,6 @@ def metrics_text(metrics: dict[str, Any]) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Head and laptop: a metric's value."""
     if value is None:
         return "not finite"
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
@@ -287,7 +280,6 @@ def export_text(event: ExportWritten) -> str:
 
 
 def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
-    """Head: the rows of the closing table."""
     best = {name: value for name, value in summary.metrics.best.items() if name.startswith("val/")}
     speed, records = summary.speed, summary.records
     if summary.script is not None:
@@ -329,14 +321,14 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
 
 
 def bottleneck_text(summary: Summary) -> str:
-    """Head: the bottleneck in words that fit the machine."""
+    """The bottleneck in words that fit the machine."""
     if not any(host.gpus for host in summary.cluster.hosts) and summary.bottleneck in WITHOUT_GPUS:
         return WITHOUT_GPUS[summary.bottleneck]
     return BINDS[summary.bottleneck] if summary.bottleneck else ""
 
 
 def losses_text(summary: Summary) -> str:
-    """Head: hosts lost, and the work that had to be done again; empty if there was neither."""
+    """Hosts lost, and the work that had to be done again; empty if there was neither."""
     seen = Counter(event["event"] for event in summary.events)
     parts = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
     if seen["work_repeated"]:
@@ -345,13 +337,13 @@ def losses_text(summary: Summary) -> str:
 
 
 def restarts_text(summary: Summary) -> str:
-    """Head: restarts after lost train workers, and the time until training had rows again; or empty."""
+    """Restarts after lost train workers, and the time until training had rows again; or empty."""
     found = [event["seconds"] for event in summary.events if event["event"] == "recovered"]
     return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
 
 
 def books_text(records: Records, repeats: str = "") -> str:
-    """Head: the training records of all epochs, by outcome."""
+    """The training records of all epochs, by outcome."""
     text = (
         f"{records.read} {records.verb} = {records.trained} trained"
         f" + {records.quarantined} quarantined{repeats} + {records.remainder} remaining"
@@ -360,7 +352,6 @@ def books_text(records: Records, repeats: str = "") -> str:
 
 
 def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, took_s: float) -> None:
-    """Head: print the closing table or the errors."""
     if code == 0:
         before = ""
         if took_s != summary.seconds:

@@ -13,7 +13,7 @@ from stoker.events.summary import Host, Summary
 
 
 def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
-    """Head: Google's prices if the hosts are Google's machines, else SageMaker's."""
+    """Google's prices if the hosts are Google's machines, else SageMaker's."""
     if any(google.is_machine(host.type) for host in hosts):
         return google.price_list(config.vertex)
     return price_list(config.sagemaker.prices)
@@ -22,17 +22,12 @@ def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
 def run_cost(
     summary: Summary, prices: PriceList, scaling: CpuHostsConfig | None = None
 ) -> dict[str, Any] | None:
-    """Head: the summary's `cost`; None unless every host has a price.
+    """The summary's `cost`; None unless every host has a price.
 
     Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
     download), which only its own record shows. A host that was lost or came late counts for its own time.
     `usd` covers the whole run with all of its starts; `usd_per_million_samples` is what samples cost once
     training runs at its steady rate.
-
-    Args:
-        summary: of the run.
-        prices: of its hosts.
-        scaling: prices of a cluster whose autoscaler adds CPU hosts.
     """
     if scaling is not None and scaling.max:
         return _scaled_cost(summary, scaling)
@@ -99,7 +94,6 @@ def _scaled_cost(summary: Summary, prices: CpuHostsConfig) -> dict[str, Any] | N
 
 
 def cost_row(summary: Summary) -> tuple[str, str] | None:
-    """Head: the row of the closing table; None without a cost."""
     cost = summary.cost
     if not cost:
         return None

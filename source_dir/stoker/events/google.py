@@ -23,7 +23,7 @@ TRAINING_FEE = 1.15
 
 @dataclass(frozen=True)
 class Machine:
-    """Anywhere: one machine type, on demand in `PRICES_REGION`."""
+    """One machine type, on demand in `PRICES_REGION`."""
 
     type: str
     compute_usd_per_hour: float
@@ -99,12 +99,12 @@ ACCELERATORS = {
 
 
 def built_in_accelerator(machine_type: str) -> str | None:
-    """Anywhere: the type of the GPUs that a machine type includes; None without any."""
+    """The type of the GPUs that a machine type includes; None without any."""
     return next((name for series, name in ACCELERATORS.items() if machine_type.startswith(series)), None)
 
 
 def built_in_gpus(machine_type: str) -> int:
-    """Anywhere: the number of GPUs that a machine type includes; 1 if its name does not tell."""
+    """The number of GPUs that a machine type includes; 1 if its name does not tell."""
     if built_in_accelerator(machine_type) is None:
         return 0
     known = MACHINES.get(machine_type)
@@ -113,7 +113,7 @@ def built_in_gpus(machine_type: str) -> int:
 
 
 def usd_per_hour(machine_type: str, accelerator: str | None = None, gpus: int = 0) -> float | None:
-    """Anywhere: $/h of a host with its GPUs, built-in or attached; None if it is not in the tables."""
+    """$/h of a host with its GPUs, built-in or attached; None if it is not in the tables."""
     known = MACHINES.get(machine_type)
     if known is None or (gpus and not known.gpus and accelerator not in ATTACHED_USD_PER_HOUR):
         return None
@@ -122,7 +122,7 @@ def usd_per_hour(machine_type: str, accelerator: str | None = None, gpus: int = 
 
 
 def price_list(settings: VertexConfig) -> PriceList:
-    """Anywhere: the prices of a job's hosts: yours, those of groups with attached GPUs, the table's."""
+    """The prices of a job's hosts: yours, those of groups with attached GPUs, the table's."""
     own: dict[str, float] = {}
     table = {name: machine.usd_per_hour for name, machine in MACHINES.items()}
     named = [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
@@ -139,5 +139,5 @@ def price_list(settings: VertexConfig) -> PriceList:
 
 
 def is_machine(name: str | None) -> bool:
-    """Anywhere: whether a host's type is one of Google Cloud's, as far as the tables know."""
+    """Whether a host's type is one of Google Cloud's, as far as the tables know."""
     return bool(name) and (name in MACHINES or built_in_accelerator(str(name)) is not None)

@@ -313,11 +313,6 @@ KINDS: dict[str, type[Event]] = {
 
 
 def event_of(record: dict[str, Any]) -> Event:
-    """The event of a record.
-
-    Raises:
-        ValidationError: it has no kind, or lacks fields of its kind.
-    """
     return KINDS.get(str(record.get("event")), Event).model_validate(record)
 
 

@@ -51,18 +51,6 @@ Row = tuple[str, float, int, int]
 
 
 class MlflowSink(Sink):
-    """One per run.
-
-    Args:
-        settings: `tracking.mlflow`, with a uri.
-        name: of the job; the experiment's name if `settings` has none.
-        run_dir: contains config.yaml, and events.jsonl of an earlier start.
-        tags: of the run, in addition to `settings.tags`.
-        model_dir: folder of the exported model; None: no model is sent.
-        kept: storage of the checkpoints, which outlives this host: the run's id is stored there, too.
-        tell: receives lines for the user, from any thread.
-    """
-
     def __init__(
         self,
         settings: MlflowConfig,
@@ -105,11 +93,7 @@ class MlflowSink(Sink):
             self.rows += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
 
     def close(self, summary: Summary) -> None:
-        """Send the rest, the model, the files and the final status, for at most `close_timeout_s`.
-
-        Args:
-            summary: complete; gets the run's address, and is written again with it.
-        """
+        """Send the rest, the model, the files and the final status, for at most `close_timeout_s`."""
         self._summary = summary
         limit = self.settings.close_timeout_s
         if summary.status == "interrupted":
@@ -306,11 +290,7 @@ class MlflowSink(Sink):
 
 
 def prepare_client(timeout_s: int) -> None:
-    """Configure MLflow's client, before its import; the user's environment takes precedence.
-
-    Args:
-        timeout_s: deadline of one request.
-    """
+    """Configure MLflow's client, before its import; the user's environment takes precedence."""
     for name, value in {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s),
         # Failed requests are sent again later, so retrying here is pointless.
@@ -329,16 +309,7 @@ def prepare_client(timeout_s: int) -> None:
 
 
 def log_model(settings: MlflowConfig, run_id: str, folder: Path) -> str | None:
-    """Log the exported program as an MLflow model, which loads without Stoker and the recipe.
-
-    Args:
-        settings: the server, and the name under which to register the model.
-        run_id: the model's run.
-        folder: contains model.pt2 and model.json.
-
-    Returns:
-        The registered version.
-    """
+    """Log the exported program as an MLflow model, which loads without Stoker and the recipe."""
     import mlflow
     import mlflow.pyfunc  # before disable_logging: importing it enables the messages again
     import mlflow.pytorch
@@ -389,13 +360,7 @@ def end_tags(summary: Summary) -> dict[str, str]:
 
 
 def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
-    """Tags that identify a run's code and place.
-
-    Args:
-        recipe: its import path, or a script's name.
-        backend: where it runs.
-        code: the staged source, which records its git commit.
-    """
+    """Tags that identify a run's code and place."""
     tags = {
         "mlflow.source.name": recipe,
         "mlflow.source.type": "JOB",
@@ -408,14 +373,7 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
 
 
 def mlflow_sinks(config: Config, place: Place, kept: Store, tell: Callable[[str], None]) -> list[MlflowSink]:
-    """Start sending a run to MLflow, if configured.
-
-    Args:
-        config: the job.
-        place: its folders; config.yaml is already written.
-        kept: storage of its checkpoints.
-        tell: receives lines for the user, from any thread.
-    """
+    """Start sending a run to MLflow, if configured."""
     settings = config.tracking.mlflow
     if not settings.uri:
         return []

@@ -18,7 +18,7 @@ PRICES_REGION = "us-east-1"
 
 @dataclass(frozen=True)
 class Machine:
-    """Anywhere: one instance type, on demand in `PRICES_REGION`."""
+    """One instance type, on demand in `PRICES_REGION`."""
 
     type: str
     price_per_hour_usd: float
@@ -68,23 +68,23 @@ _NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z
 
 
 def machine(instance_type: str) -> Machine | None:
-    """Anywhere: the machine of an instance type; None if it is not in the table."""
+    """The machine of an instance type; None if it is not in the table."""
     return MACHINES.get(instance_type)
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Anywhere: whether a type has NVIDIA GPUs, by its family, so unlisted types work too."""
+    """Whether a type has NVIDIA GPUs, by its family, so unlisted types work too."""
     return bool(_GPU_FAMILY.match(instance_type))
 
 
 def has_nvme(instance_type: str) -> bool:
-    """Anywhere: whether a type has local NVMe disks instead of an EBS volume."""
+    """Whether a type has local NVMe disks instead of an EBS volume."""
     return bool(_NVME_FAMILY.match(instance_type))
 
 
 @dataclass(frozen=True)
 class PriceList:
-    """Anywhere: $/h by instance type, for one region and date."""
+    """$/h by instance type, for one region and date."""
 
     region: str
     as_of: str
@@ -94,7 +94,7 @@ class PriceList:
     """`sagemaker.prices`, which take precedence; a key may also be the name of a host group."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
-        """Anywhere: $/h of `count` instances; None if the price is unknown."""
+        """$/h of `count` instances; None if the price is unknown."""
         for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
             if key and key in known:
                 return known[key] * count

@@ -71,7 +71,7 @@ REFRESH_S = 2.0
 
 
 class Recorder(Sink):
-    """Head: one per run, the first of its sinks."""
+    """One per run, the first of its sinks."""
 
     essential = True
 
@@ -113,7 +113,6 @@ class Recorder(Sink):
         self.load = HostLoad()
 
     def on_event(self, event: Event) -> None:
-        """Write an event and update the summary."""
         if isinstance(event, RecordIds):
             self._write_ids(event)
             return
@@ -255,7 +254,6 @@ class Recorder(Sink):
             file.write(event.text)
 
     def refresh(self) -> None:
-        """Update summary.json during the run."""
         self.refreshed = time.monotonic()
         self._fill_cpu()
         self._fill_speed()
@@ -341,7 +339,7 @@ def _earlier(run_dir: Path) -> Summary | None:
 
 
 def repeats_text(run_dir: Path, records: Records) -> str:
-    """Head and laptop: ` (1 record in 3 epochs)`, for quarantined records of which some count repeatedly.
+    """` (1 record in 3 epochs)`, for quarantined records of which some count repeatedly.
 
     Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
     """
@@ -354,6 +352,6 @@ def repeats_text(run_dir: Path, records: Records) -> str:
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Head: the events of a run that its summary includes, from all of its starts."""
+    """The events of a run that its summary includes, from all of its starts."""
     events = read_events(run_dir / "events.jsonl")
     return [event.record() for event in events if isinstance(event, NOTABLE)]

@@ -27,7 +27,7 @@ UNINTERESTING = ("output_dir",)
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """Laptop: the run directories under the given paths, each once, in the order given.
+    """The run directories under the given paths, each once, in the order given.
 
     Args:
         paths: run directories, or folders that contain some, such as `runs`.
@@ -50,7 +50,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
-    """Laptop: one row per run, indexed by the run's name.
+    """One row per run, indexed by the run's name.
 
     Args:
         paths: run directories, or folders that contain some.
@@ -75,11 +75,7 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
 
 
 def row_of(run_dir: Path) -> dict[str, Any]:
-    """Laptop: one run as a row; see `runs_dataframe`.
-
-    Raises:
-        UsageError: a summary or configuration cannot be read.
-    """
+    """One run as a row; see `runs_dataframe`."""
     summary = read_summary(run_dir / "summary.json")
     cost = summary.cost or {}
     row: dict[str, Any] = {
@@ -103,7 +99,7 @@ def row_of(run_dir: Path) -> dict[str, Any]:
 
 
 def shape_of(summary: Summary) -> str:
-    """Laptop: a run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
+    """A run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
     kinds = Counter((host.group, host.model_dump().get("type") or "") for host in summary.cluster.at_once())
     return " + ".join(
         f"{count} × {group}" + (f" ({kind})" if kind else "") for (group, kind), count in kinds.items()
@@ -111,11 +107,7 @@ def shape_of(summary: Summary) -> str:
 
 
 def flat_config(run_dir: Path) -> dict[str, Any]:
-    """Laptop: a run's configuration as `section.key` → value; lists are JSON.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """A run's configuration as `section.key` → value; lists are JSON."""
     path = run_dir / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -136,7 +128,7 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
 
 
 def differing(frame: pandas.DataFrame) -> list[str]:
-    """Laptop: the columns of configuration keys whose values differ between runs."""
+    """The columns of configuration keys whose values differ between runs."""
     return [
         column
         for column in frame.columns

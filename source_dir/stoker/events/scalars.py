@@ -19,7 +19,7 @@ from stoker.events.kinds import (
 
 
 class Scalars:
-    """Anywhere: converts the events of one run, given in their order."""
+    """Converts the events of one run, given in their order."""
 
     def __init__(self) -> None:
         self.step = 0

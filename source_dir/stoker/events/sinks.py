@@ -15,7 +15,7 @@ from stoker.events.summary import Summary
 
 
 class Sink:
-    """Head: a destination of a run's events; used only from the driver's thread.
+    """A destination of a run's events; used only from the driver's thread.
 
     To add your own, put a class into your source folder and name it in `tracking.sinks`. It is created with
     the run directory, which contains `config.yaml`, and the configuration.
@@ -44,19 +44,13 @@ class Sink:
 
 
 class Tracking:
-    """Head: the sinks of a run, in the order in which they take an event.
-
-    Args:
-        summary: of the run; receives what sinks report in `about()`.
-        sinks: the initial ones; the last of them, the screen, stays last.
-    """
+    """The sinks of a run, in the order in which they take an event."""
 
     def __init__(self, summary: Summary, sinks: Iterable[Sink]) -> None:
         self.summary, self.sinks = summary, list(sinks)
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def add(self, *sinks: Sink) -> None:
-        """Add sinks."""
         self.sinks[-1:-1] = sinks
 
     def say(self, text: str) -> None:
@@ -68,18 +62,10 @@ class Tracking:
         self._give(Note(text=scrub(text)))
 
     def phase(self, name: str) -> None:
-        """Mark a phase of the start as done."""
         self._give(PhaseDone(phase=name))
 
     def take(self, records: Iterable[dict[str, Any]]) -> list[Event]:
-        """Pass events, and lines queued meanwhile, to every sink.
-
-        Args:
-            records: as the actors on the head collect them; secrets are removed here.
-
-        Returns:
-            The events.
-        """
+        """Pass events, and lines queued meanwhile, to every sink."""
         events = [self._read(record) for record in records]
         for event in events:
             self._give(event)

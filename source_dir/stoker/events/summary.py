@@ -26,7 +26,7 @@ RATES = {"wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "brier"}
 
 
 def less_is_better(metric: str) -> bool:
-    """Anywhere: whether a metric is a loss or an error, by its conventional name."""
+    """Whether a metric is a loss or an error, by its conventional name."""
     name = metric.lower()
     # Below a metric's own name may stand a class, such as in val/acc/maestro: whole words count there.
     own, words = "/".join(name.split("/")[:2]), {*re.split(r"[^a-z]+", name)}
@@ -100,10 +100,6 @@ class Records(Part):
         """Drop the passes from an epoch on, because training restarts from a checkpoint before them.
 
         An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
-
-        Args:
-            epoch: the first to be trained again.
-            validate: an earlier epoch that is only validated again.
         """
         early = {counts["epoch"] for counts in self.epochs if not counts.get("whole", True)}
         self._forget(
@@ -178,7 +174,7 @@ TRAINED = ("steps", "epochs", "records", "metrics")
 
 
 class Summary(BaseModel):
-    """Head: the contract of summary.json, version 1."""
+    """The contract of summary.json, version 1."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -236,7 +232,7 @@ class Summary(BaseModel):
         return names.get(node, node)
 
     def measured_by(self, earlier: Summary) -> dict[str, Any]:
-        """Head: the figures of an earlier start of the run, for one that trains no step."""
+        """The figures of an earlier start of the run, for one that trains no step."""
         names = MEASURED if self.steps else (*MEASURED, *TRAINED)
         written = {done["format"] for done in self.exports}
         valid = [
@@ -247,7 +243,7 @@ class Summary(BaseModel):
         return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
 
     def write(self, run_dir: Path) -> None:
-        """Head: write the file atomically."""
+        """Write the file atomically."""
         draft = run_dir / ".summary.json"
         content = scrubbed(json.loads(self.model_dump_json(by_alias=True)))
         draft.write_text(json.dumps(content, indent=1, ensure_ascii=False))
@@ -255,12 +251,12 @@ class Summary(BaseModel):
 
 
 def finite(values: dict[str, Any]) -> dict[str, float]:
-    """Anywhere: the metrics that are finite numbers; JSON has no NaN, and NaN does not compare."""
+    """The metrics that are finite numbers; JSON has no NaN, and NaN does not compare."""
     return {name: value for name, value in values.items() if number(value) is not None}
 
 
 def number(value: Any) -> float | None:
-    """Anywhere: a finite number, or None."""
+    """A finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -270,11 +266,7 @@ def number(value: Any) -> float | None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Laptop and head: read a summary.json; null and non-finite values count as not measured.
-
-    Raises:
-        UsageError: absent or unreadable.
-    """
+    """Read a summary.json; null and non-finite values count as not measured."""
     try:
         return Summary.model_validate(_without_nulls(json.loads(path.read_text(encoding="utf-8"))))
     except ValidationError as error:

@@ -30,7 +30,7 @@ COMPARED = ("params.", "train.", "data.", "seed")
 
 
 class Board(Sink):
-    """Head: a run's curves, its configuration as text, and its hyperparameters with its metrics."""
+    """A run's curves, its configuration as text, and its hyperparameters with its metrics."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -80,7 +80,7 @@ class Board(Sink):
 
 
 def text(tag: str, content: str) -> Any:
-    """Head: a text, which TensorBoard renders as Markdown."""
+    """A text, which TensorBoard renders as Markdown."""
     plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=shape)
@@ -88,7 +88,6 @@ def text(tag: str, content: str) -> Any:
 
 
 def picture(tag: str, png: bytes) -> Any:
-    """Head: an image."""
     from PIL import Image
 
     width, height = Image.open(io.BytesIO(png)).size
@@ -98,12 +97,7 @@ def picture(tag: str, png: bytes) -> Any:
 
 
 def hyperparameters(config: dict[str, Any], metrics: list[str]) -> list[Any]:
-    """Head: a run's hyperparameters and the metrics to judge it by.
-
-    Args:
-        config: keys and values; other than numbers and booleans are shown as text.
-        metrics: names of its curves.
-    """
+    """A run's hyperparameters and the metrics to judge it by."""
     names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name)) for name in metrics]
     start = plugin_data_pb2.SessionStartInfo()
     for key, value in config.items():

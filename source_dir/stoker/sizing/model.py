@@ -28,7 +28,7 @@ MAX_CPU_HOSTS = 100
 
 @dataclass(frozen=True)
 class Workload:
-    """Anywhere: the cost of one sample of a job; measured, never assumed."""
+    """The cost of one sample of a job; measured, never assumed."""
 
     cpu_s: float
     """c: CPU-seconds of the chain per sample, on a vCPU whose neighbours are busy too."""
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Shape:
-    """Anywhere: a cluster: `gpu_hosts` equal GPU hosts and `cpu_hosts` equal CPU hosts."""
+    """A cluster: `gpu_hosts` equal GPU hosts and `cpu_hosts` equal CPU hosts."""
 
     gpu_host_cpus: float
     """C_g: vCPUs of one GPU host."""
@@ -72,18 +72,16 @@ class Shape:
     """P_c: $/h of one CPU host."""
 
     def with_cpu_hosts(self, count: int) -> Shape:
-        """Anywhere: the same with another number of CPU hosts."""
         return replace(self, cpu_hosts=count)
 
     @property
     def usd_per_hour(self) -> float:
-        """Anywhere: $/h of the whole cluster."""
         return self.gpu_hosts * self.gpu_host_usd_per_hour + self.cpu_hosts * self.cpu_host_usd_per_hour
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Anywhere: the model's result for a workload on a shape."""
+    """The model's result for a workload on a shape."""
 
     samples_per_s: float
     """T."""
@@ -96,7 +94,7 @@ class Prediction:
 
 
 def predict(work: Workload, shape: Shape) -> Prediction:
-    """Anywhere: the highest throughput that satisfies all limits, and the binding limit."""
+    """The highest throughput that satisfies all limits, and the binding limit."""
     curve = _Curve(work, shape)
     remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
     rate = curve.total(remote)
@@ -106,12 +104,12 @@ def predict(work: Workload, shape: Shape) -> Prediction:
 
 
 def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
-    """Anywhere: $ per 1,000,000 samples: (P_g·m + P_c·n) / (3600·T) · 10⁶."""
+    """$ per 1,000,000 samples: (P_g·m + P_c·n) / (3600·T) · 10⁶."""
     return shape.usd_per_hour / (3600 * prediction.samples_per_s) * 1e6
 
 
 def knee(work: Workload, shape: Shape) -> float:
-    """Anywhere: n*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
+    """N*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
 
     0 if offloading does not help at all; infinite if the CPU hosts have no CPUs.
     """
@@ -124,14 +122,9 @@ def knee(work: Workload, shape: Shape) -> float:
 
 
 def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> int:
-    """Anywhere: the number of CPU hosts with the lowest cost per sample; the smallest among equals.
+    """The number of CPU hosts with the lowest cost per sample; the smallest among equals.
 
     Beyond the knee a host only adds cost, so the search ends there.
-
-    Args:
-        work: the job.
-        shape: hosts and prices; its `cpu_hosts` is ignored.
-        limit: maximum number of CPU hosts.
     """
     last = min(limit, math.ceil(min(knee(work, shape), limit)))
     costs = []
@@ -143,7 +136,7 @@ def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> 
 
 
 class _Curve:
-    """Anywhere: total throughput as a function of the remote rate R: concave and piecewise linear."""
+    """Total throughput as a function of the remote rate R: concave and piecewise linear."""
 
     def __init__(self, work: Workload, shape: Shape) -> None:
         self.work, self.shape = work, shape
@@ -169,7 +162,6 @@ class _Curve:
         return min(self.most_remote_of_cpu_hosts(count), self.network, self.receiving)
 
     def total(self, remote: float) -> float:
-        """T at a remote rate."""
         lines = [base + slope * remote for base, slope in self._lines() if math.isfinite(base)]
         return max(min([self.gpu_cap, self.receiver_cap, *lines]), 0.0)
 
@@ -213,7 +205,6 @@ class _Curve:
         return needed
 
     def binding(self, rate: float, remote: float) -> Term:
-        """The binding limit."""
         near = 1 - TOLERANCE
         if rate >= self.gpu_cap * near:
             return "gpu"

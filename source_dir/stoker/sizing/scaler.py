@@ -24,7 +24,7 @@ JOIN_DEADLINE_S = 300.0
 
 @dataclass
 class Window:
-    """Head: sums over the most recent entries that add up to `seconds`."""
+    """Sums over the most recent entries that add up to `seconds`."""
 
     seconds: float
     entries: deque[Counter[str]] = field(default_factory=deque)
@@ -42,14 +42,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Decision:
-    """Head: a change of the number of requested CPU hosts."""
+    """A change of the number of requested CPU hosts."""
 
     count: int
     reason: str
 
 
 class Scaler:
-    """Head: one per run.
+    """One per run.
 
     Growing needs two things: training waits for preprocessing longer than the target, and the limits model
     finds a number of hosts with a lower cost per sample. Without prices, it takes the smallest number with

@@ -124,19 +124,6 @@ def line_chart(
     from_zero: bool = True,
     height: int = 200,
 ) -> str:
-    """A line chart with vertical marks for events.
-
-    Args:
-        title: name for screen readers.
-        description: content in words, for screen readers.
-        lines: at least one with a point.
-        x_label: label of the x axis, with its unit.
-        y_label: label of the y axis, with its unit.
-        events: vertical marks.
-        y_top: end of the y axis; default: fits the values.
-        from_zero: start the y axis at zero.
-        height: in SVG units; the width is WIDTH.
-    """
     points = [p for line in lines for p in line.points]
     xs = [x for x, _ in points] + [e.x for e in events]
     ys = [y for _, y in points]
@@ -231,15 +218,7 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> str:
-    """A horizontal bar chart that starts at zero.
-
-    Args:
-        title: name for screen readers.
-        description: content in words, for screen readers.
-        rows: at least one; `strong` bars are emphasised.
-        unit: unit of the values.
-        cut_at: cut bars longer than this many times the shortest, marked with an arrow.
-    """
+    """A horizontal bar chart that starts at zero."""
     known = [row.value for row in rows if row.value and row.value > 0]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
     step, body = 40, []

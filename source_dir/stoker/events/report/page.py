@@ -36,8 +36,6 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A key figure."""
-
     name: str
     value: str
     note: str = ""
@@ -61,12 +59,7 @@ class Page:
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
-    """Head and laptop: write the report of one run, or of several side by side.
-
-    Raises:
-        UsageError: one of them is not a run directory.
-        OSError: it cannot be written.
-    """
+    """Write the report of one run, or of several side by side."""
     text = render([read_run(path) for path in run_dirs])
     draft = target.with_name(f".{target.name}-{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -74,7 +67,6 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> None:
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """Head and laptop: render the page."""
     environment = Environment(
         loader=PackageLoader("stoker.events.report", "."),
         autoescape=select_autoescape(["html"]),
@@ -94,7 +86,7 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def page_of(run: RunData) -> Page:
-    """Head and laptop: collect everything that the template shows of a run."""
+    """Collect everything that the template shows of a run."""
     summary = run.summary
     return Page(
         run,
@@ -110,7 +102,7 @@ def page_of(run: RunData) -> Page:
 
 
 def judged(summary: Summary) -> Verdict:
-    """Head and laptop: the verdict; tolerates invalid figures, as in a file edited by hand."""
+    """The verdict; tolerates invalid figures, as in a file edited by hand."""
     try:
         return verdict(summary)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -118,7 +110,6 @@ def judged(summary: Summary) -> Verdict:
 
 
 def key_figures(summary: Summary) -> list[Figure]:
-    """Head and laptop: the key figures at the top of the page."""
     speed, records = summary.speed, summary.records
     found: list[Figure] = []
     best, model = summary.metrics.best, summary.model_from or {}
@@ -151,7 +142,7 @@ def key_figures(summary: Summary) -> list[Figure]:
 
 
 def settings_of(run: RunData) -> list[tuple[str, str, str]]:
-    """Head and laptop: the keys that were set: (key, value, origin)."""
+    """The keys that were set: (key, value, origin)."""
     import yaml
 
     try:
@@ -168,7 +159,7 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def links_of(run: RunData) -> list[tuple[str, str]]:
-    """Head and laptop: links to the other files of the run: (name, relative path)."""
+    """Links to the other files of the run: (name, relative path)."""
     names = {
         "summary.json": "all figures",
         "events.jsonl": "all events",
@@ -180,7 +171,7 @@ def links_of(run: RunData) -> list[tuple[str, str]]:
 
 
 def mlflow_of(summary: Summary) -> str:
-    """Head and laptop: the run's URL in MLflow, if it was sent there and is http(s)."""
+    """The run's URL in MLflow, if it was sent there and is http(s)."""
     about = summary.tracking.get("mlflow")
     url = about.get("url") if isinstance(about, dict) else None
     return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https") else ""

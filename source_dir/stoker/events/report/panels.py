@@ -39,7 +39,6 @@ class Panel:
 
 
 def panel(title: str, svg: str, **more: object) -> Panel:
-    """Head and laptop: a panel with one chart."""
     return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
 
 
@@ -79,7 +78,7 @@ HATCHES = (
 
 
 def of_run(run: RunData) -> list[Panel]:
-    """Head and laptop: the panels for which a run has data, in display order."""
+    """The panels for which a run has data, in display order."""
     makers = (*(loss, metrics, step_time, limits, throughput, waiting, chain, start, records, host_cpu),)
     found: list[Panel] = []
     for make in makers:
@@ -101,7 +100,6 @@ SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker los
 
 
 def throughput(run: RunData) -> Panel | None:
-    """Samples/s over time."""
     points = run.samples_per_s
     if not points:
         return None
@@ -122,7 +120,6 @@ def throughput(run: RunData) -> Panel | None:
 
 
 def waiting(run: RunData) -> Panel | None:
-    """Input wait over time."""
     points = run.input_wait
     if not points:
         return None
@@ -140,7 +137,6 @@ def waiting(run: RunData) -> Panel | None:
 
 
 def step_time(run: RunData) -> Panel | None:
-    """Breakdown of the step time."""
     terms = getattr(run.summary.speed, "step_terms_ms", None) or {}
     every = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
     total = sum(part.value for part in every)
@@ -161,7 +157,7 @@ def step_time(run: RunData) -> Panel | None:
 
 
 def visible(parts: list[Part]) -> list[Part]:
-    """Head and laptop: the parts of at least 1 %, and the others together."""
+    """The parts of at least 1 %, and the others together."""
     total = sum(part.value for part in parts)
     large = [part for part in parts if part.value >= 0.01 * total]
     rest = sum(part.value for part in parts if part not in large)
@@ -169,7 +165,6 @@ def visible(parts: list[Part]) -> list[Part]:
 
 
 def start(run: RunData) -> Panel | None:
-    """The start, phase by phase."""
     ends = sorted(run.summary.startup.items(), key=lambda phase: phase[1])
     if not ends or ends[-1][1] <= 0:
         return None
@@ -448,7 +443,6 @@ def matrix(title: str, description: str, names: Sequence[str], rows: Sequence[Se
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    """Head and laptop: the panels that compare several runs."""
     from stoker.events.runs import shape_of
 
     labels = [f"{n + 1}" for n in range(len(runs))]

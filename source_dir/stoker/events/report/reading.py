@@ -41,15 +41,13 @@ COLOR = re.compile("#[0-9a-f]{6}")
 
 @dataclass(frozen=True)
 class Mark:
-    """An event at a point in time."""
-
     seconds: float
     kind: str
     text: str
 
 
 class Pictures(NamedTuple):
-    """Head and laptop: sample images of a split, as the model gets them."""
+    """Sample images of a split, as the model gets them."""
 
     images: list[dict[str, str]]
     """`png` (base64) and `label`; `predicted` (another PNG) if the first one shows the target."""
@@ -60,8 +58,6 @@ class Pictures(NamedTuple):
 
 @dataclass
 class RunData:
-    """The data of one run."""
-
     run_dir: Path
     summary: Summary
     samples_per_s: list[Point] = field(default_factory=list)
@@ -92,11 +88,7 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Head and laptop: read a run directory.
-
-    Raises:
-        UsageError: not a run directory, or an unreadable summary.
-    """
+    """Read a run directory."""
     path = run_dir / "summary.json"
     if not path.is_file():
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
