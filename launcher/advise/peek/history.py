@@ -9,19 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from stoker.errors import UsageError
-from stoker.events.kinds import (
-    AttemptStarted,
-    BlocksArrived,
-    Event,
-    PassEnded,
-    PassProduced,
-    RecordQuarantined,
-    Resumed,
-    StepLogged,
-    TrainWorkerStarted,
-    event_of,
-    json_lines,
-)
+from stoker.events import kinds
 from stoker.messages import DataCursor
 
 
@@ -71,9 +59,9 @@ def history(run_dir: Path) -> list[Attempt]:
         UsageError: events.jsonl has no attempt, or an event that cannot be read.
     """
     found = list[Attempt]()
-    for record in json_lines(run_dir / "events.jsonl"):
+    for record in kinds.json_lines(run_dir / "events.jsonl"):
         try:
-            _take(event_of(record), found)
+            _take(kinds.event_of(record), found)
         except ValidationError as error:  # without it, another batch might be shown
             kind, first = record.get("event"), error.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -88,30 +76,30 @@ def history(run_dir: Path) -> list[Attempt]:
     return found
 
 
-def _take(event: Event, found: list[Attempt]) -> None:
-    if isinstance(event, AttemptStarted):
+def _take(event: kinds.Event, found: list[Attempt]) -> None:
+    if isinstance(event, kinds.AttemptStarted):
         found.append(Attempt(event.record(), trains=not event.ahead))
     if not found:
         return
     attempt = found[-1]
-    if isinstance(event, StepLogged | PassEnded):
+    if isinstance(event, kinds.StepLogged | kinds.PassEnded):
         attempt = next(each for each in reversed(found) if each.trains)
     match event:
-        case TrainWorkerStarted():
+        case kinds.TrainWorkerStarted():
             attempt.trains = True
-        case Resumed():
+        case kinds.Resumed():
             attempt.first_step = attempt.last_step = event.step
-        case StepLogged():
+        case kinds.StepLogged():
             attempt.last_step = max(attempt.last_step, event.step)
-        case PassEnded(split="train"):
+        case kinds.PassEnded(split="train"):
             attempt.passes.append((event.epoch, event.steps))
             ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
             attempt.last_step = max(attempt.last_step, ended)
-        case RecordQuarantined(split="train"):
+        case kinds.RecordQuarantined(split="train"):
             attempt.bad.setdefault(event.epoch, {})[event.key] = event.reason
-        case BlocksArrived():
+        case kinds.BlocksArrived():
             attempt.blocks.setdefault(event.epoch, []).extend(event.blocks)
-        case PassProduced(split="train"):
+        case kinds.PassProduced(split="train"):
             attempt.produced.add(event.epoch)
 
 

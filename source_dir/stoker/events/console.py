@@ -11,26 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.redaction import scrub
+from stoker.events import kinds
 from stoker.events.cost import cost_row
-from stoker.events.kinds import (
-    CpuHostsRequested,
-    EpochEnded,
-    Event,
-    ExportWritten,
-    HostChanged,
-    MetricsLogged,
-    ModelWritten,
-    Note,
-    Printed,
-    RecordQuarantined,
-    Recovered,
-    Resumed,
-    ScriptOutput,
-    StepLogged,
-    Stopped,
-    StopRequested,
-    TrainWorkerLost,
-)
 from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink
 from stoker.events.summary import Records, Summary
@@ -83,75 +65,75 @@ class PlainConsole(Sink):
     def show(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, event: StepLogged) -> None:
+    def step(self, event: kinds.StepLogged) -> None:
         if event.step != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
             return
         self.last = time.monotonic()
         self.line(f"epoch {event.epoch + 1}/{self.epochs}  step {event.step}  {self.figures(event)}")
 
-    def metrics(self, event: MetricsLogged) -> None:
+    def metrics(self, event: kinds.MetricsLogged) -> None:
         if time.monotonic() - self.last >= PLAIN_EVERY_S:
             self.last = time.monotonic()
             self.line(metrics_line(event.step, event.metrics))
 
-    def output(self, event: ScriptOutput) -> None:
+    def output(self, event: kinds.ScriptOutput) -> None:
         """Show a script's output on rank 0; of a progress bar that overwrites itself, the visible part."""
         for line in event.text.split("\n")[: None if event.rank == 0 else 0]:
             if shown := line.rstrip("\r").rpartition("\r")[2]:
                 self.line(shown)
 
     @staticmethod
-    def figures(event: StepLogged) -> str:
+    def figures(event: kinds.StepLogged) -> str:
         elapsed = max(event.elapsed_s, 1e-9)
         return (
             f"loss {event.loss:.4f}  {event.epoch_samples / elapsed:.0f} samples/s"
             f"  input wait {100 * event.wait_s / elapsed:.0f} %"
         )
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: kinds.Event) -> None:
         match event:
-            case StepLogged():
+            case kinds.StepLogged():
                 self.step(event)
-            case EpochEnded():
+            case kinds.EpochEnded():
                 self.show_quarantined()
                 done = "done" if event.whole else f"up to step {event.step}"
                 self.line(f"epoch {event.epoch + 1}/{self.epochs} {done}: {metrics_text(event.metrics)}")
-            case MetricsLogged():
+            case kinds.MetricsLogged():
                 self.metrics(event)
-            case ScriptOutput():
+            case kinds.ScriptOutput():
                 self.output(event)
-            case Printed() | Note():
+            case kinds.Printed() | kinds.Note():
                 self.line(event.text)
-            case RecordQuarantined():
+            case kinds.RecordQuarantined():
                 self.quarantined(event.split, event.key, event.reason)
-            case StopRequested():
+            case kinds.StopRequested():
                 self.stop_asked = event.reason
                 self.line(f"stop: {self.stop_asked}")
             case _:
                 if text := self.text_of(event):
                     self.line(text)
 
-    def text_of(self, event: Event) -> str:
+    def text_of(self, event: kinds.Event) -> str:
         """The line of an event that is shown as it comes; empty for other events."""
         match event:
-            case Stopped() if event.reason != self.stop_asked:
+            case kinds.Stopped() if event.reason != self.stop_asked:
                 return f"stopped: {event.reason}"
-            case Resumed():
+            case kinds.Resumed():
                 done = event.epoch >= self.epochs
                 where = "after the last epoch" if done else f"at epoch {event.epoch + 1}"
                 return f"resumed from {event.path} {where}, step {event.step}"
-            case ModelWritten():
+            case kinds.ModelWritten():
                 return f"exported: {model_text(event)}"
-            case ExportWritten() if not event.error:
+            case kinds.ExportWritten() if not event.error:
                 return export_text(event)
-            case TrainWorkerLost():
+            case kinds.TrainWorkerLost():
                 left = count_of(event.restarts_left, "restart")
                 return f"{event.cause}; restarting training ({left} left after this one)"
-            case Recovered():
+            case kinds.Recovered():
                 return f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)"
-            case HostChanged():
+            case kinds.HostChanged():
                 return f"{event.event.replace('_', ' ')}: {event.host}"
-            case CpuHostsRequested():
+            case kinds.CpuHostsRequested():
                 return f"requesting {count_of(event.count, 'CPU host')}: {event.reason}"
         return ""
 
@@ -204,7 +186,7 @@ class RichConsole(PlainConsole):
     def show(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, event: StepLogged) -> None:
+    def step(self, event: kinds.StepLogged) -> None:
         if self.task is None:
             self.progress.start()
             self.task = self.progress.add_task("", total=self.steps_per_epoch, epoch="", figures="")
@@ -263,7 +245,7 @@ def metric_text(name: str, value: float | None) -> str:
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
 
 
-def model_text(event: ModelWritten) -> str:
+def model_text(event: kinds.ModelWritten) -> str:
     """The checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
     where = f"epoch {event.epoch}" + ("" if event.whole else f" up to step {event.step}")
     if event.metric is None:
@@ -271,7 +253,7 @@ def model_text(event: ModelWritten) -> str:
     return f"{where} by {event.metric}, {metric_text(event.metric, event.value)}"
 
 
-def export_text(event: ExportWritten) -> str:
+def export_text(event: kinds.ExportWritten) -> str:
     """A verified export on one line."""
     if event.max_abs_diff is None:
         return f"exported {event.path}: loaded again, {event.note}"

@@ -12,54 +12,25 @@ from typing import Any
 
 from stoker.config.places import CpuHostsConfig
 from stoker.errors import UsageError
+from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, HostLoad, bottleneck
 from stoker.events.cost import run_cost
-from stoker.events.kinds import (
-    CacheUsed,
-    CpuHostsRequested,
-    EpochEnded,
-    Event,
-    ExportWritten,
-    HostChanged,
-    HostCpu,
-    HostsClosing,
-    LoaderProgress,
-    MetricsLogged,
-    ModelWritten,
-    Note,
-    PassEnded,
-    PhaseDone,
-    RecordIds,
-    RecordQuarantined,
-    RecordsCounted,
-    Recovered,
-    Resumed,
-    ScriptOutput,
-    StepLogged,
-    Stopped,
-    StopRequested,
-    TrainWorkerLost,
-    TrainWorkerStarted,
-    WorkRepeated,
-    json_lines,
-    read_events,
-)
 from stoker.events.prices import PriceList
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
 from stoker.figures import count_of
 
 NOTABLE = (
-    Resumed,
-    StopRequested,
-    Stopped,
-    Note,
-    HostChanged,
-    CpuHostsRequested,
-    HostsClosing,
-    WorkRepeated,
-    TrainWorkerLost,
-    Recovered,
+    kinds.Resumed,
+    kinds.StopRequested,
+    kinds.Stopped,
+    kinds.Note,
+    kinds.HostChanged,
+    kinds.CpuHostsRequested,
+    kinds.HostsClosing,
+    kinds.WorkRepeated,
+    kinds.TrainWorkerLost,
+    kinds.Recovered,
 )
 """Events included in the summary."""
 
@@ -112,14 +83,14 @@ class Recorder(Sink):
         self.worker_nodes: dict[int, str] = {}
         self.load = HostLoad()
 
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, RecordIds):
+    def on_event(self, event: kinds.Event) -> None:
+        if isinstance(event, kinds.RecordIds):
             self._write_ids(event)
             return
-        if isinstance(event, ScriptOutput):
+        if isinstance(event, kinds.ScriptOutput):
             self._write_output(event)
             return
-        if isinstance(event, HostCpu):
+        if isinstance(event, kinds.HostCpu):
             self.load.take(event.hosts, training=self.summary.steps > 0)
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
@@ -131,28 +102,28 @@ class Recorder(Sink):
         if time.monotonic() - self.refreshed > REFRESH_S:
             self.refresh()
 
-    def _on_train_worker(self, event: TrainWorkerStarted) -> None:
+    def _on_train_worker(self, event: kinds.TrainWorkerStarted) -> None:
         # By rank, so that a restarted worker counts once, on its present host.
         self.worker_nodes[event.rank] = event.node
         hosts = map(self.summary.host_of, self.worker_nodes.values())
         self.summary.train_workers_by_host = dict(Counter(hosts))
 
-    def _on_phase(self, event: PhaseDone) -> None:
+    def _on_phase(self, event: kinds.PhaseDone) -> None:
         self.summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
 
-    def _on_quarantined(self, event: RecordQuarantined) -> None:
+    def _on_quarantined(self, event: kinds.RecordQuarantined) -> None:
         with (self.run_dir / "quarantine.jsonl").open("a") as file:
             row = event.model_dump(include={"split", "epoch", "key", "reason"})
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def _on_step(self, event: StepLogged) -> None:
+    def _on_step(self, event: kinds.StepLogged) -> None:
         self.summary.steps = event.step
         if self.summary.speed.first_step_s is None:
             self.summary.speed.first_step_s = round(event.time - self.process_started, 2)
             self.summary.startup["first step"] = self.summary.speed.first_step_s
         self._count_running(event)
 
-    def _count_running(self, event: StepLogged) -> None:
+    def _count_running(self, event: kinds.StepLogged) -> None:
         if event.step <= self.told_step:  # restarted without a checkpoint
             self.running.clear()
             self.told_step = self.pass_from = 0
@@ -168,17 +139,17 @@ class Recorder(Sink):
             self.running[name] = getattr(event, name)
         self.running["samples"] = event.epoch_samples
 
-    def _on_epoch(self, event: EpochEnded) -> None:
+    def _on_epoch(self, event: kinds.EpochEnded) -> None:
         self.summary.steps, self.summary.epochs = event.step, event.epoch + 1
         self.summary.metrics.take(event.metrics)
 
-    def _on_metrics(self, event: MetricsLogged) -> None:
+    def _on_metrics(self, event: kinds.MetricsLogged) -> None:
         # A script may count differently from its loader.
         self.told_step = max(self.told_step, event.step)
         self.summary.steps = max(self.summary.steps, event.step)
         self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
 
-    def _on_loader(self, event: LoaderProgress) -> None:
+    def _on_loader(self, event: kinds.LoaderProgress) -> None:
         """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
         if event.rank == 0 and not event.steps:  # it was no training
             self.loaders.pop(event.loader, None)
@@ -195,7 +166,7 @@ class Recorder(Sink):
         self.running = _together(*self.loaders.values())
         self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
-    def _on_cache(self, event: CacheUsed) -> None:
+    def _on_cache(self, event: kinds.CacheUsed) -> None:
         hosts = [
             {
                 "host": self.summary.host_of(node),
@@ -214,25 +185,25 @@ class Recorder(Sink):
             for row in self.summary.cache["hosts"]:
                 row["bytes"] = by_host.get(row["host"], row)["bytes"]
 
-    def _on_export(self, event: ExportWritten) -> None:
+    def _on_export(self, event: kinds.ExportWritten) -> None:
         others = [done for done in self.summary.exports if done["format"] != event.format]
         self.summary.exports = [*others, event.values()]
 
-    def _on_model(self, event: ModelWritten) -> None:
+    def _on_model(self, event: kinds.ModelWritten) -> None:
         self.summary.model_from = {
             name: value for name, value in event.values().items() if name not in ("path", "loss")
         }
 
-    def _on_records(self, event: RecordsCounted) -> None:
+    def _on_records(self, event: kinds.RecordsCounted) -> None:
         counts = {name: value for name, value in event.values().items() if name != "remainder_ids"}
         self.summary.records.add(counts)
 
-    def _on_resumed(self, event: Resumed) -> None:
+    def _on_resumed(self, event: kinds.Resumed) -> None:
         self.summary.records.rewind(event.epoch, event.validate_only)
         self.running.clear()
         self.told_step = self.pass_from = event.step
 
-    def _on_pass(self, event: PassEnded) -> None:
+    def _on_pass(self, event: kinds.PassEnded) -> None:
         if event.split != "train":
             return
         self.step_ms += event.step_ms
@@ -243,13 +214,13 @@ class Recorder(Sink):
         if event.epoch > 0:
             self.steady = _together(self.steady, Sums(int, figures))
 
-    def _write_ids(self, event: RecordIds) -> None:
+    def _write_ids(self, event: kinds.RecordIds) -> None:
         folder = self.run_dir / "records"
         folder.mkdir(exist_ok=True)
         name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
         (folder / name).write_text("".join(f"{key}\n" for key in event.keys))
 
-    def _write_output(self, event: ScriptOutput) -> None:
+    def _write_output(self, event: kinds.ScriptOutput) -> None:
         with (self.run_dir / "logs" / f"script-rank-{event.rank}.log").open("a", newline="") as file:
             file.write(event.text)
 
@@ -343,7 +314,7 @@ def repeats_text(run_dir: Path, records: Records) -> str:
 
     Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
     """
-    rows = json_lines(run_dir / "quarantine.jsonl")
+    rows = kinds.json_lines(run_dir / "quarantine.jsonl")
     passes = {(str(row.get("epoch")), str(row.get("key"))) for row in rows if row.get("split") == "train"}
     keys = len({key for _, key in passes})
     if len(passes) != records.quarantined or keys == len(passes):
@@ -353,5 +324,5 @@ def repeats_text(run_dir: Path, records: Records) -> str:
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run that its summary includes, from all of its starts."""
-    events = read_events(run_dir / "events.jsonl")
+    events = kinds.read_events(run_dir / "events.jsonl")
     return [event.record() for event in events if isinstance(event, NOTABLE)]

@@ -6,16 +6,7 @@ TensorBoard and MLflow use the same names: `train/loss`, `val/acc1`, `lr`,
 
 from __future__ import annotations
 
-from stoker.events.kinds import (
-    CheckpointWritten,
-    EpochEnded,
-    Event,
-    HostCpu,
-    MetricsLogged,
-    RecordsCounted,
-    Resumed,
-    StepLogged,
-)
+from stoker.events import kinds
 
 
 class Scalars:
@@ -23,34 +14,34 @@ class Scalars:
 
     def __init__(self) -> None:
         self.step = 0
-        self._books: dict[tuple[str, int], RecordsCounted] = {}
+        self._books: dict[tuple[str, int], kinds.RecordsCounted] = {}
 
-    def of(self, event: Event) -> dict[str, float]:
+    def of(self, event: kinds.Event) -> dict[str, float]:
         """The event's metrics by name; they belong to `self.step`."""
         match event:
-            case StepLogged():
+            case kinds.StepLogged():
                 self.step = event.step
                 return _of_step(event)
-            case EpochEnded() | MetricsLogged():
+            case kinds.EpochEnded() | kinds.MetricsLogged():
                 self.step = event.step
                 return {name: value for name, value in event.metrics.items() if value is not None}
-            case RecordsCounted():
+            case kinds.RecordsCounted():
                 self._books[event.split, event.epoch] = event
                 books = self._books.values()
                 return {
                     "data/quarantined": sum(counts.quarantined for counts in books),
                     "data/repeated": sum(counts.repeated for counts in books),
                 }
-            case Resumed():
+            case kinds.Resumed():
                 self.step = event.step
-            case CheckpointWritten(seconds=float(seconds)):
+            case kinds.CheckpointWritten(seconds=float(seconds)):
                 return {"perf/checkpoint_s": seconds}
-            case HostCpu():
+            case kinds.HostCpu():
                 return {f"system/{host}/cpu_utilization_percentage": cpu for host, cpu in event.hosts.items()}
         return {}
 
 
-def _of_step(event: StepLogged) -> dict[str, float]:
+def _of_step(event: kinds.StepLogged) -> dict[str, float]:
     elapsed = max(event.elapsed_s, 1e-9)
     values = {
         "train/step_loss": event.loss,

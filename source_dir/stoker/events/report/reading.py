@@ -11,24 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.events.kinds import (
-    CheckpointWritten,
-    CpuHostsRequested,
-    EpochEnded,
-    Event,
-    HostChanged,
-    HostCpu,
-    MetricsLogged,
-    MetricTable,
-    Resumed,
-    SamplesShown,
-    StepLogged,
-    Stopped,
-    StopRequested,
-    TrainWorkerLost,
-    json_lines,
-    read_events,
-)
+from stoker.events import kinds
 from stoker.events.summary import Summary, finite, number, read_summary
 
 Point = tuple[float, float]
@@ -68,7 +51,7 @@ class RunData:
     """(global step, loss)."""
     metrics: dict[str, list[Point]] = field(default_factory=dict)
     """Name → (global step, value), at the end of each epoch or as a script logs it."""
-    tables: dict[str, MetricTable] = field(default_factory=dict)
+    tables: dict[str, kinds.MetricTable] = field(default_factory=dict)
     """Name of a metric → its last table."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
@@ -117,29 +100,29 @@ def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
 
 def _read_events(run: RunData) -> None:
     start: float | None = None
-    before: StepLogged | None = None
-    for event in read_events(run.run_dir / "events.jsonl"):
+    before: kinds.StepLogged | None = None
+    for event in kinds.read_events(run.run_dir / "events.jsonl"):
         if not math.isfinite(event.time):
             continue
         start = event.time if start is None else start
         at = event.time - start
         match event:
-            case StepLogged():
+            case kinds.StepLogged():
                 _take_step(run, event, at, before)
                 before = event
-            case EpochEnded():
+            case kinds.EpochEnded():
                 done = "done" if event.whole else "in part"
                 run.epochs.append(Mark(at, "epoch", f"epoch {event.epoch + 1} {done}"))
                 _take_metrics(run, event)
-            case MetricsLogged():
+            case kinds.MetricsLogged():
                 _take_metrics(run, event)
-            case HostCpu():
+            case kinds.HostCpu():
                 for host, percent in event.hosts.items():
                     if math.isfinite(percent):
                         run.host_cpu.setdefault(host, []).append((at, percent))
-            case SamplesShown():
+            case kinds.SamplesShown():
                 run.pictures["val" if event.split == "val" else "train"] = _pictures(event)
-            case MetricTable():
+            case kinds.MetricTable():
                 if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
                     run.tables[event.name] = event
             case _:
@@ -147,26 +130,26 @@ def _read_events(run: RunData) -> None:
                     run.marks.append(Mark(at, event.event, text))
 
 
-def _mark_text(event: Event) -> str:
+def _mark_text(event: kinds.Event) -> str:
     match event:
-        case CheckpointWritten():
+        case kinds.CheckpointWritten():
             return f"checkpoint at step {event.step}: {Path(event.path).name}"
-        case Resumed():
+        case kinds.Resumed():
             return f"resumed {event.path}"
-        case TrainWorkerLost():
+        case kinds.TrainWorkerLost():
             return f"train worker lost: {event.cause}"
-        case HostChanged():
+        case kinds.HostChanged():
             return f"{event.event.replace('_', ' ')} {event.host}"
-        case CpuHostsRequested():
+        case kinds.CpuHostsRequested():
             return f"{event.count} CPU hosts requested: {event.reason}"
-        case StopRequested():
+        case kinds.StopRequested():
             return f"stop asked {event.reason}"
-        case Stopped():
+        case kinds.Stopped():
             return f"stopped {event.reason}"
     return ""
 
 
-def _pictures(event: SamplesShown) -> Pictures:
+def _pictures(event: kinds.SamplesShown) -> Pictures:
     """The valid PNG files, limited so that the page stays below a megabyte."""
     found, room = [], MOST_PICTURE_CHARACTERS
     for image in event.images:
@@ -193,7 +176,7 @@ def _is_png(text: Any) -> bool:
         return False
 
 
-def _take_step(run: RunData, event: StepLogged, at: float, before: StepLogged | None) -> None:
+def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:
     """Take one logged step: rates since the previous one in the same epoch."""
     if math.isfinite(event.loss):
         run.loss.append((event.step, event.loss))
@@ -206,7 +189,7 @@ def _take_step(run: RunData, event: StepLogged, at: float, before: StepLogged | 
         run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
 
 
-def _take_metrics(run: RunData, event: EpochEnded | MetricsLogged) -> None:
+def _take_metrics(run: RunData, event: kinds.EpochEnded | kinds.MetricsLogged) -> None:
     for name, value in finite(event.metrics).items():
         run.metrics.setdefault(name, []).append((event.step, value))
 
@@ -215,7 +198,7 @@ MOST_QUARANTINED = 50
 
 
 def _read_quarantine(run: RunData) -> None:
-    for row in json_lines(run.run_dir / "quarantine.jsonl"):
+    for row in kinds.json_lines(run.run_dir / "quarantine.jsonl"):
         run.quarantined += 1
         if len(run.quarantine) < MOST_QUARANTINED:
             run.quarantine.append(row)
