@@ -111,7 +111,7 @@ def by_epoch() -> list[Measure]:
 
 def two_hosts() -> list[Measure]:
     """Share of the records that two CPU hosts find in their own caches in later epochs, in both orders."""
-    from launcher.advise.size.nodes import ray_nodes
+    from benchmarks.nodes import ray_nodes
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, ray_nodes(head_cpus=1) as nodes:

@@ -15,8 +15,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import Measure
+from benchmarks.nodes import ray_nodes
 from benchmarks.per_core import photos
-from launcher.advise.size.nodes import ray_nodes
 
 ROUNDS, IMAGES, BATCH = 3, 1_920, 64
 WARM_BATCHES = 6

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.harness import Measure
 from benchmarks.loaders.work import slope
+from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import wake_all_slots
-from launcher.advise.size.nodes import ray_nodes
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.config.loading import load

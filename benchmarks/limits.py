@@ -20,8 +20,8 @@ import yaml
 
 from benchmarks import sleeping
 from benchmarks.harness import Measure
+from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
-from launcher.advise.size.nodes import ray_nodes
 from stoker.events.bottleneck import INPUT_BOUND_PCT
 from stoker.sizing import model
 from stoker.train.step_timer import WAITS

@@ -87,7 +87,7 @@ class Receiver:
         import ray
         import torch
 
-        from launcher.advise.size.stream import one_pass
+        from benchmarks.stream import one_pass
         from stoker.config.schema import Config
         from stoker.data import read_range
 

@@ -34,9 +34,9 @@ from benchmarks.far_s3 import BUCKET, LINK_BYTES_PER_S
 from benchmarks.harness import Measure
 from benchmarks.jobs import ROOT, environment
 from benchmarks.loaders.work import slope
+from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import wake_all_slots
-from launcher.advise.size.nodes import ray_nodes
-from launcher.advise.size.stream import one_pass
+from benchmarks.stream import one_pass
 from stoker.config.loading import load
 from stoker.data import read_webdataset
 from stoker.read.sources import ID_MODULUS, record_id

@@ -132,7 +132,7 @@ def peer(kind: str, folder: str) -> dict[str, Any]:
 
 def stoker(kind: str, folder: str) -> dict[str, Any]:
     """Connected to the cluster: an epoch with Stoker."""
-    from launcher.advise.size.stream import pass_over
+    from benchmarks.stream import pass_over
     from stoker.config.schema import Config
     from stoker.serve.opening import open_data
 

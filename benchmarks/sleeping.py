@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 
 from benchmarks.harness import Measure
-from launcher.advise.size.nodes import ray_nodes
-from launcher.advise.size.stream import one_pass
+from benchmarks.nodes import ray_nodes
+from benchmarks.stream import one_pass
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.data import read_range

@@ -224,7 +224,7 @@ def size(
     overrides: Overrides = None,
     gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")] = None,
     cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")] = None,
-    from_run: Annotated[Path | None, Option("--from", help="use a run's figures, no profiling")] = None,
+    from_run: Annotated[Path | None, Option("--from", help="use a run's figures, run nothing")] = None,
     gpu_samples_per_s: Annotated[
         list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
     ] = None,
@@ -234,7 +234,7 @@ def size(
     write: Annotated[bool, Option("--write", help="write the recommendation to CONFIG")] = False,
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Profile a job and recommend hosts, with speed and cost."""
+    """Run a job for a minute and recommend hosts, with speed and cost."""
     from launcher.advise import sizing
 
     raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.advise.peeking_run import PeekOptions, boxes_of, page_at, peek_run
 from launcher.job import open_job
@@ -20,9 +25,11 @@ if TYPE_CHECKING:
     from launcher.advise.peek.looking import Look, Place
     from launcher.advise.peek.problems import Problem
     from stoker.config.schema import Config
+    from stoker.read.sources import Source
     from stoker.serve.opening import Data
 
 MOST_SHOWN = 512
+STORE_MB = 1024
 WIDTH = 100
 
 
@@ -139,9 +146,10 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Dat
     Raises:
         UsageError: the data cannot be read.
     """
-    from launcher.advise.size.nodes import prepare
+    from stoker.hosts import cluster
 
-    prepare()  # before the recipe imports Ray
+    # Before the recipe imports Ray.
+    cluster.set_environment(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32))
     from stoker.serve.datasets import DatasetSource
 
     job = open_job(resolved, options.source_dir)
@@ -168,17 +176,15 @@ def discover_and_open(resolved: Resolved) -> tuple[Config, Data]:
 
 
 def first_rows(resolved: Resolved) -> tuple[Config, Data]:
-    """Laptop: as `discover_and_open`, on a Ray cluster of this machine, with rows in place of datasets.
+    """As `discover_and_open`, on a Ray cluster of this machine, with rows in place of datasets.
 
     Raises:
         UsageError: a dataset fails or is empty.
     """
-    from launcher.advise.size.dataset import STORE_MB, SampledRows
-    from launcher.advise.size.nodes import ray_nodes
     from stoker.serve.datasets import DatasetSource
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    with ray_nodes(machine.cores(), STORE_MB):
+    with local_ray():
         config, data = discover_and_open(resolved)
         for split, source in data.sources.items():
             if isinstance(source, DatasetSource):
@@ -186,8 +192,52 @@ def first_rows(resolved: Resolved) -> tuple[Config, Data]:
                     rows = source.dataset.take_batch(MOST_SHOWN, batch_format="pyarrow")
                 except Exception as error:
                     raise UsageError(f"peek: the {split} dataset failed: {explain(error)}") from error
-                data.sources[split] = SampledRows([rows])
+                data.sources[split] = first_rows_of(rows)
     return config, data
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray cluster of this process alone, with its files in a folder of this user alone."""
+    import ray
+
+    from stoker.hosts import raynode
+    from stoker.storage.checkpoint_store import Cleaner
+
+    folder = raynode.private_folder()
+    cleaner = Cleaner(folder, raynode.PREFIX)  # noqa: F841 - for as long as the cluster
+    os.environ["RAY_TMPDIR"] = str(folder)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=machine.cores(),
+            object_store_memory=raynode.size_store(STORE_MB).size,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def first_rows_of(table: Any) -> Source:
+    """A table of a dataset's rows, read as chain workers read its blocks."""
+    from stoker.messages import Record, Shard
+    from stoker.serve.datasets import DatasetSource, as_records
+
+    class Rows(DatasetSource):
+        def shards(self, records: int, order: Any) -> list[Shard]:
+            return [Shard("", 0, len(table), len(table), (0,), name="rows")]
+
+        def read(self, shard: Shard, order: Any) -> Iterator[Record]:
+            yield from as_records(table)
+
+        def for_workers(self) -> Source:
+            return self
+
+    return Rows(None)
 
 
 def headlines(seen: Look, name: str) -> list[str]:

@@ -95,13 +95,11 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
 def measure_job(
     resolved: Resolved, options: SizeOptions, rates: dict[str, float], tell: Callable[[str], None]
 ) -> Measured:
-    """Laptop: take the measurements from a run, or profile the job on this machine."""
+    """The measurements of a run: the given one, or a short one on this machine."""
     if options.from_run is not None:
         return measure.from_run(options.from_run, resolved.config, rates)
-    job = open_job(resolved, options.source_dir)
-    params = {**resolved.config.params, **job.data}
-    local = Resolved(resolved.config.model_copy(update={"params": params}), resolved.origins)
-    return measure.profile(local, rates, tell, job.source_dir)
+    with measure.short_run(open_job(resolved, options.source_dir), tell) as run_dir:
+        return measure.from_run(run_dir, resolved.config, rates, here=True)
 
 
 def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -75,78 +74,3 @@ class HostRequest:
             request_resources(bundles=hosts)
             return
         self._actor.request_resources.remote(requester_id=self._id, resources=hosts, expire_after_s=expires_s)
-
-
-class Sampling:
-    """Laptop: an execution of a recipe's dataset as Ray Data would run it, to measure its cost."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._executor = dataset._create_executor()
-        self._bundles = dataset._build_bundle_iterator(self._executor)
-
-    def blocks(self) -> Iterator[Any]:
-        """Laptop: references of non-empty blocks as they arrive."""
-        for bundle in self._bundles:
-            for entry in bundle.blocks:
-                if entry.metadata.num_rows:
-                    yield entry.ref
-
-    def shutdown(self) -> None:
-        """Laptop: end the execution."""
-        self._executor.shutdown(force=True)
-
-    def cpu_per_row(self, processes: int) -> dict[str, float]:
-        """Laptop: CPU seconds that each operator spends per row of the result.
-
-        An execution that is cut short has read ahead. So an operator's seconds count per row of its own
-        output, times the number of those rows that one row of the result needs.
-
-        Args:
-            processes: number of concurrent tasks: the first block of the first task of each is left out,
-                because it includes the imports.
-        """
-        found: dict[str, float] = {}
-        topology = list(self._executor._topology or ())
-        needed = dict.fromkeys(topology[-1:], 1.0)
-        for operator in reversed(topology):
-            share = needed.get(operator, 0.0)
-            for name, blocks in _own_blocks(operator).items():
-                if warm := _warm(blocks, processes):
-                    seconds = sum(block.exec_stats.cpu_time_s for block in warm)
-                    each = share * seconds / sum(block.num_rows for block in warm)
-                    found[name] = found.get(name, 0.0) + each
-            for source in operator.input_dependencies:
-                needed[source] = needed.get(source, 0.0) + share * _taken(operator, source)
-        return dict(reversed(found.items()))
-
-
-def _own_blocks(operator: Any) -> dict[str, list[Any]]:
-    """Statistics of the blocks that an operator made, by step; limits and unions pass on others' blocks."""
-    upstream = {block.exec_stats for source in operator.input_dependencies for block in _blocks(source)}
-    return {
-        name: [block for block in blocks if block.num_rows and block.exec_stats not in upstream | {None}]
-        for name, blocks in operator.get_stats().items()
-    }
-
-
-def _blocks(operator: Any) -> list[Any]:
-    return [block for blocks in operator.get_stats().values() for block in blocks]
-
-
-def _warm(blocks: list[Any], processes: int) -> list[Any]:
-    """Drop the first block of each of the first tasks, if others are left."""
-    first = {block.exec_stats.task_idx or 0: block for block in reversed(blocks)}
-    cold = {id(first[task]) for task in sorted(first)[:processes]}
-    return [block for block in blocks if id(block) not in cold] or blocks
-
-
-def _taken(operator: Any, source: Any) -> float:
-    """Rows of `source` per row of `operator`."""
-    metrics = operator.metrics
-    if metrics.average_rows_inputs_per_task and metrics.average_rows_outputs_per_task:
-        return float(metrics.average_rows_inputs_per_task / metrics.average_rows_outputs_per_task)
-    own = [blocks for blocks in _own_blocks(operator).values() if blocks]
-    # A limit or a union passes rows on unchanged.
-    took = own[-1] if own else [block for o in operator.input_dependencies for block in _blocks(o)]
-    rows = sum(block.num_rows or 0 for block in took)
-    return sum(block.num_rows or 0 for block in _blocks(source)) / rows if rows else 0.0

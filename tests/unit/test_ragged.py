@@ -12,7 +12,6 @@ import pytest
 import torch
 from whole_way import Listed, OtherHost, Store, Way
 
-from launcher.advise.size.profile import _few
 from stoker.chain.chain import Chain
 from stoker.chain.columns import Ragged, columns_of, schema_of, to_table
 from stoker.config.schema import Config
@@ -125,14 +124,13 @@ def test_a_batch_stage_takes_and_gives_rows_of_any_length(way: Way) -> None:
 
 
 def test_what_measures_and_exports_sees_padded_batches_too() -> None:
-    """As `size` replays rows and an export that no batch preceded reads them."""
+    """As an export that no batch preceded reads them."""
     chain = Chain([], seed=5, pads={"ids": Pad(-1, multiple=4)})
     columns, report = chain.run([dict(row) for row in ROWS[:4]], 0)
-    batch, kept = as_batch(columns, report.schemas[-1]), _few(columns, chain)
-    for found in (batch, kept):
-        assert found["ids"].shape == (4, 8)
-        assert found["ids"][3].tolist() == [30, *[-1] * 7]
-        assert found["ids_length"].tolist() == LENGTHS[:4]
+    found = as_batch(columns, report.schemas[-1])
+    assert found["ids"].shape == (4, 8)
+    assert found["ids"][3].tolist() == [30, *[-1] * 7]
+    assert found["ids_length"].tolist() == LENGTHS[:4]
 
 
 def of_lengths(lengths: list[int], first: int = 0) -> list[dict[str, Any]]:

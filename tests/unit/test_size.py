@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from launcher.advise.size.advice_table import Advice, advise
 from launcher.advise.size.candidates import Candidate, Measured, Wanted
-from launcher.advise.size.measure import job_samples
+from launcher.advise.size.measure import job_samples, table_name
 from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
@@ -211,3 +211,17 @@ def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:
     given = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3", "train.workers=2"]
     config = load(None, [*given, "train.epochs=5"]).config
     assert (job_samples(config, 1000), job_samples(config, 20), job_samples(config, None)) == (240, 100, 240)
+
+
+@pytest.mark.parametrize(
+    ("driver", "table"),
+    [
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla L4", "L4"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_drivers_name_of_a_gpu_is_found_in_the_table(driver: str, table: str | None) -> None:
+    assert table_name(driver) == table

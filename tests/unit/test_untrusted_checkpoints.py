@@ -28,7 +28,6 @@ ARGUED = {
     "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/read/identity.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/chain/probing.py": (1, "of the head of this run"),
-    "launcher/advise/size/profile.py": (1, "sent by the parent process through a pipe"),
     "launcher/advise/peek/rebuild.py": (1, "a copy of an object of this very process"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""

@@ -1,4 +1,4 @@
-"""Laptop: several Ray nodes on this machine, each with its own object store, for measurements."""
+"""several Ray nodes on this machine, each with its own object store, for measurements."""
 
 from __future__ import annotations
 

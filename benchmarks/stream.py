@@ -1,4 +1,4 @@
-"""Laptop: one pass of the real data pipeline, consumed in this process, for measurements."""
+"""one pass of the real data pipeline, consumed in this process, for measurements."""
 
 from __future__ import annotations
 
