@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from stoker.config.schema import Config
 from stoker.data import DecodeImage, DecodeMask, Joint
 from stoker.recipe import Recipe
-from stoker.train.sample_images import SIDE, Box, Overlay, Painter, color, show_once, show_predictions
+from stoker.train.sample_images import DRAWN_SIDE, Box, Overlay, Painter, color, show_once, show_predictions
 from stoker.train.state import Worker
 
 H, W = 32, 64
@@ -77,7 +77,7 @@ def pixels(png: str) -> Any:
 def painted(png: str) -> Any:
     """Where a picture of grey has colour, in the image's own height × width."""
     found = pixels(png)
-    return (found.max(2) - found.min(2) > 20)[1 :: SIDE // W, 1 :: SIDE // W]
+    return (found.max(2) - found.min(2) > 20)[1 :: DRAWN_SIDE // W, 1 :: DRAWN_SIDE // W]
 
 
 @pytest.mark.parametrize("key", ["target", "column"])
@@ -266,5 +266,5 @@ def test_a_box_smaller_than_a_pixel_is_drawn() -> None:
     boxes = [Box(corners, 1, None) for corners in ((0.4, 0.4, 0.6, 0.6), (10.0, 10.0, 10.5, 30.0))]
     painter = Painter(())
     picture = painter.draw(Image.new("RGB", (640, 640)), Overlay(None, boxes))
-    assert picture.size == (SIDE, SIDE)
+    assert picture.size == (DRAWN_SIDE, DRAWN_SIDE)
     assert painter.legend()

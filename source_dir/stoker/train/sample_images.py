@@ -186,7 +186,7 @@ def label_texts(batch: Batch, count: int) -> list[str]:
     return texts
 
 
-SIDE = 128
+DRAWN_SIDE = 128
 IGNORED = 255
 LEAST_SCORE = 0.5
 """Predicted boxes below it are not drawn, as long as predictions bring scores."""
@@ -344,7 +344,7 @@ def _joints(entries: Sequence[Any]) -> list[Joint]:
 class Painter:
     """Draws overlays, one colour for each class, and collects their legend."""
 
-    def __init__(self, names: Sequence[str], side: int = SIDE) -> None:
+    def __init__(self, names: Sequence[str], side: int = DRAWN_SIDE) -> None:
         self.names, self.side = names, side
         self.drawn: set[int] = set()
         self.background = not names or names[0].strip("_").lower() in ("background", "bg")
