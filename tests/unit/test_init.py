@@ -119,7 +119,8 @@ def test_no_file_is_overwritten_and_nothing_half_written(
     [
         (
             ["--kind", "image"],
-            "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning); did you mean",
+            "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning);"
+            " did you mean",
         ),
         ([], "--kind: choose one of: images, segmentation, text, tabular, script"),
         (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
