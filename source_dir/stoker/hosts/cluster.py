@@ -17,7 +17,7 @@ from typing import Any
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts import machine, raynode, requirements
-from stoker.hosts.forks import POSSIBLE, ForkServer
+from stoker.hosts.forks import ForkServer, fork_server
 from stoker.hosts.lifeline import Ended, Lifeline
 from stoker.hosts.output import say
 from stoker.hosts.raynode import ClusterError, RayNode
@@ -59,7 +59,7 @@ class LocalCluster:
         )
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
-        forks = ForkServer(self._folder) if POSSIBLE else None
+        forks = fork_server(self._folder)
         self._node = RayNode(arguments, self._folder, forks)
         try:
             if forks is not None:

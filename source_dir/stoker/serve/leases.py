@@ -117,17 +117,16 @@ class Leases:
 
     def _dataset(self, places: list[str]) -> Any:
         import ray
-        from ray.data import ActorPoolStrategy, DataContext
+        from ray.data import ActorPoolStrategy
 
-        context = DataContext.get_current().copy()
-        context.enable_progress_bars = False
-        context.max_errored_blocks = -1  # a lost lease costs nothing
         nodes = iter(places)
-        with DataContext.current(context), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             leases = ray.data.from_items(
                 [{"lease": n} for n in range(len(places))], override_num_blocks=len(places)
             )
+            leases.context.enable_progress_bars = False
+            leases.context.max_errored_blocks = -1
             return leases.map_batches(
                 ChainWorker,
                 fn_constructor_args=(self._service, self._run),

@@ -23,9 +23,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stoker.hosts.requirements import at_least, installed
+
 SOCKET_VARIABLE = "STOKER_FORKS"
 """Path of the fork server's socket."""
 SWITCH_VARIABLE = "STOKER_FORK_WORKERS"
+FIRST_RAY = "2.56"
+"""On Ray 2.52, a host without a dashboard does not join if its workers are forked."""
 POSSIBLE = sys.platform == "linux" and os.environ.get(SWITCH_VARIABLE) != "0"
 """Other systems' libraries are not fork-safe; set the variable to 0 if one of yours is not on Linux."""
 HERE = Path(__file__).resolve().parent
@@ -57,12 +61,21 @@ FOR_CHAINS = Imports(CHAIN)
 FOR_TRAINING = Imports(TRAINING, LATER)
 
 
-def started(imports: Imports, folder: Path) -> ForkServer | None:
-    """Every host: a started fork server, its sockets in `folder`; None on systems without."""
+def fork_server(folder: Path) -> ForkServer | None:
+    """A fork server that has not started, its sockets in `folder`; None on systems and Rays without."""
     if not POSSIBLE:
         return None
-    server = ForkServer(folder)
-    server.start(imports)
+    if not at_least(ray := installed("ray"), FIRST_RAY):
+        print(f"Ray {ray}: processes start more slowly than with Ray {FIRST_RAY} or newer", flush=True)
+        return None
+    return ForkServer(folder)
+
+
+def started(imports: Imports, folder: Path) -> ForkServer | None:
+    """A started fork server, its sockets in `folder`; None on systems and Rays without."""
+    server = fork_server(folder)
+    if server is not None:
+        server.start(imports)
     return server
 
 
