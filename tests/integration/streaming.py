@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ class Train:
     place: dict[str, Any] | None = None
     attempt: int = 0
     portions: list[StepAssignment] = field(default_factory=list)
+    keeps: bool = False
+    """Whether it keeps what it fetched, in `batches`; blocks go once all workers have them."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         data = open_data(self.config)
@@ -63,9 +67,17 @@ class Train:
                 for part in answer[0].blocks:
                     columns, start, stop, _ = self.transport.rows(part)
                     ids += columns[ID_COLUMN][start:stop].tolist()
+                if self.keeps and answer[0].schema is not None:
+                    fetched = self.transport.fetch(answer[0].blocks, answer[0].schema)
+                    self.batches.append(deepcopy(fetched.columns))
             self.transport.finish_pass()
             yield ids
             step += 1
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The columns of each batch that was handed out since the last call."""
+        batches, self.batches = self.batches, []
+        return batches
 
     def position(self, epoch: int, steps: int, ids: list[int]) -> dict[str, Any]:
         id_sum = sum(ids) % ID_MODULUS

@@ -11,7 +11,6 @@ from typing import Any
 from running import run_job
 from streaming import Train
 
-from stoker.chain.columns import columns_of
 from stoker.config.schema import Config
 
 
@@ -28,16 +27,8 @@ def job(data: Path, **changes: Any) -> Config:
 
 
 def pixels(train: Train) -> list[bytes]:
-    """The images of each row range that was handed out so far."""
-    import ray
-
-    found = []
-    for portion in train.portions:
-        for part in portion.blocks:
-            images = columns_of(ray.get(part.block))["image__hwc"]
-            found.append(images[part.start : part.stop].tobytes())
-    train.portions.clear()
-    return found
+    """The images of each batch that was handed out since the last call."""
+    return [batch["image__hwc"].tobytes() for batch in train.kept()]
 
 
 def vanishes(folder: Path, pattern: str) -> bool:
@@ -51,22 +42,20 @@ def vanishes(folder: Path, pattern: str) -> bool:
 def test_interrupted_with_a_cache_is_uninterrupted_without_one(
     ray_cluster: None, digits: Path, tmp_path: Path
 ) -> None:
-    plain = Train(job(digits / "images"))
+    plain = Train(job(digits / "images"), keeps=True)
     expected = []
     for epoch in range(2):
         steps = list(plain.steps("train", epoch))
         expected.append((steps, pixels(plain)))
         plain.reconcile("train", epoch, [i for step in steps for i in step])
         plain.reconcile("val", epoch, [i for step in plain.steps("val", epoch) for i in step])
-        plain.portions.clear()
     plain.close()
 
-    cached = Train(job(digits / "images", cache="disk", cache_folder=str(tmp_path)))
+    cached = Train(job(digits / "images", cache="disk", cache_folder=str(tmp_path)), keeps=True)
     assert list(cached.steps("train", 0)) == expected[0][0]
     assert pixels(cached) == expected[0][1]
     cached.reconcile("train", 0, [i for step in expected[0][0] for i in step])
     cached.reconcile("val", 0, [i for step in cached.steps("val", 0) for i in step])
-    cached.portions.clear()
     first = list(islice(cached.steps("train", 1), 9))
     place = cached.position(1, 9, [i for step in first for i in step])
     assert len(list(tmp_path.glob("stoker-cache-*/*"))) > 1
@@ -74,7 +63,7 @@ def test_interrupted_with_a_cache_is_uninterrupted_without_one(
     cached.close()
 
     # Another process, whose cache is cold, goes on there.
-    resumed = Train(job(digits / "images", cache="memory"), first_epoch=1, place=place)
+    resumed = Train(job(digits / "images", cache="memory"), first_epoch=1, place=place, keeps=True)
     rest = list(resumed.steps("train", 1))
     assert first + rest == expected[1][0]
     assert b"".join(ours + pixels(resumed)) == b"".join(expected[1][1]), "to the pixel"

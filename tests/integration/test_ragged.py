@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from lengths import values
 from streaming import Train
 
 from stoker.config.schema import Config
-from stoker.serve.blocks.client import Transport
 
 
 def job() -> Config:
@@ -31,11 +29,8 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 def rows(train: Train) -> list[int]:
     """The records that were handed out since the last call, each batch compared with what they hold."""
-    transport = Transport(None, pinned=False, timeout_s=60)
     found: list[int] = []
-    for portion in train.portions:
-        assert portion.schema is not None
-        batch: dict[str, Any] = transport.fetch(portion.blocks, portion.schema).columns
+    for batch in train.kept():
         for i, index in enumerate(batch["index"].tolist()):
             own, n = values(index), int(batch["ids_length"][i])
             assert n == len(own) == batch["pairs_length"][i]
@@ -45,12 +40,11 @@ def rows(train: Train) -> list[int]:
         longest = int(batch["ids_length"].max())
         assert (batch["ids"].shape[1], batch["pairs"].shape[1]) == (longest, -(-longest // 4) * 4)
         found += batch["index"].tolist()
-    train.portions.clear()
     return found
 
 
 def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(ray_cluster: None) -> None:
-    train = Train(job(), workers=2)
+    train = Train(job(), workers=2, keeps=True)
     expected = []
     for epoch in range(4):
         ids = flat(list(train.steps("train", epoch)))

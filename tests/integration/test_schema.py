@@ -14,7 +14,6 @@ from streaming import Train
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.serve.blocks.client import Transport
 from stoker.serve.opening import discover, open_data
 
 
@@ -28,11 +27,9 @@ def config(recipe: str, **changes: Any) -> Config:
 def batches(train: Train) -> dict[str, list[Any]]:
     """All rows of the first training epoch, column by column, as a train worker gets them."""
     ids = [list(step) for step in train.steps("train", 0)]
-    transport = Transport(None, pinned=False, timeout_s=60)
     found: dict[str, list[Any]] = {}
-    for portion in train.portions:
-        assert portion.schema is not None
-        for name, column in transport.fetch(portion.blocks, portion.schema).columns.items():
+    for batch in train.kept():
+        for name, column in batch.items():
             found.setdefault(name, []).extend(column if isinstance(column, list) else column.tolist())
     assert found["__id"] == [one for step in ids for one in step]
     return found
@@ -48,7 +45,7 @@ def test_a_null_is_refused_before_training(ray_cluster: None, tmp_path: Path) ->
 
 
 def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None) -> None:
-    train = Train(config("holes:RayRows", shuffle=False))
+    train = Train(config("holes:RayRows", shuffle=False), keeps=True)
     found = batches(train)
     (bad,) = train.events("quarantined")
     train.close()
@@ -69,7 +66,7 @@ def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
     columns = {"image_column": "img", "label_column": "what"}
     job = worded(**columns)
     assert (job.params["num_classes"], job.params["class_names"]) == (2, ["cat", "dog"])
-    train = Train(job)
+    train = Train(job, keeps=True)
     found = batches(train)
     train.close()
     assert found["label"] == [1, 0, 1] * 4
@@ -81,7 +78,7 @@ def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
 
 
 def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: None) -> None:
-    train = Train(config("holes:Optional"))
+    train = Train(config("holes:Optional"), keeps=True)
     found = batches(train)
     bad = train.events("quarantined")
     train.close()

@@ -215,9 +215,10 @@ class Books:
 
 def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
     disk = shutil.disk_usage(root)
-    free = disk.free - SPARE_SHARE * disk.total
+    left, free = disk.free, disk.free - SPARE_SHARE * disk.total
     if spec.kind == "memory":
         total, available = memory()
+        left = min(left, available)
         # Ray's store is in shared memory too, and takes pages only as it fills them.
         free = min(disk.free, available - SPARE_SHARE * total) - reserved_bytes
     bound = int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
@@ -225,7 +226,7 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
         beside = f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""
         other = "disk" if spec.kind == "memory" else "memory"
         raise CacheError(
-            f"data.cache: nothing can be cached in {root.parent} on this host: {disk.free >> 20} MB are"
+            f"data.cache: nothing can be cached in {root.parent} on this host: {left >> 20} MB are"
             f" free{beside}; use data.cache {other} or none"
         )
     return bound
