@@ -19,7 +19,7 @@ LAUNCHER = """
 import sys
 from launcher.places import local
 from launcher.job import Job
-from stoker.config import load
+from stoker.config.loading import load
 
 JOB = '''
 import signal, sys, time

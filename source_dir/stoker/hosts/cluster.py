@@ -147,7 +147,7 @@ def refuse_old_ray() -> None:
     here, oldest = requirements.installed("ray"), requirements.OLDEST_RAY
     if not requirements.at_least(here, oldest):
         raise UsageError(
-            f"Ray {here or '(absent)'} of {sys.executable}: Stoker needs {oldest} or newer;"
+            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {oldest} or newer;"
             f" pip install 'ray[data,train]>={oldest}'"
         )
 
