@@ -190,7 +190,7 @@ def shape_of(wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None
         cpu_hosts=count,
         gpu_hosts=wanted.gpu_hosts,
         gpus_per_host=max(gpu.gpus, 1),
-        # CPUs that bootstrap/raynode.py does not declare to Ray: one per GPU, but never the last one.
+        # CPUs that hosts/raynode.py does not declare to Ray: one per GPU, but never the last one.
         reserved_cpus=min(gpu.gpus, gpu.vcpus - 1),
         gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,
         cpu_host_bytes_per_s=min(cpu.baseline_gbps, FLOW_GBPS) / BITS if cpu else 0.0,
