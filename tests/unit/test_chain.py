@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from stoker.chain.chain import Chain, ChainError
+from stoker.chain.chain import Chain
+from stoker.chain.decode import decode_image
 from stoker.chain.entries import as_stages
-from stoker.chain.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
-from stoker.errors import UsageError
+from stoker.chain.stages import RecordTransform
+from stoker.chain.transforms import CheckLabel, DecodeImage
+from stoker.errors import ChainError, UsageError
 from stoker.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
 from stoker.read.sources import record_id
 

@@ -23,11 +23,11 @@ from damage import DAMAGES, SEED, Damage, damages, keys, records, tar_of
 from PIL import Image
 from pyarrow import parquet
 
-from stoker.chain.chain import Chain, ChainError
+from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage
 from stoker.data import read_images
-from stoker.errors import UsageError
+from stoker.errors import ChainError, UsageError
 from stoker.messages import HWC_SUFFIX, KEY_COLUMN, BadRecord
 
 pytestmark = pytest.mark.long

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.transforms import RecordTransform
+from stoker.chain.stages import RecordTransform
 from stoker.data import read_torch
 from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
 from stoker.read.sources import Source, record_id

@@ -18,7 +18,8 @@ from torchvision.transforms import v2
 from stoker.chain.chain import Chain
 from stoker.chain.decode import MOST_PIXELS, decode_image, limit_pixels
 from stoker.chain.entries import as_stages
-from stoker.chain.transforms import DecodeImage, RecordTransform
+from stoker.chain.stages import RecordTransform
+from stoker.chain.transforms import DecodeImage
 from stoker.config.loading import load
 from stoker.data import read_torch
 from stoker.errors import UsageError

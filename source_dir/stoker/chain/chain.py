@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
@@ -15,10 +16,7 @@ from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage
-from stoker.errors import ChainError as ChainError
-from stoker.messages import HWC_SUFFIX as HWC_SUFFIX
-from stoker.messages import ID_COLUMN as ID_COLUMN
-from stoker.messages import KEY_COLUMN as KEY_COLUMN
+from stoker.errors import ChainError, where_raised
 from stoker.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
 from stoker.read.host_cache import KeptRecord
 from stoker.read.sources import record_id, seed_globals, seed_torch
@@ -221,7 +219,7 @@ class Chain:
         try:
             out = stage.apply(columns)
         except Exception as error:
-            raise ChainError(f"stage {stage.name}: {_where(error)}") from error
+            raise ChainError(f"stage {stage.name}: {where_raised(error)}") from error
         cost = report.costs.setdefault(stage.name, StageCost())
         cost.cpu_s += time.thread_time() - started
         out = _as_columns(out)
@@ -315,16 +313,8 @@ def _size(record: Record) -> int:
     )
 
 
-def _where(error: Exception) -> str:
-    from stoker.errors import where_raised
-
-    return where_raised(error)
-
-
 def use_one_thread() -> None:
     """Run one task per core, so libraries must not start threads of their own."""
-    import sys
-
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     if "cv2" in sys.modules:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.chain.picture import is_hwc
 from stoker.errors import SchemaError
 from stoker.messages import (
     HWC_SUFFIX,
@@ -367,8 +368,6 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 def _channels(shape: tuple[int, ...]) -> int:
     """Of an image; 0 without a dimension for them, negative where they come first."""
-    from stoker.chain.picture import is_hwc
-
     return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
 
 
@@ -381,8 +380,6 @@ def size_of(column: Any) -> int:
 def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
     """Packed columns as they leave it: images marked by their layout, plus row ids."""
     import numpy as np
-
-    from stoker.chain.picture import is_hwc
 
     keys: Sequence[str] = [record["key"] for record in packed.records]
     out: dict[str, Any] = {}

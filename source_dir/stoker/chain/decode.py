@@ -313,11 +313,13 @@ def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) ->
 
     See `DecodeImage` for `bits`.
     """
+    header = jpeg_header(content)
+    return decode_with_pillow(content, mode, bits) if header is None else decode_whole(content, header, mode)
+
+
+def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:
     import numpy as np
 
-    header = jpeg_header(content)
-    if header is None:
-        return decode_with_pillow(content, mode, bits)
     buffer = np.empty(header.rows * header.columns * (1 if mode == "L" else 3), dtype=np.uint8)
     array = _decode_jpeg(content, header, mode, 1, header.rows, buffer)
     return decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.picture import Picture, open_picture, with_channels
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, may_draw, value_of
+from stoker.chain.picture import open_picture, tensor_of
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, image_of, is_plain, may_draw
 from stoker.chain.transforms import (
     CenterCrop,
     CheckLabel,
@@ -21,10 +21,10 @@ from stoker.chain.transforms import (
     DecodeImage,
     GaussianBlurs,
     ImageTransform,
+    Pictured,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
-    tensor_of,
 )
 from stoker.errors import UsageError
 from stoker.messages import Record
@@ -100,17 +100,11 @@ class Fused(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         name = self.first
         try:
-            image = value_of(record, "image")
-            decode = self.decode
-            if decode and isinstance(image, bytes | bytearray | memoryview):
-                picture = Picture(bytes(image), decode.mode, decode.bits)
-            else:
-                if decode:
-                    image = with_channels(image, decode.mode, decode.bits)
-                picture = open_picture(image)  # type: ignore[assignment]
+            picture: Pictured
+            picture = self.decode.opened(record) if self.decode else open_picture(image_of(record))
             for part_name, part in self.parts:
                 name = part_name
-                picture = part.change(picture, rng)  # type: ignore[assignment]
+                picture = part.change(picture, rng)
             pixels = picture.pixels()
         except Exception as error:
             # Pixels are decoded only when a later transform needs them.

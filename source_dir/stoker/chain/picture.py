@@ -10,7 +10,7 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, array_of, decode_image, decode_part, decode_with_pillow, jpeg_header
+from stoker.chain.decode import Mode, array_of, decode_part, decode_whole, decode_with_pillow, jpeg_header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,6 +57,18 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
     return np.ascontiguousarray(array)
 
 
+def tensor_of(image: Any) -> Any:
+    """An array as a tensor, with channels first; anything else as it is."""
+    import numpy as np
+
+    if not isinstance(image, np.ndarray):
+        return image
+    import torch
+
+    tensor = torch.from_numpy(image)
+    return tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
+
+
 def open_picture(image: Any) -> Picture | TensorPicture:
     import numpy as np
 
@@ -64,13 +76,7 @@ def open_picture(image: Any) -> Picture | TensorPicture:
         image = image[..., None] if image.ndim == 2 else image
         if image.dtype == np.uint8 and is_hwc(image.shape) and image.shape[2] in (1, 3):
             return Picture(image)
-        import torch
-
-        tensor = torch.from_numpy(image)
-        return TensorPicture(tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor)
-    if isinstance(image, bytes | bytearray | memoryview):
-        raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-    return TensorPicture(image)
+    return TensorPicture(tensor_of(image))
 
 
 class Picture:
@@ -154,7 +160,9 @@ class Picture:
         import numpy as np
 
         if self.size is None:
-            whole = decode_image(self.content, self.mode) if self.array is None else self.array
+            whole = self.array
+            if whole is None:
+                whole = decode_whole(self.content, self.header, self.mode)
             top, left, height, width = self.box
             out = np.ascontiguousarray(whole[top : top + height, left : left + width])
             return mirrored(out, in_place=False) if self.flipped else out
@@ -166,7 +174,6 @@ class Picture:
 
     def _resized(self, rows: int, columns: int) -> NDArray[Any]:
         """The resized crop, only as far down and to the right as the window reaches."""
-
         top, left, tall, wide = self.box
         factor = shrink(tall, wide, rows, columns)
         while top % factor or left % factor:
@@ -207,25 +214,21 @@ class TensorPicture:
     """Any other image (a tensor, an array with channels first), handled by torchvision."""
 
     def __init__(self, image: Any) -> None:
-        self.image = image
+        from torchvision.transforms.v2 import functional
+
+        self.image, self._by = image, functional
 
     @property
     def shape(self) -> tuple[int, int]:
-        from torchvision.transforms.v2 import functional
-
-        height, width = functional.get_size(self.image)
+        height, width = self._by.get_size(self.image)
         return height, width
 
     def crop(self, top: int, left: int, height: int, width: int) -> TensorPicture:
-        from torchvision.transforms.v2 import functional
-
-        return TensorPicture(functional.crop(self.image, top, left, height, width))
+        return TensorPicture(self._by.crop(self.image, top, left, height, width))
 
     def resize(self, height: int, width: int, cubic: bool = False) -> TensorPicture:
-        from torchvision.transforms.v2 import InterpolationMode, functional
-
-        how = InterpolationMode.BICUBIC if cubic else InterpolationMode.BILINEAR
-        return TensorPicture(functional.resize(self.image, [height, width], how, antialias=True))
+        how = self._by.InterpolationMode.BICUBIC if cubic else self._by.InterpolationMode.BILINEAR
+        return TensorPicture(self._by.resize(self.image, [height, width], how, antialias=True))
 
     def resized_crop(
         self, box: tuple[int, int, int, int], height: int, width: int, cubic: bool = False
@@ -233,14 +236,10 @@ class TensorPicture:
         return self.crop(*box).resize(height, width, cubic)
 
     def flip(self) -> TensorPicture:
-        from torchvision.transforms.v2 import functional
-
-        return TensorPicture(functional.horizontal_flip(self.image))
+        return TensorPicture(self._by.horizontal_flip(self.image))
 
     def pad(self, top: int, left: int, bottom: int, right: int) -> TensorPicture:
-        from torchvision.transforms.v2 import functional
-
-        return TensorPicture(functional.pad(self.image, [left, top, right, bottom]))
+        return TensorPicture(self._by.pad(self.image, [left, top, right, bottom]))
 
     def pixels(self) -> Any:
         return self.image

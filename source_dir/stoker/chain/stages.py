@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from stoker.chain.picture import tensor_of
 from stoker.errors import UsageError, nearest
 from stoker.messages import Record
 from stoker.read.sources import digest
@@ -83,6 +84,14 @@ def value_of(record: Record, column: str) -> Any:
     return value
 
 
+def image_of(record: Record) -> Any:
+    """The decoded image of a record."""
+    image = value_of(record, "image")
+    if isinstance(image, bytes | bytearray | memoryview):
+        raise TypeError("the image is still encoded; put DecodeImage() before this stage")
+    return image
+
+
 class ImageModule(RecordTransform):
     """A torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
@@ -93,15 +102,7 @@ class ImageModule(RecordTransform):
         import numpy as np
         import torch
 
-        from stoker.chain.picture import is_hwc
-
-        image = value_of(record, "image")
-        if isinstance(image, bytes):
-            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        if isinstance(image, np.ndarray):
-            tensor = torch.from_numpy(image)
-            image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
-        out = self.module(image)
+        out = self.module(tensor_of(image_of(record)))
         if not isinstance(out, torch.Tensor):
             out = np.array(out)  # of a Pillow image, which nobody may write to
         return {**record, "image": out}

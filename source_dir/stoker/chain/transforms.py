@@ -1,8 +1,8 @@
 """Stoker's image transforms, with torchvision's names and arguments.
 
 They differ from torchvision's in execution: adjacent ones run as one stage, which chooses the crop from the
-header, decodes only what it needs and resizes once (see `fusion`). Images stay uint8 arrays, height × width ×
-channels. Random numbers come from the record's generator.
+header, decodes only what it needs and resizes once (see `entries`). Images stay uint8 arrays, height ×
+width × channels. Random numbers come from the record's generator.
 """
 
 from __future__ import annotations
@@ -12,33 +12,23 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, decode_image
-from stoker.chain.picture import Picture, TensorPicture, is_hwc, open_picture, resizing_kernels, with_channels
-from stoker.chain.stages import RecordTransform, Stage, value_of
+from stoker.chain.decode import Mode
+from stoker.chain.picture import (
+    Picture,
+    TensorPicture,
+    is_hwc,
+    open_picture,
+    resizing_kernels,
+    tensor_of,
+    with_channels,
+)
+from stoker.chain.stages import RecordTransform, image_of, value_of
 from stoker.errors import UsageError
 from stoker.messages import Record
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-__all__ = [
-    "CenterCrop",
-    "CheckLabel",
-    "Compose",
-    "DecodeImage",
-    "Drop",
-    "ImageTransform",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "RecordTransform",
-    "Rename",
-    "Resize",
-    "ShrinkLarger",
-    "Stage",
-    "decode_image",
-    "is_hwc",
-]
 
 Pictured = Picture | TensorPicture
 
@@ -65,14 +55,14 @@ class DecodeImage(RecordTransform):
         self.mode, self.bits = mode, bits
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        content = value_of(record, "image")
-        encoded = isinstance(content, bytes | bytearray | memoryview)
-        image = (
-            decode_image(bytes(content), self.mode, self.bits)
-            if encoded
-            else with_channels(content, self.mode, self.bits)
-        )
-        return {**record, "image": image}
+        return {**record, "image": self.opened(record).pixels()}
+
+    def opened(self, record: Record) -> Picture:
+        """The picture of a record; of a JPEG, only its header is read."""
+        image = value_of(record, "image")
+        encoded = isinstance(image, bytes | bytearray | memoryview)
+        source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
+        return Picture(source, self.mode, self.bits)
 
 
 class CheckLabel(RecordTransform):
@@ -153,23 +143,12 @@ class ImageTransform(RecordTransform):
         resizing_kernels()
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        image = self.change(open_picture(value_of(record, "image")), rng).pixels()
+        image = self.change(open_picture(image_of(record)), rng).pixels()
         return {**record, "image": tensor_of(image) if self.gives_tensor else image}
 
     @abstractmethod
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
         """Add the operation to the picture; pixels are computed later."""
-
-
-def tensor_of(image: Any) -> Any:
-    """An array, height × width × channels, as a tensor, channels first."""
-    import numpy as np
-
-    if not (isinstance(image, np.ndarray) and is_hwc(image.shape)):
-        return image
-    import torch
-
-    return torch.from_numpy(image).permute(2, 0, 1)
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
@@ -351,9 +330,7 @@ class GaussianBlurs(RecordTransform):
         import numpy as np
         import torch
 
-        image = value_of(record, "image")
-        if isinstance(image, bytes):
-            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
+        image = image_of(record)
         sigmas = [torch.empty(1).uniform_(*limits).item() for _, limits in self.blurs]
         as_tensor = self.gives_tensor
         if isinstance(image, np.ndarray) and not is_hwc(image.shape):
@@ -389,12 +366,9 @@ class GaussianBlurs(RecordTransform):
         return result
 
     def _by_torchvision(self, image: Any, sigmas: list[float]) -> Any:
-        import numpy as np
-        import torch
         from torchvision.transforms.v2 import functional
 
-        if isinstance(image, np.ndarray):
-            image = torch.from_numpy(image).permute(2, 0, 1)
+        image = tensor_of(image)
         for (size, _), sigma in zip(self.blurs, sigmas, strict=True):
             image = functional.gaussian_blur(image, list(size), [sigma, sigma])
         return image

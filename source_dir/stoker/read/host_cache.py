@@ -52,11 +52,8 @@ class KeptRecord(dict[str, Any]):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What is cached, and where."""
-
     kind: Literal["memory", "disk"]
     run: str
-    """Names the run; runs share nothing."""
     most_bytes: int | None = None
     """Per host; None: half of its free space."""
     folder: str | None = None
@@ -84,8 +81,6 @@ def open_root(root: Path) -> None:
 
 
 class HostCache:
-    """One per process and split."""
-
     def __init__(self, root: Path, key: str, spec: CacheSpec, reserved_bytes: int = 0) -> None:
         open_root(root)
         self._folder = root / key
@@ -300,8 +295,8 @@ class CachedReader:
         store: bool,
         refuses: Callable[[str], str] = lambda key: "",
     ) -> None:
-        self.refuses = refuses
-        self.source, self.shard, self.order, self.cache, self.store = source, shard, order, cache, store
+        self.source, self.shard, self.order = source, shard, order
+        self.cache, self.store, self.refuses = cache, store, refuses
         items = f":{digest(shard.items)}" if shard.items else ""
         self.name = f"{shard.path}:{shard.start}:{shard.stop}{items}"
         self.seen: dict[str, None] = {}
@@ -354,24 +349,17 @@ class CachedReader:
 
     def _whole(self) -> list[str]:
         """The keys of the shard in the order of this pass, if all of its records are cached."""
-        if not self._arranged():
-            return []
-        keys = self.cache.listing(self.name)
-        if keys is None:
-            return []
-        return [keys[i] for i in self._arrangement(len(keys))]
+        keys = self.cache.listing(self.name) or []
+        return [keys[i] for i in self._arrangement(len(keys)) or ()]
 
-    def _arrangement(self, count: int) -> list[int]:
-        return self.source.arrangement(count, self.order()) if isinstance(self.source, StreamedSource) else []
-
-    def _arranged(self) -> bool:
-        """Whether the source has an `arrangement` that matches its `read`; a user's subclass may override
-        only the latter."""
+    def _arrangement(self, count: int) -> list[int] | None:
+        """The order in which `read` yields so many records; None: the source does not tell."""
         kind = type(self.source)
         if not isinstance(self.source, StreamedSource):
-            return False
-        owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in ("read", "arrangement")]
-        return owners[0] is owners[1]
+            return None
+        # A user's subclass may override `read` only.
+        owners = {next(c for c in kind.__mro__ if name in vars(c)) for name in ("read", "arrangement")}
+        return self.source.arrangement(count, self.order()) if len(owners) == 1 else None
 
     def keep(self, record: Record) -> int:
         """Cache a record that has passed the first stages; returns the bytes it takes."""
@@ -383,9 +371,10 @@ class CachedReader:
 
     def finished(self, whole: bool) -> None:
         """End of the shard."""
-        if not (whole and self.store and self.seen and self.kept == len(self.seen) and self._arranged()):
+        if not (whole and self.store and self.seen and self.kept == len(self.seen)):
             return
-        order = self._arrangement(len(self.seen))
+        if (order := self._arrangement(len(self.seen))) is None:
+            return
         keys = [""] * len(order)
         for place, key in zip(order, self.seen, strict=True):
             keys[place] = key

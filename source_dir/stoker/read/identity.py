@@ -35,23 +35,19 @@ SYSTEM = {"_io", "_thread", "builtins", "io", "logging", "multiprocessing", "thr
 """Modules whose objects do not describe records."""
 
 
-def content_of(value: Any) -> str:
-    """A digest of an object's content, computed in a fraction of a second."""
-    contents = Contents()
+def content_of(value: Any, whole: bool = False) -> bytes:
+    """A digest of an object's content; unless it is hashed `whole`, computed in a fraction of a second."""
+    contents = _Contents(whole)
     contents.add(value)
-    return contents.digest().hex()
+    return contents.hash.digest()
 
 
-class Contents:
-    def __init__(self, most_items: int | None = MOST_ITEMS) -> None:
-        self._hash = blake2b(digest_size=8)
-        self._whole = most_items is None
-        self._left = most_items or 0
+class _Contents:
+    def __init__(self, whole: bool) -> None:
+        self.hash = blake2b(digest_size=8)
+        self._whole, self._left = whole, MOST_ITEMS
         self._above: list[int] = []
         """Ids of the enclosing objects, to detect reference cycles."""
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
     def add(self, value: Any) -> None:
         self._left -= 1
@@ -81,13 +77,8 @@ class Contents:
             self._array(value)
         elif hasattr(value, "__dict__"):
             # Private attributes that are not containers are internals: handles, counters, times.
-            self._items(
-                [
-                    (name, part)
-                    for name, part in vars(value).items()
-                    if not name.startswith("_") or (hasattr(part, "__len__") and not isinstance(part, str))
-                ]
-            )
+            held = {n: p for n, p in vars(value).items() if n[:1] != "_" or _is_container(p)}
+            self._items([*held.items()])
 
     def _items(self, items: Any) -> None:
         self._text(str(len(items)))
@@ -115,15 +106,19 @@ class Contents:
     def _bytes(self, content: memoryview) -> None:
         self._text(str(len(content)))
         if self._whole or len(content) <= MOST_BYTES:
-            self._hash.update(content)
+            self.hash.update(content)
             return
         size, step = MOST_BYTES // PARTS, len(content) // PARTS
         for part in range(PARTS):
-            self._hash.update(content[part * step : part * step + size])
-        self._hash.update(content[-size:])
+            self.hash.update(content[part * step : part * step + size])
+        self.hash.update(content[-size:])
 
     def _text(self, text: str) -> None:
-        self._hash.update(text.encode(errors="surrogatepass") + b"\0")
+        self.hash.update(text.encode(errors="surrogatepass") + b"\0")
+
+
+def _is_container(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, str)
 
 
 def movable(text: str) -> str:
@@ -179,7 +174,7 @@ def identity_of(source: Source) -> Identity:
     if text and not source.random:
         return Identity(text)
     kind = type(getattr(source, "dataset", source)).__name__
-    base = text or digest(source.count(), content_of(source))
+    base = text or digest(source.count(), content_of(source).hex())
     try:
         copied = _as_tasks_get_it(source)
         digests, draws, differs = _sample(source, copied)
@@ -253,22 +248,14 @@ def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[byt
             if record is None:
                 break
             after = states()
-            drew = any(pickle.dumps(after[name]) != pickle.dumps(state) for name, state in before.items())
+            drew = any(after[name] != state for name, state in before.items())
             record = {"key": record.key} if isinstance(record, BadRecord) else record
-            contents = Contents(most_items=None)
-            contents.add(record)
-            found.append((contents.digest(), drew))
+            found.append((content_of(record, whole=True), drew))
     return found
 
 
 def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], about: Any) -> str:
-    """The fingerprint of a source that reads files: their sizes and a sample of their content (all of
-    it if that is small).
-    """
-    return SEPARATOR.join([digest(about, sizes), *_content_of_files(filesystem, paths, sizes)])
-
-
-def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> list[str]:
+    """The fingerprint of a source that reads files: their sizes and samples of their content."""
     ends = list(accumulate(-(-size // CHUNK_BYTES) for size in sizes))
     chunks = list(spread(ends[-1], CHUNKS[-1])) if ends and ends[-1] else []
     files = [bisect_right(ends, chunk) for chunk in chunks]
@@ -283,7 +270,7 @@ def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> li
         except OSError:
             return b"cannot be read"
 
-    sample, found = blake2b(digest_size=4), []
+    sample, found = blake2b(digest_size=4), [digest(about, sizes)]
     until, done = time.monotonic() + BUDGET_S, 0
     with ThreadPoolExecutor(8) as pool:
         for level in CHUNKS:
@@ -295,7 +282,7 @@ def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> li
             seen = sum(min(CHUNK_BYTES, sizes[files[at]]) for at in range(done))
             if done == len(chunks) or seen > BUDGET_BYTES or time.monotonic() > until:
                 break
-    return found
+    return SEPARATOR.join(found)
 
 
 def spread(total: int, most: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read.sources import IndexedSource, Source, cut_indices, digest, generators, read_again
+from stoker.read.sources import IndexedSource, Source, cut_indices, digest, put_back, read_again, states
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +82,8 @@ class TorchSource(NumberedSource):
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in shard.items:
-            item = read_again(str(index), partial(self.dataset.__getitem__, index), generators(), far=True)
+            rewind = partial(put_back, states())
+            item = read_again(str(index), partial(self.dataset.__getitem__, index), rewind, far=True)
             if isinstance(item, BadRecord):
                 yield item
                 continue

@@ -30,22 +30,21 @@ ID_MODULUS = 2**63
 
 
 class Source(ABC):
-    """Head and chain worker: the records of one split."""
+    """The records of one split."""
 
     random: bool = True
-    """False: reading draws no random numbers. Otherwise the global generators (`random`, `numpy.random`,
-    torch) are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
+    """False: reading draws no random numbers. Otherwise the global generators of `random`, NumPy and torch
+    are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
 
     notes: tuple[str, ...] = ()
     """Lines on what lies beside the records and is not read, for the screen and `peek`."""
 
     def noting(self, *notes: str) -> Self:
-        """Head: this source with more notes."""
         self.notes += tuple(note for note in notes if note not in self.notes)
         return self
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
-        """Head: check the data as far as possible before training.
+        """Check the data as far as possible before training.
 
         Raises:
             UsageError: absent, empty, truncated or without a required column; names the file.
@@ -53,11 +52,11 @@ class Source(ABC):
 
     @abstractmethod
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
-        """Head: divide the split into shards of about `records` records, permuted by `order`."""
+        """Divide the split into shards of about `records` records, permuted by `order`."""
 
     @abstractmethod
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """Chain worker: the records of a shard; a record that cannot be read becomes a BadRecord.
+        """The records of a shard; a record that cannot be read becomes a BadRecord.
 
         Raises:
             OSError: accessing the data failed; the head retries the shard, on another host if possible.
@@ -65,31 +64,31 @@ class Source(ABC):
 
     @abstractmethod
     def count(self) -> int | None:
-        """Head: the number of records; None if only reading would tell."""
+        """The number of records; None if only reading would tell."""
 
     far: bool = False
     """Whether reading waits for a network, so that `prepare` saves time."""
 
     def prepare(self, shard: Shard) -> None:  # noqa: B027 - nothing to prepare is a good answer
-        """Chain worker: start fetching a shard that will probably be the next one to `read`."""
+        """Start fetching a shard that will probably be the next one to `read`."""
 
     def for_workers(self) -> Source:
-        """Head: what chain workers need for `read`, without head-only data such as file lists."""
+        """What chain workers need for `read`, without head-only data such as file lists."""
         return self
 
     def fingerprint(self) -> str:
-        """Head: short text that changes if the records change; takes about a second at most.
+        """Short text that changes if the records change; takes about a second at most.
 
         Empty: only reading can tell, so records are sampled (`stoker.read.identity`).
         """
         return ""
 
     def classes(self) -> list[str] | None:
-        """Head: class names in the order of their labels, if the source knows them."""
+        """Class names in the order of their labels, if the source knows them."""
         return None
 
     def path_of(self, key: str) -> str:
-        """Head: where a user finds a record; the key, unless it is part of a path only."""
+        """Where a user finds a record; the key, unless it is part of a path only."""
         return key
 
     def to_ray(self, records: int = 1024) -> Any:
@@ -115,23 +114,23 @@ class Source(ABC):
 
 
 class IndexedSource(Source):
-    """Head and chain worker: records with keys that are known before reading, each readable alone."""
+    """Records with keys that are known before reading, each readable alone."""
 
     @abstractmethod
     def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-        """Head: as `Source.shards`; see `cut_indices` for `homes`."""
+        """As `Source.shards`; see `cut_indices` for `homes`."""
 
     @abstractmethod
     def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
-        """Chain worker: key and shard of each record of a shard."""
+        """Key and shard of each record of a shard."""
 
 
 class StreamedSource(Source):
-    """Head and chain worker: records that are read sequentially."""
+    """Records that are read sequentially."""
 
     @abstractmethod
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
-        """Chain worker: the order in which `read` returns the `count` records of a shard."""
+        """The order in which `read` returns the `count` records of a shard."""
 
 
 def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
@@ -223,22 +222,6 @@ def read_again(
             if rewind:
                 rewind()
     raise AssertionError("the last try returns")
-
-
-def generators() -> Callable[[], None]:
-    """A function that resets the global random generators to their current state."""
-    import numpy as np
-
-    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
-    of_torch = torch.get_rng_state() if torch else None
-
-    def rewind() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch:
-            torch.set_rng_state(of_torch)
-
-    return rewind
 
 
 def may_pass(error: BaseException) -> bool:
