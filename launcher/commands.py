@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.places import Backend, Options, RemoteRun, attach, backend, backends
+from launcher.places import Options, Place, RemoteRun, attach, every_place, place_named
 from stoker.config.loading import Resolved, load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from launcher.job import Job
 
 
-def refuse_meaningless(options: Options, chosen: Backend) -> None:
-    """Laptop: refuse options of other backends instead of ignoring them.
+def refuse_meaningless(options: Options, chosen: Place) -> None:
+    """Laptop: refuse options of other every_place instead of ignoring them.
 
     Raises:
-        UsageError: names each option and the backends that support it.
+        UsageError: names each option and the every_place that support it.
     """
     fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
-        # Import the other backends only for an option that may be theirs.
-        if known := [place.name for place in backends() if name in place.options]:
+        # Import the other every_place only for an option that may be theirs.
+        if known := [place.name for place in every_place() if name in place.options]:
             use = " or --on ".join(known)
             problems.append(f"--{name}: is not supported with --on {chosen.name}; use it with --on {use}")
     if problems:
@@ -54,7 +54,7 @@ def run(
     Raises:
         UsageError: the request is wrong.
     """
-    place = backend(options.on)
+    place = place_named(options.on)
     refuse_meaningless(options, place)
     if config is None:
         raise UsageError("no configuration file or script given; try source_dir/configs/digits.yaml")
@@ -95,7 +95,7 @@ def run(
     return code
 
 
-def refuse_unsupported(config: Config, place: Backend) -> None:
+def refuse_unsupported(config: Config, place: Place) -> None:
     """Laptop: refuse keys of the configuration that mean nothing at a place.
 
     Raises:

@@ -1,6 +1,6 @@
 """Laptop: a resolved and checked job: configuration, source to stage, and data.
 
-Every backend runs `COMMAND` in a staged copy of the source. A laptop and SageMaker differ only in the
+Every place runs `COMMAND` in a staged copy of the source. A laptop and SageMaker differ only in the
 location of that copy and of the data in `channels`.
 """
 
@@ -24,7 +24,7 @@ from stoker.place import COMMIT_FILE, ORIGINS_FILE
 from stoker.scripts.script_checks import SCRIPT_FOLDER
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
-"""The command that every backend runs in the staged folder."""
+"""The command that every place runs in the staged folder."""
 
 HIDING = ("stoker", "train.py", SECRETS_FILE)
 """Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
@@ -32,7 +32,7 @@ HIDING = ("stoker", "train.py", SECRETS_FILE)
 
 @dataclass(frozen=True)
 class Job:
-    """Laptop: what to run, independent of the backend."""
+    """Laptop: what to run, independent of the place."""
 
     resolved: Resolved
     source_dir: Path | None = None
@@ -178,7 +178,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """Laptop: check the job and find the data that it reads from this machine.
 
     A recipe parameter whose value is an existing path names local data. The path becomes absolute for
-    local runs; other backends upload the data as an input channel.
+    local runs; other every_place upload the data as an input channel.
 
     Args:
         resolved: the configuration.

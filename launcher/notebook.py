@@ -2,7 +2,7 @@
 
     result = stoker.run("job.yaml", "train.epochs=3")
 
-The child runs the command that every backend runs, so a crash of the job leaves the notebook as it is.
+The child runs the command that every place runs, so a crash of the job leaves the notebook as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher import databricks, runs
 from launcher.commands import check_recipe, refuse_unsupported
 from launcher.job import Job, beside, example_file, open_job
 from launcher.notebook_run import NotebookRequest, RunResult, submit
-from launcher.places import backend
+from launcher.places import place_named
 from launcher.places.ray import jobs as ray_jobs
 from launcher.resuming import resolve
 from launcher.scripts import as_overrides, located
@@ -108,7 +108,7 @@ def plan(
 ) -> NotebookRequest:
     """Notebook: check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
     cluster = cluster_at(address)
-    place = backend("ray" if cluster else "local")
+    place = place_named("ray" if cluster else "local")
     given, own, folder = described(config, arguments, Path(source_dir).expanduser() if source_dir else None)
     resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]

@@ -1,4 +1,4 @@
-"""Laptop: resolves `--resume` for each backend.
+"""Laptop: resolves `--resume` for each place.
 
 The head reads `checkpoint.resume`. Only the laptop knows which run directory a local run resumes in and
 which files to copy for the hosts of a rehearsal.
@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from launcher.places import Backend, Resume
+from launcher.places import Place, Resume
 from launcher.places.local import PastRun
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
@@ -21,12 +21,12 @@ from stoker.storage.filesystems import deepest_there
 _STEP = re.compile(r"step-\d{8,}")
 
 
-def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
-    """Laptop: resolve the option `--resume` for a backend.
+def resolve(asked: str | None, place: Place, config: Config) -> Resume:
+    """Laptop: resolve the option `--resume` for a place.
 
     Args:
         asked: auto, never, a path or an `s3://` URI; None if not given.
-        backend: where the job runs.
+        place: where the job runs.
         config: the job.
 
     Raises:
@@ -42,16 +42,16 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
         )
     if asked == "never" or "://" in asked:
         return Resume(asked)
-    if backend.checkpoints in ("shared", "s3", "gs"):
-        return _elsewhere(asked, backend, config)
+    if place.checkpoints in ("shared", "s3", "gs"):
+        return _elsewhere(asked, place, config)
     if asked == "auto":
         found = newest_unfinished(config)
         if found is None:
             where = f"{config.name} in {config.output_dir}/"
             print(f"no unfinished run of {where} has a checkpoint; starting a new one")
             return Resume("auto")
-        return _run(found, backend, config)
-    copied = backend.checkpoints == "copies"
+        return _run(found, place, config)
+    copied = place.checkpoints == "copies"
     path = Path(asked)
     if not path.exists():
         raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
@@ -63,7 +63,7 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     if path.name == "checkpoints" and _is_run(path.parent):
         path = path.parent
     if _is_run(path):
-        return _run(path, backend, config)
+        return _run(path, place, config)
     steps = steps_in(path)
     if not steps:
         raise UsageError(f"--resume {asked}: neither a run directory nor a folder with step-… folders")
@@ -88,9 +88,9 @@ def newest_unfinished(config: Config) -> Path | None:
 
 def steps_in(folder: Path) -> list[Path]:
     """Laptop: the checkpoints in a folder or its `checkpoints/`, newest first."""
-    for place in (folder, folder / "checkpoints"):
-        if place.is_dir():
-            found = [path for path in place.iterdir() if _STEP.fullmatch(path.name)]
+    for at in (folder, folder / "checkpoints"):
+        if at.is_dir():
+            found = [path for path in at.iterdir() if _STEP.fullmatch(path.name)]
             if found:
                 return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
     return []
@@ -128,14 +128,14 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
     return shlex.join([*program, *shown, "--resume", str(where), *redact(rest, "args")])
 
 
-def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
+def _run(run_dir: Path, place: Place, config: Config) -> Resume:
     run = PastRun(run_dir)
     if run.process_id() is not None:
         raise UsageError(
             f"--resume: {run_dir} is still running; stop it first: stoker stop {shlex.quote(str(run_dir))}"
         )
     steps = kept_in(run_dir, config)
-    if backend.checkpoints == "copies":
+    if place.checkpoints == "copies":
         if not steps:
             raise UsageError(f"--resume: {run_dir} holds no checkpoint")
         return Resume("auto", checkpoints=tuple(steps))
@@ -145,16 +145,16 @@ def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
     return Resume("auto", run_dir=run_dir)
 
 
-def _elsewhere(asked: str, backend: Backend, config: Config) -> Resume:
-    scheme = "gs" if backend.checkpoints == "gs" else "s3"
+def _elsewhere(asked: str, place: Place, config: Config) -> Resume:
+    scheme = "gs" if place.checkpoints == "gs" else "s3"
     if asked == "auto":
         if config.checkpoint.dir is None:
             raise UsageError(
-                f"--resume auto: with --on {backend.name} each launch writes its own checkpoints; set"
+                f"--resume auto: with --on {place.name} each launch writes its own checkpoints; set"
                 f" checkpoint.dir={scheme}://… for all launches, or name an earlier run's with --resume"
             )
         return Resume("auto")
-    only_uri = backend.checkpoints in ("s3", "gs")
+    only_uri = place.checkpoints in ("s3", "gs")
     if only_uri or not Path(asked).is_absolute():
         remedy = f"{scheme}://" if only_uri else "an absolute folder shared by the cluster's hosts, or s3://"
         raise UsageError(f"--resume {asked}: the hosts cannot read a folder of this machine; name {remedy}")

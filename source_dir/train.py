@@ -1,4 +1,4 @@
-"""Container entry, the same for every backend: `python train.py --config job.yaml`."""
+"""Container entry, the same in every place: `python train.py --config job.yaml`."""
 
 from stoker.entry.main import main
 

@@ -1,4 +1,4 @@
-"""Laptop: the backends that run jobs, one module each, named as `--on` names them."""
+"""Laptop: the every_place that run jobs, one module each, named as `--on` names them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """The values of `--on`; imports no backend."""
+    """The values of `--on`; imports no place."""
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "remote"]
 
 
-def backends() -> Iterator[Backend]:
-    """Yield all backends, importing them one by one."""
-    yield from map(backend, names())
+def every_place() -> Iterator[Place]:
+    """Yield all every_place, importing them one by one."""
+    yield from map(place_named, names())
 
 
-def backend(name: str) -> Backend:
-    """The backend that `--on` names."""
+def place_named(name: str) -> Place:
+    """The place that `--on` names."""
     if name not in (known := names()):
         raise UsageError(f"--on {name}: no such place (known: {', '.join(known)})" + nearest(name, known))
-    found: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    found: Place = importlib.import_module(f"{__name__}.{name}").PLACE
     return found
 
 
@@ -39,10 +39,10 @@ def attach(run_id: str) -> Run:
     Raises:
         UsageError: the run does not exist.
     """
-    for found in backends():
+    for found in every_place():
         if run_id.startswith(found.ids) or (found.marker and (Path(run_id) / found.marker).is_file()):
             return found.attach(run_id)
-    return backend("local").attach(run_id)
+    return place_named("local").attach(run_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Resume:
 
 
 class Request(Protocol):
-    """Everything that a backend is about to do, as a printable value."""
+    """Everything that a place is about to do, as a printable value."""
 
     def render(self) -> str:
         """The request as shown by `--dry-run`."""
@@ -123,8 +123,8 @@ class RemoteRun(Run, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backend:
-    """A place where jobs run. Each backend module in this folder defines one as `BACKEND`."""
+class Place:
+    """A place where jobs run. Each module in this folder defines one as `PLACE`."""
 
     name: str
     """`--on NAME`."""
@@ -139,7 +139,7 @@ class Backend:
     marker: str = ""
     """A file that only its runs have in their run directory, which is then an id of the run, too."""
     options: tuple[str, ...] = ()
-    """Names of `Options` that apply to this backend but not to all others."""
+    """Names of `Options` that apply to this place but not to all others."""
     scales: bool = False
     """Whether hosts can join and leave during a run."""
     checkpoints: Literal["folders", "copies", "shared", "s3", "gs"] = "folders"

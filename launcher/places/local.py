@@ -20,7 +20,7 @@ from typing import Any
 
 from launcher import runs
 from launcher.job import COMMAND, Job
-from launcher.places import Backend
+from launcher.places import Place
 from stoker.errors import UsageError
 from stoker.events.console import metrics_text
 from stoker.events.summary import finite
@@ -234,7 +234,7 @@ def attach(run_id: str) -> PastRun:
     return PastRun(run_dir)
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="local",
     plan=lambda job, options, resume: plan(job, resume.run_dir),
     submit=submit,

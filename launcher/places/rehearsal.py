@@ -14,7 +14,7 @@ from typing import Any
 import launcher
 from launcher import runs
 from launcher.job import Job
-from launcher.places import Backend, local
+from launcher.places import Place, local
 from launcher.places.sagemaker import training_job
 from launcher.rehearsal import isolation, running, sagemaker_hosts, world
 from launcher.rehearsal import plan as planning
@@ -202,7 +202,7 @@ def _world_spec(request: RehearsalRequest, hosts: list[dict[str, Any]]) -> dict[
     }
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="rehearsal",
     plan=lambda job, options, resume: plan(job, resume.checkpoints),
     submit=submit,

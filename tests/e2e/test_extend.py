@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md, as they stand there: one job of own parts, and a backend of one's own."""
+"""The examples of docs/extend.md, as they stand there: one job of own parts, and a place of one's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from pages import DOCS, examples
 from typer.testing import CliRunner
 
-from launcher import places as backends
+from launcher import places
 from launcher.submit import app
 
 SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
@@ -81,7 +81,7 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
 def test_an_own_backend_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [(name, text)] = [(name, text) for name, text in examples(PAGE.name).items() if "/" in name]
     (tmp_path / Path(name).name).write_text(text)
-    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    monkeypatch.setattr(places, "__path__", [*places.__path__, str(tmp_path)])
     importlib.invalidate_caches()
     digits = str(PAGE.parents[1] / "source_dir" / "configs" / "digits.yaml")
     asked = ["run", digits, "--on", "nice", "--dry-run", f"output_dir={tmp_path}"]

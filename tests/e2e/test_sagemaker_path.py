@@ -15,8 +15,7 @@ import boto3
 import pytest
 
 from launcher.job import Job, open_job
-from launcher.places import rehearsal
-from launcher.places import sagemaker as backend
+from launcher.places import rehearsal, sagemaker
 from launcher.places.sagemaker import aws
 from launcher.places.sagemaker.aws import split_uri
 from launcher.rehearsal.running import RehearsalRun
@@ -154,7 +153,7 @@ def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
 ) -> None:
     """A rehearsal of the code channel in S3 on two hosts; on three, and of the archive, in soak tests."""
     job = open_job(load(None, overrides(digits, epochs=1)))
-    described = backend.submit(backend.plan(job), lambda _: None).describe()
+    described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
     check(*rehearse(code, found, tmp_path / "out", "container", cpu_hosts=1), cpu_hosts=1, epochs=1)
@@ -166,8 +165,8 @@ def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
 def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     """What a job in script mode leaves in S3: its unpacked archive, its channels."""
     job = open_job(load(None, [*overrides(digits), "sagemaker.entry=script-mode"]))
-    request = backend.plan(job)
-    described = backend.submit(request, lambda _: None).describe()
+    request = sagemaker.plan(job)
+    described = sagemaker.submit(request, lambda _: None).describe()
     bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
     body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
@@ -190,7 +189,7 @@ def test_uploaded_archive_trains_under_the_toolkit(
 @pytest.mark.soak
 def test_start_script_of_the_sdk_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
     name = train_through_sdk(overrides(digits), environment, ROOT)
-    described = backend.attach(f"sagemaker:{REGION}/{name}").describe()
+    described = sagemaker.attach(f"sagemaker:{REGION}/{name}").describe()
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
     check(*rehearse(code, found, tmp_path / "out", "container", UNDER_SDK))

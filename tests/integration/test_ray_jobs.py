@@ -19,7 +19,7 @@ import pytest
 from launcher import runs
 from launcher.job import Job, open_job
 from launcher.places import attach
-from launcher.places import ray as ray_backend
+from launcher.places import ray as ray_place
 from launcher.places.ray import jobs as ray_jobs
 from stoker.config.loading import load
 from stoker.errors import UsageError
@@ -124,8 +124,8 @@ def three_jobs(entered: RayNodes, tmp_path: Path) -> dict[str, Followed]:
     """One that ends well, one that fails and one that is stopped, beside each other: starts are slow."""
     runs_of: dict[str, tuple[Any, Any]] = {}
     for name, kind in (("ends", Probe), ("fails", Failing), ("waits", Waiting)):
-        request = ray_backend.plan(job_of(kind, tmp_path), address=entered.dashboard)
-        runs_of[name] = ray_backend.submit(request), request
+        request = ray_place.plan(job_of(kind, tmp_path), address=entered.dashboard)
+        runs_of[name] = ray_place.submit(request), request
     for line in runs_of["waits"][0].logs(follow=True):
         if line == "waiting":
             runs_of["waits"][0].stop()
@@ -166,7 +166,7 @@ def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
 
 def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[str, ...]:
     with pytest.raises(UsageError) as caught:
-        ray_backend.plan(job or job_of(Probe, output), address=address)
+        ray_place.plan(job or job_of(Probe, output), address=address)
     assert all("\n" not in line for line in caught.value.problems)
     return caught.value.problems
 
@@ -245,7 +245,7 @@ def test_a_cluster_that_is_too_old_is_refused_before_submission(tmp_path: Path) 
 
 def test_a_cluster_of_other_supported_versions_is_used_and_the_differences_are_named(tmp_path: Path) -> None:
     with dashboard_of(SupportedVersion) as address:
-        request = ray_backend.plan(job_of(Probe, tmp_path), address=address)
+        request = ray_place.plan(job_of(Probe, tmp_path), address=address)
     assert request.versions == f"Ray 2.99.1, Python {SupportedVersion.python}"
     assert any(line.startswith("Ray 2.99.1 there and ") for line in request.warnings)
     assert any(line.startswith(f"Python {SupportedVersion.python} there and ") for line in request.warnings)

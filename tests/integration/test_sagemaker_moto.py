@@ -1,4 +1,4 @@
-"""The SageMaker backend against a moto server: what arrives in S3, SageMaker and CloudWatch."""
+"""The place `sagemaker` against a moto server: what arrives in S3, SageMaker and CloudWatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 
 from launcher import runs
 from launcher.job import Job, open_job
-from launcher.places import sagemaker as backend
+from launcher.places import sagemaker
 from launcher.places.sagemaker import aws, training_run
 from stoker.config.loading import load
 from stoker.errors import UsageError
@@ -79,8 +79,8 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
     (tmp_path / "far" / "1.tar").write_bytes(b"x" * 100)
     (tmp_path / "shards" / "linked").symlink_to(tmp_path / "far")
     job = make_job({"params.data": str(tmp_path / "shards"), "sagemaker.max_retries": "2"})
-    request = backend.plan(job)
-    submitted = backend.submit(request, quiet)
+    request = sagemaker.plan(job)
+    submitted = sagemaker.submit(request, quiet)
     described = submitted.describe()
     for field in (
         "TrainingJobName",
@@ -115,21 +115,21 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
     (tmp_path / "rows.parquet").write_bytes(b"rows")
     told: list[str] = []
     for _ in range(2):
-        request = backend.plan(make_job({"params.data": str(tmp_path / "rows.parquet")}))
-        backend.submit(request, told.append)
+        request = sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")}))
+        sagemaker.submit(request, told.append)
     assert [line for line in told if line.startswith("data:")] == [
         "data: 4 B uploaded",
         "data: 4 B already there",
     ]
     manifest = request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/").rstrip("/") + ".json"
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=manifest)
-    backend.submit(backend.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
+    sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
     assert "data: 4 B uploaded" in told[-2]
 
 
 def test_script_mode_archive_has_its_files_at_the_root() -> None:
-    request = backend.plan(make_job({"sagemaker.entry": "script-mode"}))
-    backend.submit(request, quiet)
+    request = sagemaker.plan(make_job({"sagemaker.entry": "script-mode"}))
+    sagemaker.submit(request, quiet)
     uri = request.body["HyperParameters"]["sagemaker_submit_directory"]
     body = boto3.client("s3").get_object(Bucket=BUCKET, Key=uri.removeprefix(f"s3://{BUCKET}/"))["Body"]
     with tarfile.open(fileobj=io.BytesIO(body.read()), mode="r:gz") as tar:
@@ -148,8 +148,8 @@ def test_script_mode_archive_has_its_files_at_the_root() -> None:
 def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
     key = boto3.client("kms", region_name=REGION).create_key()["KeyMetadata"]["KeyId"]
     (tmp_path / "x.bin").write_bytes(b"1")
-    request = backend.plan(make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")}))
-    backend.submit(request, quiet)
+    request = sagemaker.plan(make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")}))
+    sagemaker.submit(request, quiet)
     client = boto3.client("s3")
     for name in keys_below("stoker/"):
         head = client.head_object(Bucket=BUCKET, Key=name)
@@ -161,7 +161,7 @@ def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
 
 def test_absent_buckets_and_prefixes_are_named_together() -> None:
     with pytest.raises(UsageError) as caught:
-        backend.plan(
+        sagemaker.plan(
             make_job(
                 {
                     "sagemaker.s3_uri": "s3://no-such-bucket-here/x",
@@ -180,12 +180,12 @@ def test_bucket_in_another_region_is_refused() -> None:
     s3 = boto3.client("s3", region_name="eu-west-1")
     s3.create_bucket(Bucket="stoker-eu", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
     with pytest.raises(UsageError, match="is in eu-west-1, the job in us-east-1"):
-        backend.plan(make_job({"sagemaker.s3_uri": "s3://stoker-eu/x"}))
+        sagemaker.plan(make_job({"sagemaker.s3_uri": "s3://stoker-eu/x"}))
 
 
 def test_default_bucket_is_named_after_the_account() -> None:
     boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
-    request = backend.plan(make_job({"sagemaker.s3_uri": "null"}))
+    request = sagemaker.plan(make_job({"sagemaker.s3_uri": "null"}))
     assert request.draft.root_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
 
 
@@ -195,13 +195,13 @@ def test_no_credentials_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     aws.client.cache_clear()
     with pytest.raises(UsageError) as caught:
-        backend.plan(make_job({"sagemaker.s3_uri": "null"}))
+        sagemaker.plan(make_job({"sagemaker.s3_uri": "null"}))
     assert len(caught.value.problems) == 1 and "no credentials" in caught.value.problems[0]
 
 
 def test_an_unknown_job_is_one_line() -> None:
     with pytest.raises(UsageError, match="no-such-job") as caught:
-        backend.attach(f"sagemaker:{REGION}/no-such-job").status()
+        sagemaker.attach(f"sagemaker:{REGION}/no-such-job").status()
     assert len(caught.value.problems) == 1
 
 
@@ -219,7 +219,7 @@ def write_logs(name: str, lines: list[tuple[str, str, int]]) -> None:
 
 
 def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
-    submitted = backend.submit(backend.plan(make_job()), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     write_logs(
         submitted.name,
         [
@@ -230,7 +230,7 @@ def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
             ("algo-1", "[gpu algo-1 head] epoch 1", 30),
         ],
     )
-    other = backend.submit(backend.plan(make_job()), quiet)
+    other = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     write_logs(other.name, [("algo-1", "of another job", 15)])
     assert list(submitted.logs()) == [
         "[algo-1] pip notice",
@@ -244,7 +244,7 @@ def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
 def test_following_shows_late_lines_once_and_ends_with_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    submitted = backend.submit(backend.plan(make_job()), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     write_logs(submitted.name, [("algo-1", "first", 1000)])
     followed = training_run.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
     real = training_run.SageMakerRun.describe
@@ -269,18 +269,18 @@ def test_following_shows_late_lines_once_and_ends_with_the_job(
 
 
 def test_a_job_without_logs_yet_shows_none() -> None:
-    submitted = backend.submit(backend.plan(make_job()), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     assert list(submitted.logs()) == []
 
 
 def test_status_wait_and_closing_with_cost() -> None:
-    submitted = backend.submit(backend.plan(make_job()), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     assert submitted.status() == "succeeded"
     assert submitted.wait() == 0
     assert submitted.id == f"sagemaker:{REGION}/{submitted.name}"
-    again = backend.attach(submitted.id)
+    again = sagemaker.attach(submitted.id)
     assert (again.region, again.name) == (REGION, submitted.name)
-    assert backend.attach(submitted.describe()["TrainingJobArn"]).name == submitted.name
+    assert sagemaker.attach(submitted.describe()["TrainingJobArn"]).name == submitted.name
     closing = submitted.closing()
     assert "ml.g5.2xlarge" in closing and "ml.c5.4xlarge" in closing and "model: s3://" in closing
 
@@ -352,7 +352,7 @@ def test_a_watcher_survives_an_unreachable_service(
     with moto_server() as leaving:
         monkeypatch.setenv("AWS_ENDPOINT_URL", leaving["AWS_ENDPOINT_URL"])
         aws.client.cache_clear()
-        submitted = backend.submit(backend.plan(make_job()), quiet)
+        submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     port = int(leaving["AWS_ENDPOINT_URL"].rpartition(":")[2])
     returning = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     timer = threading.Timer(1.0, returning.start)
@@ -398,7 +398,7 @@ def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
 def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remedy: str) -> None:
     stubbed.add_client_error("create_training_job", code, "no")
     with pytest.raises(UsageError) as caught:
-        backend.submit(backend.plan(make_job(), offline=True), quiet)
+        sagemaker.submit(sagemaker.plan(make_job(), offline=True), quiet)
     assert len(caught.value.problems) == 1
     assert code in caught.value.problems[0] and remedy in caught.value.problems[0]
 
@@ -424,15 +424,15 @@ def test_dry_run_asks_only_whether_things_exist(calls: list[str], tmp_path: Path
     calls.clear()
     channels = f"{{train: {{uri: 's3://{BUCKET}/train/'}}}}"
     changes = {"params.data": str(tmp_path / "x.bin"), "sagemaker.channels": channels}
-    backend.plan(make_job(changes), offline=True).render()
+    sagemaker.plan(make_job(changes), offline=True).render()
     assert calls == []
-    backend.plan(make_job({**changes, "sagemaker.s3_uri": "null"})).render()
+    sagemaker.plan(make_job({**changes, "sagemaker.s3_uri": "null"})).render()
     assert calls == ["sts:GetCallerIdentity", "s3:HeadBucket", "s3:ListObjectsV2"]
 
 
 def test_launcher_policy_allows_what_the_launcher_calls(calls: list[str], tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"1")
-    submitted = backend.submit(backend.plan(make_job({"params.data": str(tmp_path / "x.bin")})), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "x.bin")})), quiet)
     list(submitted.logs())
     submitted.closing()
     policy = json.loads((Path(__file__).parents[2] / "docs" / "iam" / "launcher.json").read_text())
@@ -446,7 +446,7 @@ def test_launcher_policy_allows_what_the_launcher_calls(calls: list[str], tmp_pa
 
 
 def test_leaving_the_logs_leaves_the_job(calls: list[str]) -> None:
-    submitted = backend.submit(backend.plan(make_job()), quiet)
+    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     told: list[str] = []
 
     def until_interrupted(line: str) -> None:

@@ -14,7 +14,7 @@ import boto3
 import pytest
 
 from launcher.job import open_job
-from launcher.places import sagemaker as backend
+from launcher.places import sagemaker
 from launcher.places.sagemaker import aws
 from stoker.config.loading import load
 from stoker.errors import UsageError
@@ -102,7 +102,7 @@ def overrides(environment: dict[str, str], tmp_path: Path) -> list[str]:
 
 
 def ours(overrides: list[str]) -> dict[str, Any]:
-    return backend.submit(backend.plan(open_job(load(None, overrides))), lambda _: None).describe()
+    return sagemaker.submit(sagemaker.plan(open_job(load(None, overrides))), lambda _: None).describe()
 
 
 def test_our_request_is_the_one_that_the_sdk_made_when_it_was_recorded(overrides: list[str]) -> None:
@@ -132,7 +132,7 @@ def test_both_ask_for_the_same_job(overrides: list[str], environment: dict[str, 
 def test_what_a_model_trainer_cannot_carry_is_refused(overrides: list[str]) -> None:
     more = "{ProfilerConfig: {S3OutputPath: 's3://b/x'}, StoppingCondition: {MaxPendingTimeInSeconds: 7200}}"
     with pytest.raises(UsageError, match=r"no place for sagemaker\.request\.ProfilerConfig; use --on"):
-        backend.model_trainer(open_job(load(None, [*overrides, f"sagemaker.request={more}"])))
+        sagemaker.model_trainer(open_job(load(None, [*overrides, f"sagemaker.request={more}"])))
 
 
 def test_without_the_sdk_it_says_what_to_install(environment: dict[str, str]) -> None:
@@ -148,5 +148,5 @@ def test_without_the_sdk_it_says_what_to_install(environment: dict[str, str]) ->
         )
     )
     with pytest.raises(UsageError, match="pip install") as caught:
-        backend.model_trainer(job)
+        sagemaker.model_trainer(job)
     assert len(caught.value.problems) == 1

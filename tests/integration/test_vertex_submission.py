@@ -14,8 +14,7 @@ import pytest
 
 from launcher import commands
 from launcher.job import Job, open_job
-from launcher.places import attach
-from launcher.places import vertex as backend
+from launcher.places import attach, vertex
 from launcher.places.vertex import google_cloud
 from launcher.places.vertex.vertex_run import VertexRun
 from stoker.config.loading import load
@@ -69,7 +68,7 @@ def make_job(*overrides: str, data: Path | None = None) -> Job:
 
 
 def submit(*overrides: str, data: Path | None = None) -> VertexRun:
-    run = backend.submit(backend.plan(make_job(*overrides, data=data)), tell=lambda line: None)
+    run = vertex.submit(vertex.plan(make_job(*overrides, data=data)), tell=lambda line: None)
     run.poll_s = 0.01
     return run
 
@@ -101,7 +100,7 @@ def test_the_job_is_created_after_its_code_and_data(service: JobService, tmp_pat
     (image,) = [file for file in list_files(f"{ROOT}/data") if file.path.endswith("/linked/a.jpg")]
     assert image.size == 4
     told: list[str] = []
-    backend.submit(backend.plan(make_job(data=tmp_path / "images")), tell=told.append)
+    vertex.submit(vertex.plan(make_job(data=tmp_path / "images")), tell=told.append)
     assert told[0] == "data: 4 B already there", "the same data is uploaded once"
 
 
@@ -196,7 +195,7 @@ def test_a_refusal_of_the_service_is_one_line(
 
 def test_a_bucket_that_is_not_there_is_found_before_the_upload(service: JobService) -> None:
     with pytest.raises(UsageError, match=r"vertex.gcs_uri: bucket 'elsewhere' does not exist"):
-        backend.plan(make_job("vertex.gcs_uri=gs://elsewhere/stoker"))
+        vertex.plan(make_job("vertex.gcs_uri=gs://elsewhere/stoker"))
     assert not service.requests
 
 

@@ -16,7 +16,7 @@ import pytest
 from launcher import runs
 from launcher.job import open_job
 from launcher.places import attach
-from launcher.places import ray as ray_backend
+from launcher.places import ray as ray_place
 from launcher.places.ray import RayRun
 from launcher.places.ray import jobs as ray_jobs
 from stoker.config.loading import load
@@ -32,9 +32,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def plan(**options: bool) -> ray_backend.RayRequest:
+def plan(**options: bool) -> ray_place.RayRequest:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
-    return ray_backend.plan(job, address=ADDRESS, offline=True, **options)
+    return ray_place.plan(job, address=ADDRESS, offline=True, **options)
 
 
 def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_same_source_is_the_same_package() -> None:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
-    first, second = (ray_backend.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))
+    first, second = (ray_place.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))
     assert first == second and len(first) < ray_jobs.PACKAGE_LIMIT_BYTES
     assert zipfile.ZipFile(io.BytesIO(first)).testzip() is None
 
@@ -82,7 +82,7 @@ def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
         (tmp_path / "code" / name).write_text("")
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]), tmp_path / "code")
     with pytest.raises(UsageError) as refused:
-        ray_backend.plan(job, address=ADDRESS, offline=True)
+        ray_place.plan(job, address=ADDRESS, offline=True)
     assert [line.partition(" looks private")[0] for line in refused.value.problems] == [
         "--source-dir: .env",
         "--source-dir: key.pem",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from launcher import resuming as launcher
-from launcher.places import backend
+from launcher.places import place_named
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config.loading import load
@@ -25,7 +25,7 @@ from stoker.train import resume as resuming
 
 
 def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
-    return launcher.resolve(asked, backend(on), config)
+    return launcher.resolve(asked, place_named(on), config)
 
 
 def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher.job import Job, open_job
-from launcher.places import sagemaker as backend
+from launcher.places import sagemaker
 from launcher.places.remote import job_name
 from launcher.places.sagemaker import sagemaker_rules
 from launcher.places.sagemaker.training_job import default_image, draft
@@ -53,7 +53,7 @@ def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
 
 def refusal(changes: dict[str, str], **options: Any) -> tuple[str, ...]:
     with pytest.raises(UsageError) as caught:
-        backend.plan(make_job(changes), offline=True, **options)
+        sagemaker.plan(make_job(changes), offline=True, **options)
     return caught.value.problems
 
 
@@ -61,7 +61,7 @@ def test_the_first_refusal_names_all_that_is_missing(monkeypatch: pytest.MonkeyP
     """Region, host type and role, and also the credentials, and what to set to do without."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(UsageError) as caught:
-        backend.plan(open_job(load(None, ["name=flowers"])))
+        sagemaker.plan(open_job(load(None, ["name=flowers"])))
     keys = [problem.partition(":")[0] for problem in caught.value.problems]
     assert {"sagemaker.region", "sagemaker.gpu.type", "sagemaker.role", "AWS"} <= {*keys}
     (aws,) = [problem for problem in caught.value.problems if problem.startswith("AWS: no credentials")]
@@ -253,7 +253,7 @@ def test_right_request_field_by_field() -> None:
             "params.train": "anything",
         }
     )
-    request = backend.plan(job, offline=True)
+    request = sagemaker.plan(job, offline=True)
     body = request.body
     assert body["TrainingJobName"] == request.name
     assert body["HyperParameters"] == {
@@ -305,8 +305,8 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
         "sagemaker.image": "registry.example.com/me/train:1",
         "params.data": "/opt/ml/input/data/fsx",
     }
-    plain = backend.plan(make_job({}), offline=True).body
-    body = backend.plan(make_job(changes), offline=True).body
+    plain = sagemaker.plan(make_job({}), offline=True).body
+    body = sagemaker.plan(make_job(changes), offline=True).body
     assert body["ResourceConfig"] == plain["ResourceConfig"] | more["ResourceConfig"]
     assert body["StoppingCondition"] == plain["StoppingCondition"] | more["StoppingCondition"]
     assert [channel["ChannelName"] for channel in body["InputDataConfig"]] == ["code", "fsx"]
@@ -318,10 +318,10 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
 def test_hosts_without_network_need_wheels_or_an_image_of_their_own(tmp_path: Path) -> None:
     isolated = {"sagemaker.network_isolation": "true"}
     own = isolated | {"sagemaker.image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/mine:1"}
-    assert backend.plan(make_job(own), offline=True).body["EnableNetworkIsolation"]
+    assert sagemaker.plan(make_job(own), offline=True).body["EnableNetworkIsolation"]
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "ray.whl").touch()
-    assert backend.plan(make_job(isolated, tmp_path), offline=True).body["EnableNetworkIsolation"]
+    assert sagemaker.plan(make_job(isolated, tmp_path), offline=True).body["EnableNetworkIsolation"]
 
 
 def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
@@ -329,14 +329,14 @@ def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
 
     def place(**keys: str) -> str:
         changes = {"params.data": str(tmp_path), **{f"sagemaker.{key}": value for key, value in keys.items()}}
-        return backend.plan(make_job(changes), offline=True).draft.data[0].uri
+        return sagemaker.plan(make_job(changes), offline=True).draft.data[0].uri
 
     places = [place(), place(kms_key="alias/a"), place(kms_key="alias/b")]
     assert len({*places}) == 3 and places[1] == place(kms_key="alias/a")
 
 
 def test_one_group_is_a_homogeneous_job() -> None:
-    request = backend.plan(
+    request = sagemaker.plan(
         make_job(
             {
                 "sagemaker.cpu.type": "null",
@@ -355,12 +355,12 @@ def test_one_group_is_a_homogeneous_job() -> None:
 
 
 def test_cpu_hosts_alone_may_train() -> None:
-    request = backend.plan(make_job({"sagemaker.gpu.type": "null"}), offline=True)
+    request = sagemaker.plan(make_job({"sagemaker.gpu.type": "null"}), offline=True)
     assert request.body["ResourceConfig"]["InstanceType"] == "ml.c5.4xlarge"
 
 
 def test_script_mode_form() -> None:
-    request = backend.plan(make_job({"sagemaker.entry": "script-mode"}), offline=True)
+    request = sagemaker.plan(make_job({"sagemaker.entry": "script-mode"}), offline=True)
     parameters = request.body["HyperParameters"]
     assert parameters["sagemaker_program"] == "train.py"
     assert parameters["sagemaker_submit_directory"].endswith("/code/sourcedir.tar.gz")
@@ -374,21 +374,21 @@ def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:
     (folder / "a" / "0.tar").write_bytes(b"x" * 1500)
     single = tmp_path / "rows.parquet"
     single.write_bytes(b"y" * 10)
-    request = backend.plan(make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True)
+    request = sagemaker.plan(make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True)
     assert request.draft.data_at == {
         "data": "/opt/ml/input/data/data",
         "rows": "/opt/ml/input/data/rows/rows.parquet",
     }
     assert "1.5 kB" in request.render()
-    again = backend.plan(make_job({"params.data": str(folder)}), offline=True)
+    again = sagemaker.plan(make_job({"params.data": str(folder)}), offline=True)
     assert again.draft.data[0].uri == request.draft.data[0].uri, "unchanged data keeps its address"
     (folder / "a" / "0.tar").write_bytes(b"x" * 1501)
-    changed = backend.plan(make_job({"params.data": str(folder)}), offline=True)
+    changed = sagemaker.plan(make_job({"params.data": str(folder)}), offline=True)
     assert changed.draft.data[0].uri != request.draft.data[0].uri
 
 
 def test_data_that_is_already_in_s3_is_left_alone() -> None:
-    request = backend.plan(make_job({"params.data": "s3://b/train"}), offline=True)
+    request = sagemaker.plan(make_job({"params.data": "s3://b/train"}), offline=True)
     assert request.draft.data == () and request.draft.data_at == {}
 
 
@@ -406,11 +406,11 @@ def test_private_files_do_not_travel(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text("")
     (tmp_path / ".env").write_text("SECRET=1")
     with pytest.raises(UsageError, match="looks private"):
-        backend.plan(make_job({}, tmp_path), offline=True)
+        sagemaker.plan(make_job({}, tmp_path), offline=True)
 
 
 def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> None:
-    request = backend.plan(make_job({}), offline=True)
+    request = sagemaker.plan(make_job({}), offline=True)
     commands = request.write(tmp_path / "job.json")
     assert json.loads((tmp_path / "job.json").read_text()) == request.body
     assert (tmp_path / "job-code" / "train.py").is_file()

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.job import open_job
-from launcher.places import attach
-from launcher.places import slurm as backend
+from launcher.places import attach, slurm
 from launcher.places.slurm import SlurmRun, slurm_commands
 from launcher.places.slurm.batch_script import clock
 from stoker.config.loading import load
@@ -31,9 +30,9 @@ def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return commands_in(tmp_path / "bin", monkeypatch)
 
 
-def planned(folder: Path, *overrides: str) -> backend.SlurmRequest:
+def planned(folder: Path, *overrides: str) -> slurm.SlurmRequest:
     resolved = load(None, ["name=probe", f"output_dir={folder}/shared", *overrides])
-    return backend.plan(open_job(resolved), offline=True)
+    return slurm.plan(open_job(resolved), offline=True)
 
 
 def test_the_script_has_a_component_for_each_group(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submissio
     given = {"SBATCH_PARTITION": "debug", "SLURM_MEM_PER_NODE": "8", "SLURM_CONF": "/etc/s.conf", "MINE": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert backend.submit(planned(tmp_path)).id == "slurm:42"
+    assert slurm.submit(planned(tmp_path)).id == "slurm:42"
     seen = (tmp_path / "seen").read_text()
     assert "SLURM_CONF=/etc/s.conf" in seen and "MINE=1" in seen
     assert "SBATCH_PARTITION" not in seen and "SLURM_MEM_PER_NODE" not in seen
@@ -236,7 +235,7 @@ def test_a_controller_that_does_not_answer_is_no_end_of_the_job(login_node: Path
 def test_a_controller_that_is_away_after_the_end_delays_the_outcome_only(
     login_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backend, "POLL_S", 0.05)
+    monkeypatch.setattr(slurm, "POLL_S", 0.05)
     fake(login_node, "squeue", "exit 0")
     fake(login_node, "scontrol", "echo JobState=COMPLETED ExitCode=0:0")
     (tmp_path / "run").mkdir()

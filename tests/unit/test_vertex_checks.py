@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.job import Job, open_job
-from launcher.places import vertex as backend
+from launcher.places import vertex
 from launcher.places.vertex import google_cloud, vertex_rules
 from launcher.places.vertex.custom_job import draft, replicas_by_pool
 from stoker.config.loading import load
@@ -60,7 +60,7 @@ def problems_of(changes: dict[str, str]) -> list[str]:
 
 def refusal(changes: dict[str, str], **options: Any) -> list[str]:
     with pytest.raises(UsageError) as caught:
-        backend.plan(make_job(changes, **options), offline=True)
+        vertex.plan(make_job(changes, **options), offline=True)
     return [*caught.value.problems]
 
 
@@ -179,7 +179,7 @@ def test_wrong_jobs_are_refused_in_one_line(changes: dict[str, str], key: str, s
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        backend.plan(open_job(load(None, ["name=flowers"])), offline=True)
+        vertex.plan(open_job(load(None, ["name=flowers"])), offline=True)
     keys = {problem.partition(":")[0] for problem in caught.value.problems}
     assert keys == {"vertex.project", "vertex.gcs_uri", "vertex.image", "vertex.gpu.machine_type"}
 
@@ -206,7 +206,7 @@ def test_without_credentials_one_line_says_how_to_get_them(
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     with pytest.raises(UsageError) as caught:
-        backend.plan(make_job({"vertex.project": "null"}))
+        vertex.plan(make_job({"vertex.project": "null"}))
     assert caught.value.problems == (google_cloud.NO_CREDENTIALS,)
 
 
@@ -232,7 +232,7 @@ def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, 
     from google.cloud.aiplatform_v1.types import CustomJob
     from google.protobuf.json_format import MessageToDict
 
-    request = backend.plan(make_job(changes), offline=True)
+    request = vertex.plan(make_job(changes), offline=True)
     job = CustomJob.from_json(request.to_json())
     back = MessageToDict(CustomJob.pb(job))
     for sent, got in zip(
@@ -252,7 +252,7 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
         "params.data": str(tmp_path / "images"),
         "vertex.max_runtime_s": "3600",
     }
-    request = backend.plan(make_job(changes), offline=True)
+    request = vertex.plan(make_job(changes), offline=True)
     shown = request.render()
     assert json.loads(shown[shown.index("{") : shown.index("\n}\n") + 2]) == request.body
     assert "gpu        2  g2-standard-8" in shown and "2×NVIDIA_L4  1.963" in shown
@@ -266,11 +266,11 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
 
 def test_prices_of_attached_gpus_and_your_own() -> None:
     gpu = {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.accelerator": "NVIDIA_TESLA_T4"}
-    assert "1×NVIDIA_TESLA_T4  0.840" in backend.plan(make_job(gpu), offline=True).render()
+    assert "1×NVIDIA_TESLA_T4  0.840" in vertex.plan(make_job(gpu), offline=True).render()
     unknown = {**gpu, "vertex.gpu.accelerator": "NVIDIA_TESLA_P4"}
-    assert "at most $? in 24 h" in backend.plan(make_job(unknown), offline=True).render()
+    assert "at most $? in 24 h" in vertex.plan(make_job(unknown), offline=True).render()
     own = {**unknown, "vertex.prices": "{gpu: 2, c2-standard-16: 1}"}
-    assert "at most $96.00 in 24 h" in backend.plan(make_job(own), offline=True).render()
+    assert "at most $96.00 in 24 h" in vertex.plan(make_job(own), offline=True).render()
     assert google.usd_per_hour("n1-standard-4") == 0.2185, "as Vertex AI lists it"
 
 
@@ -280,7 +280,7 @@ def test_the_first_pool_has_one_replica() -> None:
 
 
 def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Path) -> None:
-    commands = backend.plan(make_job({"vertex.kms_key": KEY}), offline=True).write(tmp_path / "job.json")
+    commands = vertex.plan(make_job({"vertex.kms_key": KEY}), offline=True).write(tmp_path / "job.json")
     assert json.loads((tmp_path / "job.json").read_text())["workerPoolSpecs"]
     assert (tmp_path / "job-code" / ".ray-token").stat().st_mode & 0o777 == 0o600
     upload, create = commands.splitlines()
@@ -288,4 +288,4 @@ def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Pa
     assert create.startswith("gcloud ai custom-jobs create --project=my-project --region=us-central1")
     assert f"--config={tmp_path}/job.json" in create and f"--kms-key={KEY}" in create
     with pytest.raises(UsageError, match="exists; remove it"):
-        backend.plan(make_job({}), offline=True).write(tmp_path / "job.json")
+        vertex.plan(make_job({}), offline=True).write(tmp_path / "job.json")

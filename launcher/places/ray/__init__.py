@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.job import COMMAND, Job
-from launcher.places import Backend
+from launcher.places import Place
 from launcher.places.ray import jobs as ray_jobs
 from launcher.places.ray.jobs import JobServer
 from launcher.places.remote import WatchedRun, stamp
@@ -225,7 +225,7 @@ def attach(run_id: str) -> RayRun:
     return RayRun(ray_jobs.job_server(address), name)
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="ray",
     plan=lambda job, options, resume: plan(
         job, address=options.address, offline=options.offline, install=options.install

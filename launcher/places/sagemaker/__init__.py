@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
-from launcher.places import Backend, remote
+from launcher.places import Place, remote
 from launcher.places.remote import collected
 from launcher.places.sagemaker import aws, sagemaker_rules
 from launcher.places.sagemaker.training_job import TrainingJobDraft, draft
@@ -119,7 +119,7 @@ def attach(run_id: str) -> SageMakerRun:
     return SageMakerRun(region, name)
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="sagemaker",
     plan=lambda job, options, resume: plan(job, offline=options.offline),
     submit=submit,

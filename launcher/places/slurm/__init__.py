@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher import runs
 from launcher.job import Job
-from launcher.places import Backend
+from launcher.places import Place
 from launcher.places.local import PastRun
 from launcher.places.remote import detached
 from launcher.places.slurm import slurm_commands, slurm_rules
@@ -137,7 +137,7 @@ def attach(run_id: str) -> SlurmRun:
     return SlurmRun(job_id, run_dir)
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="slurm",
     plan=lambda job, options, resume: plan(job, offline=options.offline),
     submit=submit,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job import Job
-from launcher.places import Backend, remote
+from launcher.places import Place, remote
 from launcher.places.remote import collected
 from launcher.places.vertex import google_cloud, vertex_rules
 from launcher.places.vertex.custom_job import CustomJobDraft, draft
@@ -99,7 +99,7 @@ def attach(run_id: str) -> VertexRun:
     return VertexRun(named(run_id))
 
 
-BACKEND = Backend(
+PLACE = Place(
     name="vertex",
     plan=lambda job, options, resume: plan(job, offline=options.offline),
     submit=submit,

@@ -1,4 +1,4 @@
-"""Configuration of the backends: SageMaker, Vertex AI, their rehearsal, and Slurm."""
+"""Configuration of the places: SageMaker, Vertex AI, their rehearsal, and Slurm."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ INTERRUPTED_S = 20.0
 """Limit after an interruption, whatever `close_timeout_s` says: the instance may be reclaimed."""
 STATE = "mlflow.json"
 ELSEWHERE = ("sagemaker.", "vertex.", "slurm.", "rehearsal.")
-"""Sections that are irrelevant for other backends."""
+"""Sections that are irrelevant for other places."""
 STATUS: dict[Status, str] = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 METRICS_PER_BATCH = 500
 PARAMS_PER_BATCH = 100
