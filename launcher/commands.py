@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
-    """Laptop: refuse options of other every_place instead of ignoring them.
+    """Refuse options of other every_place instead of ignoring them.
 
     Raises:
         UsageError: names each option and the every_place that support it.
@@ -40,19 +42,13 @@ def refuse_meaningless(options: Options, chosen: Place) -> None:
 def run(
     config: Path | None, overrides: list[str], options: Options, arguments: list[str] | None = None
 ) -> int:
-    """Laptop: resolve and plan the job, then submit it and wait unless it is a dry run.
+    """Resolve and plan the job, then submit it and wait unless it is a dry run; the job's exit code.
 
     Args:
         config: the job's YAML file, or a script.
         overrides: `key=value` overrides of the configuration.
         options: the other command-line options.
         arguments: the script's arguments; None if none were given.
-
-    Returns:
-        The job's exit code.
-
-    Raises:
-        UsageError: the request is wrong.
     """
     place = place_named(options.on)
     refuse_meaningless(options, place)
@@ -62,11 +58,10 @@ def run(
         raise UsageError(
             f"{config}: name the configuration file or script before overrides: JOB.yaml {config}"
         )
-    from launcher import runs
-    from launcher.job import open_job
+    from launcher.job import as_overrides, open_job
     from launcher.places.local import LocalRequest
+    from launcher.places.remote import follow
     from launcher.resuming import continuation, resolve
-    from launcher.scripts import as_overrides
 
     config, own = as_overrides(config, arguments)
     given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
@@ -75,8 +70,8 @@ def run(
     learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, options.source_dir)
     refuse_unsupported(job.resolved.config, place)
-    if job.resolved.config.script is None:
-        check_recipe(job, place.name == "local")
+    if job.resolved.config.script is None and place.name != "local":
+        check_recipe(job)
     request: Any = place.plan(job, options, resume)
     if options.request:
         print(request.write(options.request))
@@ -88,7 +83,7 @@ def run(
         return int(code)
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):
-        return runs.follow(submitted)
+        return follow(submitted)
     code, run_dir = submitted.wait(), getattr(submitted, "run_dir", None)
     if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config, sys.argv)):
         print(f"continue: {line}")
@@ -96,11 +91,7 @@ def run(
 
 
 def refuse_unsupported(config: Config, place: Place) -> None:
-    """Laptop: refuse keys of the configuration that mean nothing at a place.
-
-    Raises:
-        UsageError: names the key.
-    """
+    """Refuse keys of the configuration that mean nothing at a place."""
     if config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {place.name}")
     if config.cluster.cpu_hosts.max and not place.scales:
@@ -110,38 +101,30 @@ def refuse_unsupported(config: Config, place: Place) -> None:
         )
 
 
-def check_recipe(job: Job, local: bool) -> None:
-    """Laptop: refuse a wrong recipe or parameter before hosts cost money.
-
-    Args:
-        job: its recipe.
-        local: only look at the file: the driver of a local run imports it a moment later.
+def check_recipe(job: Job) -> None:
+    """Refuse a wrong recipe or parameter before hosts cost money; the driver of a local run does it itself.
 
     Raises:
         UsageError: the recipe is wrong; a missing package only warns, as other hosts may have it.
     """
     from launcher.job import examples_root
-    from launcher.recipe_source import refuse_unimportable
     from stoker.recipe import Recipe, load_recipe
     from stoker.train.stopping import check_monitors
 
     config, source = job.resolved.config, job.source_dir or examples_root()
     try:
-        refuse_unimportable(config.recipe, source)
-        if not local:
-            recipe = load_recipe(config.recipe, config.params, source)
-            if type(recipe).discover is Recipe.discover:
-                # Otherwise its metrics may need parameters that are found in the data.
-                check_monitors(config, recipe, has_val=True)
+        recipe = load_recipe(config.recipe, config.params, source)
+        if type(recipe).discover is Recipe.discover:
+            # Otherwise its metrics may need parameters that are found in the data.
+            check_monitors(config, recipe, has_val=True)
     except UsageError as error:
-        absent = isinstance(error.__cause__, ImportError) or "which is not installed" in str(error)
-        if local or not absent:
+        if not isinstance(error.__cause__, ImportError) and "which is not installed" not in str(error):
             raise
         print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
 
 
 def status(run_id: str) -> int:
-    """Laptop: print the status of a run and, if its figures are available, its bottleneck."""
+    """Print the status of a run and, if its figures are available, its bottleneck."""
     found = attach(run_id)
     print(found.status())
     run_dir = getattr(found, "run_dir", None)
@@ -151,7 +134,7 @@ def status(run_id: str) -> int:
 
 
 def standing(run_dir: Path) -> list[str]:
-    """Laptop: the verdict and figures of a finished or running run on this machine."""
+    """The verdict and figures of a finished or running run on this machine."""
     from stoker.events.report.page import judged
     from stoker.events.summary import read_summary
 
@@ -181,43 +164,48 @@ LOG_TIMEOUT_S = 20.0
 
 
 def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
-    """Laptop: the last line with a throughput in a remote run's log.
+    """The last line with a throughput in a remote run's log, which may be long."""
+    found: deque[str] = deque(maxlen=1)
+    failed: list[BaseException] = []
 
-    Args:
-        run: a remote run, whose log may be long.
-        timeout_s: how long to read the log.
-    """
-    from launcher.runs import last_lines
+    def read() -> None:
+        try:
+            found.extend(line for line in run.logs(False) if "samples/s" in line)
+        except BaseException as error:
+            failed.append(error)
 
-    found, whole = last_lines(run, "samples/s", timeout_s)
-    if whole:
-        return found
-    note = f"the log could not be read to the end within {timeout_s:.0f} s"
-    return [*found, f"{note}; use `logs` for all of it"]
+    # The services' timeouts apply per response, and a log has any number of responses.
+    reader = threading.Thread(target=read, name="log", daemon=True)
+    reader.start()
+    reader.join(timeout_s)
+    if failed:
+        raise failed[0]
+    note = f"the log could not be read to the end within {timeout_s:.0f} s; use `logs` for all of it"
+    return [*found, *([note] if reader.is_alive() else [])]
 
 
 def logs(run_id: str, follow: bool) -> int:
-    """Laptop: print a run's log."""
-    from launcher import runs
+    """Print a run's log."""
+    from launcher.places import remote
 
     found = attach(run_id)
     if follow and isinstance(found, RemoteRun):
-        return runs.follow(found)
+        return remote.follow(found)
     for line in found.logs(follow):
         print(line, flush=True)
     return 0
 
 
 def stop(run_id: str) -> int:
-    """Laptop: ask a run to write a checkpoint and stop."""
+    """Ask a run to write a checkpoint and stop."""
     told = attach(run_id).stop()
     print(f"{run_id}: {told or 'stop requested; the run writes a checkpoint first'}")
     return 0
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
-    """Laptop: print every configuration key, with the job's values if a file is given."""
-    from launcher.scripts import as_overrides
+    """Print every configuration key, with the job's values if a file is given."""
+    from launcher.job import as_overrides
 
     file, own = as_overrides(config, None)
     resolved = load(file, [*own, *overrides]) if config else None
@@ -226,7 +214,7 @@ def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> 
 
 
 def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str]:
-    """Laptop: every key with type, default (or this job's value and its origin) and meaning."""
+    """Every key with type, default (or this job's value and its origin) and meaning."""
     rows: list[tuple[str, str, str, str]] = []
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
@@ -260,12 +248,12 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
 
 
 def default_of(info: FieldInfo) -> str:
-    """Laptop: the default of a key, or what it depends on."""
+    """The default of a key, or what it depends on."""
     if info.default_factory is not None and info.default_factory_takes_validated_data:
         return "depends on other keys"
     return shown(info.get_default(call_default_factory=True))
 
 
 def shown(value: Any) -> str:
-    """Laptop: a value as YAML spells it."""
+    """A value as YAML spells it."""
     return json.dumps(value, default=str, ensure_ascii=False)

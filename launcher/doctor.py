@@ -13,14 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from launcher import runs
-from launcher.job import examples_root
-from launcher.scripts import as_overrides
+from launcher.job import as_overrides, examples_root
+from launcher.run_directory import refuse_unwritable
 from stoker import figures
 from stoker.config.loading import load
 from stoker.config.schema import Config
@@ -35,14 +33,12 @@ FULLEST = 0.95
 PORTS = 64
 """About the number of ports that a small one-machine cluster uses."""
 DRIVER_TIMEOUT_S = 5.0
-Mark = Literal["ok", "note", "FAIL"]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Laptop: the result of one check; a `FAIL` makes the exit code 1."""
+class Finding(NamedTuple):
+    """The result of one check; a `FAIL` makes the exit code 1."""
 
-    mark: Mark
+    mark: Literal["ok", "note", "FAIL"]
     what: str
     found: str
     remedy: str = ""
@@ -51,8 +47,13 @@ class Finding:
         return f"{self.mark:<5} {self.what:<14} {self.found}{f': {self.remedy}' if self.remedy else ''}"
 
 
+def judged(what: str, found: str, remedy: str = "") -> Finding:
+    """A failure if there is something to do about it."""
+    return Finding("FAIL" if remedy else "ok", what, found, remedy)
+
+
 def doctor(job: Path | None, overrides: list[str]) -> int:
-    """Laptop: run the checks and print each finding as it arrives.
+    """Run the checks and print each finding as it arrives.
 
     Args:
         job: a configuration, whose folders and instance types are also checked.
@@ -75,34 +76,23 @@ def doctor(job: Path | None, overrides: list[str]) -> int:
 
 
 def python(config: Config) -> Iterator[Finding]:
-    """Laptop: the Python version."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    if "{}.{}".format(*sys.version_info) in requirements.PYTHONS:
-        yield Finding("ok", "Python", version)
-    else:
-        remedy = f"install {requirements.SUPPORTED_PYTHONS} and recreate the environment"
-        yield Finding("FAIL", "Python", version, remedy)
+    known = "{}.{}".format(*sys.version_info) in requirements.PYTHONS
+    remedy = f"install {requirements.SUPPORTED_PYTHONS} and recreate the environment"
+    yield judged("Python", ".".join(map(str, sys.version_info[:3])), "" if known else remedy)
 
 
 def packages(config: Config) -> Iterator[Finding]:
-    """Laptop: the required packages."""
     absent = requirements.unsatisfied("\n".join(needed_here()))
     ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
-    version = requirements.image_pins().get("ray", "absent")
-    if ray:
-        yield Finding(
-            "FAIL", "Ray", version, f"pip install '{ray[0]}'; all hosts of a job need the same version"
-        )
-    else:
-        yield Finding("ok", "Ray", version)
-    others = [line for line in absent if line not in ray]
-    if others:
+    remedy = f"pip install '{ray[0]}'; all hosts of a job need the same version" if ray else ""
+    yield judged("Ray", requirements.image_pins().get("ray", "absent"), remedy)
+    if others := [line for line in absent if line not in ray]:
         install = " ".join(f"'{line}'" for line in others)
-        yield Finding("FAIL", "packages", f"{len(others)} missing or too old", f"pip install {install}")
+        yield judged("packages", f"{len(others)} missing or too old", f"pip install {install}")
 
 
 def needed_here() -> list[str]:
-    """Laptop: the requirements of the installed package, without extras."""
+    """The requirements of the installed package, without extras."""
     try:
         lines = metadata.requires("stoker") or []
     except metadata.PackageNotFoundError:  # an uninstalled checkout
@@ -111,23 +101,22 @@ def needed_here() -> list[str]:
 
 
 def torch(config: Config) -> Iterator[Finding]:
-    """Laptop: whether torch and torchvision were built for each other."""
+    """Whether torch and torchvision were built for each other."""
     pins = requirements.image_pins()
     if not {"torch", "torchvision"} <= pins.keys():
         return  # reported by `packages`
-    pair = f"{pins['torch']} with torchvision {pins['torchvision']}"
     wants = [line for line in metadata.requires("torchvision") or [] if re.match(r"torch\b(?!-)", line)]
     builds = {pins[name].partition("+")[2] for name in ("torch", "torchvision")} - {""}
+    remedy = ""
     if wrong := requirements.unsatisfied("\n".join(wants)):
-        yield Finding("FAIL", "torch", pair, f"torchvision needs {wrong[0]}; install both in one command")
+        remedy = f"torchvision needs {wrong[0]}; install both in one command"
     elif len(builds) > 1:
-        yield Finding("FAIL", "torch", pair, "two builds; install both from one index in one command")
-    else:
-        yield Finding("ok", "torch", pair)
+        remedy = "two builds; install both from one index in one command"
+    yield judged("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
 
 
 def cuda_of_torch() -> str | None:
-    """Laptop: the CUDA version of torch, read from a file because importing torch takes seconds."""
+    """The CUDA version of torch, read from a file because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -136,117 +125,97 @@ def cuda_of_torch() -> str | None:
 
 
 def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
-    """Laptop: NVIDIA GPUs, and whether the driver supports this build of torch."""
+    """NVIDIA GPUs, and whether the driver supports this build of torch."""
     if shutil.which("nvidia-smi") is None:
         if Path("/dev/nvidiactl").exists():
-            yield Finding("FAIL", "GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
+            yield judged("GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
         else:
-            yield Finding(
-                "note", "GPU", "none", "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
-            )
+            remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
+            yield Finding("note", "GPU", "none", remedy)
         return
     try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        names, whole = (
-            subprocess.run(
-                command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True
-            ).stdout
-            for command in (query, query[:1])
-        )
+        names, whole = _said("--query-gpu=name,driver_version", "--format=csv,noheader"), _said()
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", "") or str(error)
-        yield Finding(
-            "FAIL", "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver"
-        )
+        yield judged("GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver")
         return
     found = [line.strip() for line in names.splitlines() if line.strip()]
-    about = f"{len(found)} × {found[0].replace(', ', ', driver ')}" if found else "none"
-    runs_up_to = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole)
-    cuda = built_for()
     if not found:
         yield Finding("note", "GPU", "nvidia-smi lists none", "start the container with --gpus all")
-    elif cuda is None:
-        yield Finding("FAIL", "GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
+        return
+    about = f"{len(found)} × {found[0].replace(', ', ', driver ')}"
+    runs_up_to, cuda = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole), built_for()
+    if cuda is None:
+        yield judged("GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
     elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
         remedy = f"update the driver, or install torch for CUDA {runs_up_to[1]}"
-        yield Finding("FAIL", "GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
+        yield judged("GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
     else:
-        yield Finding("ok", "GPU", f"{about}, torch for CUDA {cuda}")
+        yield judged("GPU", f"{about}, torch for CUDA {cuda}")
+
+
+def _said(*options: str) -> str:
+    command = ["nvidia-smi", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True)
+    return done.stdout
 
 
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108 - only measured
-    """Laptop: the size of shared memory, which holds Ray's object store on Linux."""
-    if not folder.is_dir():
-        return
-    size = shutil.disk_usage(folder).total
-    mark: Mark = "ok" if size >= LEAST_SHM_BYTES else "FAIL"
-    remedy = "" if mark == "ok" else "start the container with --shm-size=2g or more"
-    yield Finding(mark, str(folder), figures.size(size), remedy)
+    """Its size on Linux, where it holds Ray's object store."""
+    if folder.is_dir():
+        size = shutil.disk_usage(folder).total
+        remedy = "" if size >= LEAST_SHM_BYTES else "start the container with --shm-size=2g or more"
+        yield judged(str(folder), figures.size(size), remedy)
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Laptop: free space and write permission for runs and for Ray's files."""
+    """Free space and write permission for runs and for Ray's files."""
     output = Path(config.output_dir).resolve()
     ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     for what, key, folder in (("results", "output_dir=…", output), ("Ray's files", "RAY_TMPDIR", ray)):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         usage = shutil.disk_usage(there)
-        free = f"{figures.size(usage.free)} free in {folder}"
+        found, remedy = f"{figures.size(usage.free)} free in {folder}", ""
         try:
-            runs.refuse_unwritable(folder)
+            refuse_unwritable(folder)
         except UsageError as error:
-            yield Finding(
-                "FAIL", what, str(error).removeprefix("output_dir: "), f"choose another folder with {key}"
-            )
-            continue
-        if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
-            yield Finding("FAIL", what, free, f"free up space, or choose another disk with {key}")
+            found, remedy = str(error).removeprefix("output_dir: "), f"choose another folder with {key}"
         else:
-            yield Finding("ok", what, free)
+            if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
+                remedy = f"free up space, or choose another disk with {key}"
+        yield judged(what, found, remedy)
 
 
 def ports(config: Config) -> Iterator[Finding]:
-    """Laptop: free ports on loopback."""
     try:
         with ExitStack() as sockets:
             for _ in range(PORTS):
                 sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
     except OSError as error:
         remedy = "stop the processes that hold them (ss -tlnp), or raise `ulimit -n`"
-        yield Finding("FAIL", "ports", f"fewer than {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
+        yield judged("ports", f"fewer than {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
     else:
-        yield Finding("ok", "ports", "free on 127.0.0.1")
+        yield judged("ports", "free on 127.0.0.1")
 
 
 def namespaces(config: Config) -> Iterator[Finding]:
-    """Laptop: the namespaces that `--on rehearsal` needs to emulate hosts."""
+    """What `--on rehearsal` needs to emulate hosts."""
     from launcher.rehearsal.isolation import unshare_command
 
     try:
-        yield Finding(
-            "ok", "rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}"
-        )
+        yield judged("rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}")
     except UsageError as error:
-        yield Finding(
-            "note", "rehearsal", str(error).partition("; ")[0], "run as root, or allow user namespaces"
-        )
+        remedy = "run as root, or allow user namespaces"
+        yield Finding("note", "rehearsal", str(error).partition("; ")[0], remedy)
 
 
 def aws(config: Config) -> Iterator[Finding]:
-    """Laptop: AWS identity and quotas, if the job names instance types or credentials exist."""
+    """AWS identity and quotas, if the job names instance types or credentials exist."""
     from launcher.places.sagemaker import aws
 
     yield from (Finding(*row) for row in aws.findings(config))
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    python,
-    packages,
-    torch,
-    gpus,
-    shared_memory,
-    disk,
-    ports,
-    namespaces,
-    aws,
+    *(python, packages, torch, gpus, shared_memory, disk, ports, namespaces, aws),
 )

@@ -6,33 +6,45 @@ location of that copy and of the data in `channels`.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import scripts
-from launcher.scripts import IGNORED
 from stoker.config.extras import requirement_lines
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.errors import UsageError, nearest
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
-from stoker.place import COMMIT_FILE, ORIGINS_FILE
-from stoker.scripts.script_checks import SCRIPT_FOLDER
+from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE
+from stoker.scripts.script_checks import SCRIPT_FOLDER, no_such_script, refuse_foreign_keys
+from stoker.storage.filesystems import walk
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """The command that every place runs in the staged folder."""
-
 HIDING = ("stoker", "train.py", SECRETS_FILE)
 """Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
+MOST_BYTES = 500_000_000
+MOST_FILES = 20_000
+IGNORED = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
+)
+"""Never staged."""
+Ignore = Callable[[str, list[str]], set[str]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Laptop: what to run, independent of the place."""
+    """What to run, independent of the place."""
 
     resolved: Resolved
     source_dir: Path | None = None
@@ -45,44 +57,45 @@ class Job:
         return self.resolved.config.name
 
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
-        """Laptop: write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
+        """Write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
 
         Args:
             folder: an empty folder; created if missing.
             data_at: paths of the `data` parameters on the hosts; default: the paths on this machine.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        own = examples_root()
+        own, config = examples_root(), self.resolved.config
         shutil.copytree(package_root() / "stoker", folder / "stoker", ignore=IGNORED)
         for name in ("train.py", "requirements.txt"):
             shutil.copy2(own / name, folder / name)
-        extras = requirement_lines(self.resolved.config)
-        if extras:
+        if extras := requirement_lines(config):
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras))
-        config = self.resolved.config
-        left_out = [Path(config.output_dir).resolve(), folder.resolve()]
-        if self.resolved.file is not None and secrets_json(config) is not None:
-            left_out.append(self.resolved.file.resolve())
-        ignored = scripts.ignoring(*left_out)
-        if config.script is not None and self.source_dir is not None:
-            self._stage_requirements(folder, self.source_dir / "requirements.txt")
-            _copy_tree(self.source_dir, folder / SCRIPT_FOLDER, ignored)
-        elif self.source_dir is not None:
-            self._stage_user_source(folder, self.source_dir, ignored)
-        else:
-            for name in ("recipes", "configs"):
-                shutil.copytree(own / name, folder / name, ignore=IGNORED)
+        self._stage_source(folder)
         self._stage_constraints(folder)
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
         if (secrets := secrets_json(staged.config)) is not None:
             write_private(folder / SECRETS_FILE, secrets)
-        commit = git_commit(self.source_dir or own)
-        if commit:
+        if commit := git_commit(self.source_dir or own):
             (folder / COMMIT_FILE).write_text(commit + "\n")
         (folder / ORIGINS_FILE).write_text(json.dumps(self.resolved.origins, indent=1))
+
+    def _stage_source(self, folder: Path) -> None:
+        config = self.resolved.config
+        left_out = [Path(config.output_dir).resolve(), folder.resolve()]
+        if self.resolved.file is not None and secrets_json(config) is not None:
+            left_out.append(self.resolved.file.resolve())
+        ignored = ignoring(*left_out)
+        if self.source_dir is None:
+            for name in ("recipes", "configs"):
+                shutil.copytree(examples_root() / name, folder / name, ignore=IGNORED)
+        elif config.script is not None:
+            self._stage_requirements(folder, self.source_dir / "requirements.txt")
+            _copy_tree(self.source_dir, folder / SCRIPT_FOLDER, ignored)
+        else:
+            self._stage_recipe(folder, self.source_dir, ignored)
 
     def _stage_constraints(self, folder: Path) -> None:
         """Pin this machine's versions, so that hosts installing at different times get the same ones."""
@@ -97,7 +110,7 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
 
-    def _stage_user_source(self, folder: Path, source_dir: Path, ignored: scripts.Ignore) -> None:
+    def _stage_recipe(self, folder: Path, source_dir: Path, ignored: Ignore) -> None:
         for item in sorted(source_dir.iterdir()):
             target = folder / item.name
             if item.name == "job.yaml" or item.name in ignored(str(source_dir), [item.name]):
@@ -110,18 +123,18 @@ class Job:
                 shutil.copy2(item, target)
 
 
-def _copy_tree(folder: Path, target: Path, ignored: scripts.Ignore) -> None:
+def _copy_tree(folder: Path, target: Path, ignored: Ignore) -> None:
     shutil.copytree(folder, target, ignore=ignored, ignore_dangling_symlinks=True)
 
 
 def write_private(file: Path, text: str) -> None:
-    """Laptop: write a new file that only its owner can read."""
+    """Write a new file that only its owner can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
         output.write(text)
 
 
 def git_commit(folder: Path) -> str | None:
-    """Laptop: the commit checked out in a folder, with "-dirty" if files differ; None without git."""
+    """The commit checked out in a folder, with "-dirty" if files differ; None without git."""
     git = ["git", "-C", str(folder)]
     try:
         done = [
@@ -136,14 +149,14 @@ def git_commit(folder: Path) -> str | None:
 
 
 def package_root() -> Path:
-    """Laptop: the folder that contains the `stoker` package."""
+    """The folder that contains the `stoker` package."""
     import stoker
 
     return Path(stoker.__file__).parent.parent
 
 
 def examples_root() -> Path:
-    """Laptop: the folder with `train.py`, `requirements.txt`, and the example recipes and configurations.
+    """The folder with `train.py`, `requirements.txt`, and the example recipes and configurations.
 
     In a clone it is `source_dir`; a wheel has a copy.
     """
@@ -152,11 +165,7 @@ def examples_root() -> Path:
 
 
 def example_file(word: str) -> str:
-    """Laptop: the configuration file that `example:digits` names.
-
-    Raises:
-        UsageError: there is no such example.
-    """
+    """The configuration file that `example:digits` names; UsageError if there is no such example."""
     name = word.removeprefix("example:")
     files = {path.stem: path for path in sorted((examples_root() / "configs").glob("*.yaml"))}
     if name not in files:
@@ -165,20 +174,25 @@ def example_file(word: str) -> str:
     return str(files[name])
 
 
+def holds_recipe(folder: Path, recipe: str) -> bool:
+    """Whether a folder has the module of a recipe, given as `package.module:Class`."""
+    module = recipe.partition(":")[0].split(".")[0]
+    return bool(module) and ((folder / f"{module}.py").is_file() or (folder / module).is_dir())
+
+
 def beside(resolved: Resolved) -> Path | None:
-    """Laptop: the folder of the job's file if it contains the recipe's module, else None."""
+    """The folder of the job's file if it contains the recipe's module, else None."""
     if resolved.file is None or ":" not in resolved.config.recipe:
         return None
-    folder, module = resolved.file.resolve().parent, resolved.config.recipe.partition(":")[0].split(".")[0]
-    there = (folder / f"{module}.py").is_file() or (folder / module).is_dir()
-    return folder if there and folder != examples_root() else None
+    folder = resolved.file.resolve().parent
+    return folder if holds_recipe(folder, resolved.config.recipe) and folder != examples_root() else None
 
 
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
-    """Laptop: check the job and find the data that it reads from this machine.
+    """Check the job and find the data that it reads from this machine.
 
     A recipe parameter whose value is an existing path names local data. The path becomes absolute for
-    local runs; other every_place upload the data as an input channel.
+    local runs; other places upload the data as an input channel.
 
     Args:
         resolved: the configuration.
@@ -187,37 +201,34 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     Raises:
         UsageError: the source folder is missing or shadows a Stoker file, or the script cannot be run.
     """
-    if resolved.config.script is not None:
-        resolved, source_dir = scripts.located(resolved, source_dir)
+    config = resolved.config
+    if config.script is not None:
+        resolved, source_dir = located(resolved, source_dir)
     elif (source_dir := source_dir or beside(resolved)) is not None and source_dir.is_dir():
-        outputs = scripts.ignoring(Path(resolved.config.output_dir).resolve())
-        scripts.refuse_too_much(source_dir, resolved.config.recipe, outputs, "recipe")
-    problems = []
+        outputs = ignoring(Path(config.output_dir).resolve())
+        refuse_too_much(source_dir, config.recipe, outputs, "recipe")
     if source_dir is not None:
         source_dir = source_dir.resolve()
         if not source_dir.is_dir():
-            problems.append(f"--source-dir {source_dir}: no such folder")
-        else:
-            problems += [
-                f"--source-dir {source_dir}: {name} would shadow Stoker's own; rename it"
-                for name in HIDING[: 1 if resolved.config.script else None]
-                if (source_dir / name).exists()
-            ]
-    if problems:
-        raise UsageError(*problems)
+            raise UsageError(f"--source-dir {source_dir}: no such folder")
+        if hiding := [
+            name for name in HIDING[: 1 if config.script else None] if (source_dir / name).exists()
+        ]:
+            shadows = "would shadow Stoker's own; rename it"
+            raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in hiding))
     prepare_data(resolved, source_dir)
     data = {
         name: str(_located(Path(value)))
-        for name, value in resolved.config.params.items()
-        if _names_local_data(value)
+        for name, value in config.params.items()
+        if isinstance(value, str) and "://" not in value and value.strip() and Path(value).exists()
     }
-    if resolved.config.script is not None:
-        scripts.refuse_unusable_params(resolved.config.params, data)
+    if config.script is not None:
+        _refuse_unusable_params(config.params, data)
     return Job(resolved, source_dir, data)
 
 
 def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
-    """Laptop: call the job's `data.prepare` function, if any, to create its data.
+    """Call the job's `data.prepare` function, if any, to create its data.
 
     Raises:
         UsageError: the function cannot be loaded, or it raised.
@@ -239,5 +250,104 @@ def _located(path: Path) -> Path:
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
-def _names_local_data(value: Any) -> bool:
-    return isinstance(value, str) and "://" not in value and bool(value.strip()) and Path(value).exists()
+def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Turn the command line's file and script arguments into (YAML file, key overrides).
+
+    Args:
+        path: a YAML file, or a script without a YAML file.
+        arguments: the words after `--`; None without it.
+    """
+    words = [] if arguments is None else [f"args={json.dumps(arguments)}"]
+    if path is None or path.suffix != ".py":
+        return path, words
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-")[:63] or "job"
+    return None, [f"name={name}", f"script={path}", *words]
+
+
+def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:
+    """The job with its script's path relative to the staged folder, and that folder.
+
+    Args:
+        resolved: the configuration, which names the script as typed.
+        source_dir: the folder to stage; None: the script's folder, found here or next to the job's file.
+
+    Raises:
+        UsageError: the script is missing, ambiguous or invalid, ignores a given key, or its folder is too
+            large.
+    """
+    refuse_foreign_keys(resolved)
+    named = str(resolved.config.script)
+    if source_dir is not None and not source_dir.is_dir():
+        raise UsageError(f"--source-dir {source_dir}: no such folder")
+    folders = [Path(), *filter(None, [source_dir or (resolved.file.parent if resolved.file else None)])]
+    tried = [folder / named for folder in folders]
+    found = {path.resolve(): None for path in tried if path.is_file()}
+    if not found:
+        raise UsageError(no_such_script(named, tried[-1].absolute()))
+    if len(found) > 1 and source_dir is None:
+        both = " and ".join(map(str, found))
+        raise UsageError(f"script: {named} could be {both}; choose the folder with --source-dir")
+    folder = source_dir.resolve() if source_dir else next(iter(found)).parent
+    path = next((path for path in found if path.is_relative_to(folder)), None)
+    if path is None:
+        raise UsageError(f"script: {named} is not in --source-dir {source_dir}")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"script: {named} is not Python: {getattr(error, 'msg', error)}{line}") from None
+    refuse_too_much(folder, named, ignoring(Path(resolved.config.output_dir).resolve()))
+    config = resolved.config.model_copy(update={"script": str(path.relative_to(folder))})
+    return replace(resolved, config=config), folder
+
+
+def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
+    """Refuse a folder that is too large to stage, before copying it.
+
+    Raises:
+        UsageError: names the script and the folder, or a link that leads nowhere or to a folder above it.
+    """
+    size = files = 0
+    for entry in walk(str(folder), hidden=True, ignore=ignore):
+        files, size = files + entry.is_file, size + entry.size * entry.is_file
+        if size > MOST_BYTES or files > MOST_FILES:
+            raise UsageError(
+                f"{key}: {folder}, the folder of {script}, is staged with the job but holds more than"
+                f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; move the code to a separate folder (or"
+                " name one with --source-dir), and name data in params"
+            )
+
+
+def ignoring(*paths: Path) -> Ignore:
+    """A filter of what not to stage: caches and the like, and folders of runs and staged copies."""
+
+    def ignore(at: str, names: list[str]) -> set[str]:
+        found = ((name, Path(at) / name) for name in names)
+        return {*IGNORED(at, names), *(n for n, path in found if path.resolve() in paths or _is_staged(path))}
+
+    return ignore
+
+
+def _is_staged(path: Path) -> bool:
+    """Whether a folder or archive is a staged copy, as `--request` writes them, with its token."""
+    if path.is_dir():
+        return (path / ORIGINS_FILE).is_file()
+    with contextlib.suppress(OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error):
+        if path.suffix == ".zip":
+            return ORIGINS_FILE in zipfile.ZipFile(path).namelist()
+        if path.name.endswith(".tar.gz"):
+            with tarfile.open(path) as archive:
+                first = archive.next()
+            return first is not None and Path(first.name).name == TOKEN_FILE
+    return False
+
+
+def _refuse_unusable_params(params: dict[str, Any], data: dict[str, str]) -> None:
+    problems = [
+        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
+        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
+        for name, value in params.items()
+        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
+    ]
+    if problems:
+        raise UsageError(*problems)

@@ -3,40 +3,104 @@
     result = stoker.run("job.yaml", "train.epochs=3")
 
 The child runs the command that every place runs, so a crash of the job leaves the notebook as it is.
+On Databricks, MLflow is the notebook's experiment, and results may go to a Unity Catalog volume.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
+import queue
 import re
 import secrets
+import shutil
+import signal
+import socket
+import subprocess
 import sys
 import sysconfig
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher import databricks, runs
+from launcher import run_directory
 from launcher.commands import check_recipe, refuse_unsupported
-from launcher.job import Job, beside, example_file, open_job
-from launcher.notebook_run import NotebookRequest, RunResult, submit
+from launcher.job import (
+    COMMAND,
+    Job,
+    as_overrides,
+    beside,
+    example_file,
+    holds_recipe,
+    located,
+    open_job,
+)
 from launcher.places import place_named
+from launcher.places.local import outlast
 from launcher.places.ray import jobs as ray_jobs
 from launcher.resuming import resolve
-from launcher.scripts import as_overrides, located
+from launcher.run_directory import PROCESS_FILE, PastRun
+from stoker import figures
 from stoker.config.extras import refuse_missing
 from stoker.config.loading import Resolved, load, parse_yaml
-from stoker.config.redaction import learn_job
+from stoker.config.redaction import learn_job, scrub
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.place import BACKEND_VARIABLE, LASTING_DIR_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
+from stoker.hosts.copies import Copies
+from stoker.hosts.raynode import end_with_parent
+from stoker.place import (
+    BACKEND_VARIABLE,
+    LASTING_DIR_VARIABLE,
+    LAUNCH_DIR_VARIABLE,
+    PACKAGE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    STOP_FILE,
+)
 
 ORIGIN = "stoker.run"
+POLL_S = 0.5
+REACH_S = 10.0
+DATABRICKS_VARIABLE = "DATABRICKS_RUNTIME_VERSION"
+VOLUMES = "/Volumes/"
+LOCAL_DISK = Path("/local_disk0/tmp")
+"""The own disk of a Databricks driver."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Notebook: how a run ended."""
+
+    code: int
+    """0 done, 1 failed, 2 wrong usage or data, 130 or 143 stopped."""
+    run_dir: Path
+    """`summary.json`, `events.jsonl`, `report.html`, `checkpoints/`, `model/`."""
+    summary: dict[str, Any] = field(repr=False)
+    """The content of `summary.json`; empty if the run was refused."""
+    error: str = ""
+    """The cause of a failure in one line."""
+
+    @property
+    def status(self) -> str:
+        """succeeded, failed, interrupted, or refused before anything was written."""
+        without = {2: "refused", 130: "interrupted", 143: "interrupted"}.get(self.code, "failed")
+        return str(self.summary.get("status", without))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return dict(self.summary.get("metrics", {}).get("last", {}))
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The best value of each metric."""
+        return dict(self.summary.get("metrics", {}).get("best", {}))
 
 
 class RunError(RuntimeError):
@@ -91,11 +155,35 @@ def run(
     print(request.render(), flush=True)
     started = submit(request)
     result = started.wait()
-    if started.interrupted:
+    if started.interrupts:
         raise RunInterrupt(result)
     if check and result.code:
         raise RunError(result)
     return result
+
+
+@dataclass(frozen=True)
+class NotebookRequest:
+    """A run before it is started."""
+
+    job: Job
+    run_dir: Path
+    """On this machine's disk, or on a file system that all hosts share."""
+    lasting: Path | None
+    """On object storage that all hosts mount: checkpoints and model, and a copy of the run directory."""
+    cluster: str | None
+    """Address of the Ray cluster; None: one is started on this machine."""
+    environment: dict[str, str] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """The request as it is printed before the run."""
+        rows = [f"cluster  {self.cluster or 'of this machine'}", f"results  {self.lasting or self.run_dir}"]
+        mlflow = self.job.resolved.config.tracking.mlflow
+        if mlflow.uri:
+            origin = self.job.resolved.origins.get("tracking.mlflow.uri", "default")
+            rows.append(f"mlflow   {mlflow.uri} {mlflow.experiment or self.job.name} ({origin})")
+        return scrub("\n".join([*rows, *(f"note: {note}" for note in self.notes)]))
 
 
 def plan(
@@ -106,7 +194,7 @@ def plan(
     resume: str | None = None,
     arguments: list[str] | None = None,
 ) -> NotebookRequest:
-    """Notebook: check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
+    """Check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
     cluster = cluster_at(address)
     place = place_named("ray" if cluster else "local")
     given, own, folder = described(config, arguments, Path(source_dir).expanduser() if source_dir else None)
@@ -120,24 +208,25 @@ def plan(
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
-        if resolved.config.script is None:
-            check_recipe(job, local=cluster is None)
+        if resolved.config.script is None and cluster is not None:
+            check_recipe(job)
     variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **tracked.environment}
     notes = [tracked.note] if tracked.note else []
     if cluster is None:
-        run_dir = found.run_dir or runs.new_run_dir(job)
-        variables |= {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir)}
-        return NotebookRequest(job, run_dir, None, None, variables, tuple(notes))
-    run_dir, lasting = folders(job)
-    if ray_jobs.find_token() is None:
-        notes.append("no token: anyone who can reach this cluster can run code on it")
-    variables |= {BACKEND_VARIABLE: "ray", RUN_DIR_VARIABLE: str(run_dir), "RAY_TRAIN_V2_ENABLED": "1"}
-    variables |= {"RAY_ADDRESS": cluster} | ({LASTING_DIR_VARIABLE: str(lasting)} if lasting else {})
+        run_dir, lasting = found.run_dir or run_directory.new_run_dir(job), None
+        variables[BACKEND_VARIABLE] = "local"
+    else:
+        run_dir, lasting = folders(job)
+        if ray_jobs.find_token() is None:
+            notes.append("no token: anyone who can reach this cluster can run code on it")
+        variables |= {BACKEND_VARIABLE: "ray", "RAY_TRAIN_V2_ENABLED": "1", "RAY_ADDRESS": cluster}
+        variables |= {LASTING_DIR_VARIABLE: str(lasting)} if lasting else {}
+    variables[RUN_DIR_VARIABLE] = str(run_dir)
     return NotebookRequest(job, run_dir, lasting, cluster, variables, tuple(notes))
 
 
 def cluster_at(address: str) -> str | None:
-    """Notebook: the cluster's `host:port`; None for one of this machine.
+    """The cluster's `host:port`; None for one of this machine.
 
     Raises:
         UsageError: there is none, or the address has another form.
@@ -166,40 +255,66 @@ def cluster_at(address: str) -> str | None:
 def described(
     config: str | Path | Mapping[str, Any], arguments: list[str] | None, source_dir: Path | None
 ) -> tuple[Path | Mapping[str, Any] | None, list[str], Path | None]:
-    """Notebook: (YAML file or content, overrides, source folder) of whatever describes the job."""
+    """(YAML file or content, overrides, source folder) of whatever describes the job."""
     if isinstance(config, str) and ("\n" in config or (": " in config and not Path(config).exists())):
         config = parse_yaml(config, "config")
     if isinstance(config, Mapping):
-        if source_dir is None and here_is_recipe(config):
+        if source_dir is None and holds_recipe(Path(), str(config.get("recipe", ""))):
             source_dir = Path.cwd()
-        _, own = as_overrides(None, arguments)
-        return config, own, source_dir
+        return config, as_overrides(None, arguments)[1], source_dir
     path = Path(example_file(str(config)) if str(config).startswith("example:") else config).expanduser()
     file, own = as_overrides(path, arguments)
     return file, own, source_dir
 
 
-def here_is_recipe(config: Mapping[str, Any]) -> bool:
-    """Notebook: whether the current folder has the module of a job's recipe."""
-    module = str(config.get("recipe", "")).partition(":")[0].split(".")[0]
-    return bool(module) and (Path(f"{module}.py").is_file() or Path(module).is_dir())
+@dataclass(frozen=True)
+class Tracked:
+    """MLflow as Databricks provides it."""
+
+    overrides: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """The notebook's credentials, which a child process cannot ask for itself."""
+    note: str = ""
 
 
-def with_mlflow(
-    given: Path | Mapping[str, Any] | None, words: list[str]
-) -> tuple[Resolved, databricks.Tracked]:
-    """Notebook: the configuration; on Databricks, MLflow is the notebook's unless the job sets it."""
+def with_mlflow(given: Path | Mapping[str, Any] | None, words: list[str]) -> tuple[Resolved, Tracked]:
+    """The configuration; on Databricks, MLflow is the notebook's unless the job sets it."""
     resolved = load(given, words, ORIGIN)
-    if not databricks.inside() or any(key.startswith("tracking.mlflow.") for key in resolved.origins):
-        return resolved, databricks.Tracked()
-    tracked = databricks.mlflow_of_notebook()
+    set_by_job = any(key.startswith("tracking.mlflow.") for key in resolved.origins)
+    if DATABRICKS_VARIABLE not in os.environ or set_by_job:
+        return resolved, Tracked()
+    tracked = _mlflow_of_notebook()
     ours = {word.partition("=")[0]: "Databricks" for word in tracked.overrides}
     resolved = load(given, [*words, *tracked.overrides], ORIGIN)
     return replace(resolved, origins=resolved.origins | ours), tracked
 
 
+def _mlflow_of_notebook() -> Tracked:
+    """The experiment of `mlflow.set_experiment`, which sets a variable, or the notebook's own."""
+    if importlib.util.find_spec("mlflow") is None:
+        return Tracked(note="MLflow: not installed, so this run is not tracked; %pip install mlflow-skinny")
+    from mlflow import MlflowClient
+    from mlflow.tracking.default_experiment.registry import get_experiment_id
+    from mlflow.utils.databricks_utils import get_databricks_env_vars
+
+    try:
+        environment = get_databricks_env_vars("databricks")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        number = os.environ.get("MLFLOW_EXPERIMENT_ID") or (None if name else get_experiment_id())
+        if number is not None:
+            name = MlflowClient("databricks").get_experiment(number).name
+    except Exception as error:  # whatever the client meets on a foreign platform; the run does not need it
+        cause = " ".join(str(error).split()) or type(error).__name__
+        return Tracked(note=f"MLflow: off, because the workspace did not answer as expected: {cause}")
+    if not name:
+        return Tracked(
+            note="MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
+        )
+    return Tracked(("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={name}"), environment)
+
+
 def folders(job: Job) -> tuple[Path, Path | None]:
-    """Notebook: the run directory of a run on a cluster and, for a volume, where what lasts is written.
+    """The run directory of a run on a cluster and, for a volume, where what lasts is written.
 
     Raises:
         UsageError: the hosts do not share `output_dir`, or it cannot be written.
@@ -210,19 +325,25 @@ def folders(job: Job) -> tuple[Path, Path | None]:
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " on Databricks, one in a volume: /Volumes/<catalog>/<schema>/<volume>/runs"
         )
-    if not databricks.on_volume(output):
-        return _own(runs.new_run_dir(job)), None
+    if not output.startswith(VOLUMES):
+        return _own(run_directory.new_run_dir(job)), None
     try:
         Path(output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir: {output} cannot be written: {error.strerror}") from None
-    taken = _own(runs.named(job, Path(output)))
-    return databricks.scratch() / taken.name, taken
+    taken = _own(run_directory.named(job, Path(output)))
+    scratch = LOCAL_DISK if LOCAL_DISK.is_dir() else Path(tempfile.gettempdir())
+    return scratch / "stoker-runs" / taken.name, taken
+
+
+def _own(run_dir: Path) -> Path:
+    """A name that no other run gets: tasks that start in the same second see no folder of each other yet."""
+    return run_dir.with_name(f"{run_dir.name}-{secrets.token_hex(2)}")
 
 
 @contextlib.contextmanager
 def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
-    """Notebook: import a job's modules anew in this block; the notebook's own are back after it.
+    """Import a job's modules anew in this block; the notebook's own are back after it.
 
     A notebook's process lives on, and the job's own process reads the files as they are now.
 
@@ -258,6 +379,154 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
         sys.modules.update(before)
 
 
-def _own(run_dir: Path) -> Path:
-    """A name that no other run gets: tasks that start in the same second see no folder of each other yet."""
-    return run_dir.with_name(f"{run_dir.name}-{secrets.token_hex(2)}")
+def submit(request: NotebookRequest) -> NotebookRun:
+    """Stage the source and start the job's process.
+
+    Raises:
+        UsageError: nothing listens at the cluster's address, the source is too large for it, or the run
+            directory cannot be written.
+    """
+    local, run_dir = request.cluster is None, request.run_dir
+    if request.cluster is not None:
+        refuse_unreachable(request.cluster)
+    new, earlier = not run_dir.exists(), _written(run_dir)
+    code = run_dir / "code" if local else Path(tempfile.mkdtemp(prefix="stoker-code-")) / "code"
+    try:
+        shutil.rmtree(code, ignore_errors=True)  # code of a resumed run
+        request.job.stage(code)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        latest = run_directory.point_latest(run_dir) if local else None
+        packed = {} if local else {PACKAGE_VARIABLE: str(_packed(code))}
+        process = subprocess.Popen(
+            [sys.executable, *COMMAND[1:]],
+            cwd=code,
+            env=os.environ | request.environment | packed,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # The kernel's interrupts go to its process group; the job gets one each from `wait`.
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+    except BaseException as error:
+        if not local:
+            shutil.rmtree(code.parent, ignore_errors=True)
+        if new:
+            run_directory.forget(run_dir, None)
+        if isinstance(error, OSError):
+            raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
+        raise
+    if request.lasting is None:
+        (run_dir / PROCESS_FILE).write_text(str(process.pid))
+    return NotebookRun(request, process, None if local else code.parent, new, latest, earlier)
+
+
+def _packed(code: Path) -> Path:
+    """The package of the staged source, for the workers of all hosts."""
+    content = ray_jobs.package(code)
+    if len(content) > ray_jobs.PACKAGE_LIMIT_BYTES:
+        raise UsageError(
+            f"source_dir: {figures.size(len(content))} of source, but Ray accepts at most 100 MB;"
+            " move data to storage that the hosts share"
+        )
+    package = code.parent / "job.zip"
+    package.touch(mode=0o600)
+    package.write_bytes(content)
+    return package
+
+
+def refuse_unreachable(cluster: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try again for minutes."""
+    host, _, port = cluster.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"address: no Ray cluster at {cluster}: {why}; is it still running?") from None
+
+
+class NotebookRun:
+    """A running job, whose lines are shown by `wait`."""
+
+    def __init__(
+        self,
+        request: NotebookRequest,
+        process: subprocess.Popen[bytes],
+        staged: Path | None,
+        new: bool,
+        latest: str | None,
+        earlier: int,
+    ) -> None:
+        self.request, self.process, self.staged, self.new, self.latest = request, process, staged, new, latest
+        self.interrupts = 0
+        self._earlier = earlier
+        self._errors: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._copies = None
+        if request.lasting is not None:
+            self._copies = Copies({request.run_dir: request.lasting}, self._lines.put)
+            self._copies.start()
+        # A read in this thread would lose what it has when the cell is interrupted.
+        threading.Thread(target=self._read, name="lines", daemon=True).start()
+
+    def wait(self) -> RunResult:
+        """Show the job's lines until it ends; forwards interrupts and SIGTERM to it."""
+        return outlast(self.process, self._show, self._interrupt, self._concluded)
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self._lines.put(line.decode(errors="replace").rstrip("\n"))
+        self._lines.put(None)
+
+    def _show(self) -> None:
+        """Show the lines until the job ends; a process that it left behind may hold the pipe open."""
+        while True:
+            try:
+                line = self._lines.get(timeout=POLL_S)
+            except queue.Empty:
+                if self.process.poll() is not None:
+                    return
+                continue
+            if line is None:
+                return
+            if self.request.lasting is not None:  # where its files will be, not where they are now
+                line = line.replace(str(self.request.run_dir), str(self.request.lasting))
+            if line.startswith("error: "):
+                self._errors.append(line.removeprefix("error: "))
+            print(line, flush=True)
+
+    def _interrupt(self) -> None:
+        """The first one asks for a checkpoint and the end, the second one for the end; the third kills."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL if self.interrupts > 1 else signal.SIGINT)
+        self.interrupts += 1
+
+    def _concluded(self, code: int) -> RunResult:
+        request, run_dir = self.request, self.request.lasting or self.request.run_dir
+        (request.run_dir / STOP_FILE).unlink(missing_ok=True)
+        # After a start that failed at once, a resumed run's directory has the summary of the start before.
+        summary = PastRun(request.run_dir).summary() if _written(request.run_dir) != self._earlier else {}
+        refused = code == 2 and self.new and not summary.get("steps")
+        error = "" if code == 0 else "; ".join(self._errors) or str(summary.get("error") or "")
+        if self._copies is not None and refused:
+            self._copies.stop()
+            shutil.rmtree(run_dir, ignore_errors=True)
+        elif self._copies is not None:
+            if problem := self._copies.finish():
+                run_dir, code = request.run_dir, code or 1
+                error = f"{problem}; the run is in {run_dir}"
+            else:
+                shutil.rmtree(request.run_dir, ignore_errors=True)
+        if self.staged is not None:
+            shutil.rmtree(self.staged, ignore_errors=True)
+        if refused:
+            run_directory.forget(request.run_dir, self.latest)
+        if refused or summary.get("status") == "starting":
+            summary = {}
+        return RunResult(code, run_dir, summary, scrub(error))
+
+
+def _written(run_dir: Path) -> int:
+    """When the run's summary was last written; 0 if it has none."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "summary.json").stat().st_mtime_ns
+    return 0

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from launcher.places import Place, Resume
-from launcher.places.local import PastRun
+from launcher.run_directory import PastRun
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -22,12 +22,7 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 def resolve(asked: str | None, place: Place, config: Config) -> Resume:
-    """Laptop: resolve the option `--resume` for a place.
-
-    Args:
-        asked: auto, never, a path or an `s3://` URI; None if not given.
-        place: where the job runs.
-        config: the job.
+    """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given.
 
     Raises:
         UsageError: there is nothing to resume from.
@@ -71,7 +66,7 @@ def resolve(asked: str | None, place: Place, config: Config) -> Resume:
 
 
 def newest_unfinished(config: Config) -> Path | None:
-    """Laptop: the newest run of the job in `output_dir` that did not succeed and has a checkpoint.
+    """The newest run of the job in `output_dir` that did not succeed and has a checkpoint.
 
     Raises:
         UsageError: it is still running.
@@ -87,7 +82,7 @@ def newest_unfinished(config: Config) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Laptop: the checkpoints in a folder or its `checkpoints/`, newest first."""
+    """The checkpoints in a folder or its `checkpoints/`, newest first."""
     for at in (folder, folder / "checkpoints"):
         if at.is_dir():
             found = [path for path in at.iterdir() if _STEP.fullmatch(path.name)]
@@ -97,7 +92,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def kept_in(run_dir: Path, config: Config) -> list[Path]:
-    """Laptop: a run's checkpoints; for a script, everything in its checkpoint folder."""
+    """A run's checkpoints; for a script, everything in its checkpoint folder."""
     if config.script is None:
         return steps_in(run_dir)
     folder = run_dir / "checkpoints"
@@ -105,7 +100,7 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
 
 
 def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
-    """Laptop: the command that continues a run which has stopped; empty without a checkpoint.
+    """The command that continues a run which has stopped; empty without a checkpoint.
 
     Args:
         run_dir: the run directory.

@@ -8,22 +8,37 @@ import os
 import secrets
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.files import files_below
 from launcher.job import Job, write_private
 from stoker import figures
 from stoker.place import TOKEN_FILE
+from stoker.storage.filesystems import Entry, walk
 
 PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)
 LIMIT_BYTES = 500_000_000
 
 
+def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
+    """(name relative to `source`, path, size and time) of a file, or of every file in a folder.
+
+    Raises:
+        UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
+    """
+    if source.is_file():
+        about = source.stat()
+        return [
+            (source.name, source, Entry(str(source), source.name, True, about.st_size, about.st_mtime_ns))
+        ]
+    below = [entry for entry in walk(str(source), hidden=True) if entry.is_file]
+    return sorted((Path(e.path).relative_to(source).as_posix(), Path(e.path), e) for e in below)
+
+
 @dataclass(frozen=True)
 class DataUpload:
-    """Laptop: local data that becomes an input channel.
+    """Local data that becomes an input channel.
 
     The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
     the same data uploads nothing. With a key of encryption, it is that of the data under this key.
@@ -39,7 +54,7 @@ class DataUpload:
 def find_data_uploads(
     data: Mapping[str, str], uri: str, kms_key: str | None = None
 ) -> tuple[DataUpload, ...]:
-    """Laptop: plan uploads below `uri` for local data, given as recipe parameter → path."""
+    """Plan uploads below `uri` for local data, given as recipe parameter → path."""
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)
@@ -53,13 +68,13 @@ def find_data_uploads(
 
 
 def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
-    """Laptop: write the staged source and, into the same folder, a new Ray token."""
+    """Write the staged source and, into the same folder, a new Ray token."""
     job.stage(folder, data_at)
     write_private(folder / TOKEN_FILE, secrets.token_hex(32))
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Laptop: pack the staged source as a `.tar.gz`, with files at the root."""
+    """Pack the staged source as a `.tar.gz`, with files at the root."""
     descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
         for name, path, _ in files_below(folder):
@@ -69,7 +84,7 @@ def pack(folder: Path, archive: Path) -> None:
 def measure(
     job: Job, data_at: dict[str, str], instead: str, limit: int = LIMIT_BYTES
 ) -> tuple[int, int, list[str]]:
-    """Laptop: stage the source once; number of files and bytes to upload, and what speaks against it.
+    """Stage the source once; number of files and bytes to upload, and what speaks against it.
 
     Args:
         job: its source.
@@ -94,3 +109,17 @@ def measure(
             f" {figures.size(limit)}; move data out and name it in {instead}"
         )
     return len(found), size, problems
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format aligned columns, with numbers right-aligned."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+
+    def cell(text: str, width: int) -> str:
+        return text.rjust(width) if text[:1].isdigit() else text.ljust(width)
+
+    return "\n".join(
+        "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -21,8 +21,8 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import stoker
-from launcher.files import expanded_words
 from stoker.config.redaction import scrub
+from stoker.config.values import expanded
 from stoker.errors import UsageError, nearest
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
@@ -69,8 +69,25 @@ class DefaultsToRun(TyperGroup):
         return list(super().parse_args(ctx, args))
 
 
+def expanded_words(words: list[str]) -> list[str]:
+    """Expand `~` and `$VARIABLES` in paths that the shell left alone, as in `--source-dir=~/x`.
+
+    Raises:
+        UsageError: a path that cannot be expanded.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    found = []
+    for word in words[:end]:
+        option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups("")  # type: ignore[union-attr]
+        try:
+            found.append(option + expanded(path) if path[:1] in ("~", "$") else word)
+        except ValueError as error:
+            raise UsageError(f"{word}: {error}") from None
+    return [*found, *words[end:]]
+
+
 def refuse_mistyped(word: str, commands: list[str]) -> None:
-    """Laptop: refuse a first word that is neither a command nor an existing file.
+    """Refuse a first word that is neither a command nor an existing file.
 
     Raises:
         UsageError: suggests a similar command or file.
@@ -94,7 +111,7 @@ Option = typer.Option
 
 
 def show_version(asked: bool) -> None:
-    """Laptop: print the version for `--version`."""
+    """Print the version for `--version`."""
     if asked:
         print(f"stoker {stoker.__version__}")
         raise typer.Exit
@@ -113,7 +130,7 @@ def start(
 
 
 def keys(incomplete: str) -> list[str]:
-    """Laptop: shell completion of configuration keys."""
+    """Shell completion of configuration keys."""
     from stoker.config.loading import schema_rows
     from stoker.config.schema import Config
 
@@ -121,7 +138,7 @@ def keys(incomplete: str) -> list[str]:
 
 
 def places(incomplete: str) -> list[str]:
-    """Laptop: shell completion of the values of `--on`."""
+    """Shell completion of the values of `--on`."""
     from launcher.places import names
 
     return [name for name in names() if name.startswith(incomplete)]
@@ -132,7 +149,7 @@ Given = TypeVar("Given", bound=Any)
 
 
 def given_to(options: type[Given], ctx: typer.Context) -> Given:
-    """Laptop: the typed options as a dataclass whose fields are named after them."""
+    """The typed options as a dataclass whose fields are named after them."""
     typed = {name: ctx.params[name] for name in options.__dataclass_fields__}
     given: Given = options(**{name: value for name, value in typed.items() if value is not None})
     return given
@@ -305,7 +322,7 @@ def init(
 
 
 def unwritable(error: OSError) -> str | None:
-    """Laptop: describe a full or unwritable folder in one line; None for other errors."""
+    """Describe a full or unwritable folder in one line; None for other errors."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
         return None
     place = error.filename2 or error.filename or "a file"
@@ -313,7 +330,7 @@ def unwritable(error: OSError) -> str | None:
 
 
 def main() -> None:
-    """Laptop: run the command line; wrong usage prints one line per problem and exits with 2."""
+    """Run the command line; wrong usage prints one line per problem and exits with 2."""
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ERRORS = {"UsageError": "exit code 2", "DataError": "exit code 1", "ClusterError": "exit code 1"}
 API = {
     "In your own script": ("stoker.DataLoader", "stoker.log", "stoker.checkpoint_dir"),
-    "In a notebook": ("launcher.notebook.run", "launcher.notebook_run.RunResult"),
+    "In a notebook": ("launcher.notebook.run", "launcher.notebook.RunResult"),
     "Recipes": ("stoker.recipe.Recipe",),
     "Data and transforms": tuple(
         f"stoker.{room}.{name}" for room, names in stoker.data._EXPORTS.items() for name in names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -16,20 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from launcher import runs
+from launcher import run_directory
 from launcher.job import COMMAND, Job
 from launcher.places import Place
+from launcher.run_directory import PROCESS_FILE, PastRun, attach
 from stoker.errors import UsageError
-from stoker.events.console import metrics_text
-from stoker.events.summary import finite
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import BACKEND_VARIABLE, CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.scripts.script_checks import command_line
 
-PROCESS_FILE = "process.id"
 FORWARD_AFTER_S = 2.0
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,11 @@ class LocalRun:
         return "running" if code is None else "succeeded" if code == 0 else f"failed: exit code {code}"
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
+        yield from run_directory.log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
-        """Block until the end, also after Ctrl-C or SIGTERM, so that a checkpoint is saved; the exit code."""
-        with self._terminated_too():
-            while True:
-                try:
-                    code = self.process.wait()
-                    (self.run_dir / STOP_FILE).unlink(missing_ok=True)
-                    if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
-                        runs.forget(self.run_dir, self.latest)
-                    return 128 - code if code < 0 else code
-                except KeyboardInterrupt:
-                    with contextlib.suppress(KeyboardInterrupt):
-                        self._interrupt()
+        """Block until the end, also after Ctrl-C or SIGTERM; the exit code."""
+        return outlast(self.process, self.process.wait, self._interrupt, self._concluded)
 
     def _interrupt(self) -> None:
         """Forward SIGINT unless the job has it: a terminal sends it to both, `kill` and IDEs do not."""
@@ -105,25 +93,56 @@ class LocalRun:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
 
-    @contextlib.contextmanager
-    def _terminated_too(self) -> Iterator[None]:
-        """Forward SIGTERM to the job, because service managers and `timeout` send it only to this process."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    def _concluded(self, code: int) -> int:
+        (self.run_dir / STOP_FILE).unlink(missing_ok=True)
+        if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
+            run_directory.forget(self.run_dir, self.latest)
+        return code
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
 
+def outlast(
+    process: subprocess.Popen[bytes],
+    watch: Callable[[], object],
+    interrupt: Callable[[], None],
+    conclude: Callable[[int], Result],
+) -> Result:
+    """Watch a job's process until its end, which after Ctrl-C and SIGTERM comes with a checkpoint.
+
+    SIGTERM is forwarded, because service managers, `timeout` and notebooks' services send it to this process
+    only.
+    """
+    with handled(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM)):
+        while True:
+            try:
+                watch()
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                with contextlib.suppress(KeyboardInterrupt):
+                    interrupt()
+        with handled(signal.SIGINT, signal.SIG_IGN):  # half of the results would look like all
+            return conclude(128 - code if code < 0 else code)
+
+
+@contextlib.contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal in this block; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
     """Plan a new run directory, or resume in an earlier one; writes nothing."""
-    return LocalRequest(job, run_dir or runs.new_run_dir(job))
+    return LocalRequest(job, run_dir or run_directory.new_run_dir(job))
 
 
 def submit(request: LocalRequest) -> LocalRun:
@@ -135,11 +154,11 @@ def submit(request: LocalRequest) -> LocalRun:
         request.job.stage(run_dir / "code")
     except OSError as error:
         if new:
-            runs.forget(run_dir, None)
+            run_directory.forget(run_dir, None)
         # copytree raises a list of (source, copy, reason).
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
-    latest = runs.point_latest(run_dir)
+    latest = run_directory.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
     cwd, variables = run_dir / "code", environment(run_dir)
     # A killed launcher stops its job like a SIGTERM; the kernel counts the end of a thread as that, too.
@@ -155,85 +174,6 @@ def environment(run_dir: Path) -> dict[str, str]:
     return os.environ | place
 
 
-class PastRun:
-    """A run that another process started, found by its directory."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.id = str(run_dir)
-        self.run_dir = run_dir
-
-    def summary(self) -> dict[str, Any]:
-        """The run's `summary.json` so far."""
-        try:
-            found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return {"status": "starting"}
-        return found if isinstance(found, dict) else {}
-
-    def process_id(self) -> int | None:
-        """The process id of the run on this machine; None after its end."""
-        try:
-            number = int((self.run_dir / PROCESS_FILE).read_text())
-            os.kill(number, 0)
-        except (OSError, ValueError):
-            return None
-        with contextlib.suppress(OSError):
-            # Process ids are reused.
-            command = Path(f"/proc/{number}/cmdline").read_bytes()
-            return number if COMMAND[1].encode() in command else None
-        return number
-
-    def status(self) -> str:
-        found = self.summary()
-        status = str(found.get("status", "unknown"))
-        if status in ("running", "starting") and self.process_id() is None:
-            last = found.get("steps", 0)
-            return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
-        parts = [status]
-        if found.get("error"):
-            parts.append(str(found["error"]))
-        if found.get("steps"):
-            epoch = "" if found.get("script") else f", epoch {found.get('epochs', 0)}"
-            parts.append(f"step {found['steps']}{epoch}")
-        metrics = found.get("metrics")
-        last = metrics.get("last") if isinstance(metrics, dict) else None
-        known = finite(last) if isinstance(last, dict) else {}
-        if found.get("script"):
-            parts += [f"{name} {value:.6g}" for name, value in known.items()]
-        elif known:  # without the speed of the last epoch: `standing` has that of the run
-            parts.append(metrics_text({n: v for n, v in known.items() if not n.startswith("perf/")}))
-        return "  ".join(parts)
-
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from log_lines(self.run_dir, follow, lambda: self.process_id() is not None)
-
-    def wait(self) -> int:
-        while self.process_id() is not None:
-            time.sleep(0.5)
-        return 0 if self.summary()["status"] == "succeeded" else 1
-
-    def stop(self) -> str | None:
-        number = self.process_id()
-        if number is None:
-            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
-        os.kill(number, signal.SIGTERM)
-        return None
-
-
-def attach(run_id: str) -> PastRun:
-    """Find a run by its directory.
-
-    Raises:
-        UsageError: the folder is not a run directory.
-    """
-    run_dir = Path(run_id).resolve()
-    if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
-        if run_dir.name == "latest" and not run_dir.exists():
-            raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
-        raise UsageError(f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…")
-    return PastRun(run_dir)
-
-
 PLACE = Place(
     name="local",
     plan=lambda job, options, resume: plan(job, resume.run_dir),
@@ -241,19 +181,3 @@ PLACE = Place(
     attach=attach,
     options=("dashboard",),
 )
-
-
-def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
-    """The run's console output, line by line; with `follow` until it has ended."""
-    path = run_dir / "logs" / "console.log"
-    while follow and not path.exists() and alive():
-        time.sleep(0.2)
-    if not path.exists():
-        return
-    with path.open() as file:
-        while True:
-            running = follow and alive()
-            yield from (line.rstrip("\n") for line in file)
-            if not running:
-                return
-            time.sleep(0.3)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import launcher
-from launcher import runs
+from launcher import run_directory
 from launcher.job import Job
-from launcher.places import Place, local
+from launcher.places import Place
 from launcher.places.sagemaker import training_job
 from launcher.rehearsal import isolation, running, sagemaker_hosts, world
 from launcher.rehearsal import plan as planning
@@ -98,7 +98,7 @@ def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
     )
     if any(channel.parameter == CODE_CHANNEL for channel in channels):
         raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
-    run_dir = runs.new_run_dir(job)
+    run_dir = run_directory.new_run_dir(job)
     return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir, checkpoints)
 
 
@@ -122,7 +122,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         other.mkdir()
     run_dir = request.run_dir
     (run_dir / "logs").mkdir()
-    runs.point_latest(run_dir)
+    run_directory.point_latest(run_dir)
     folder = run_dir / "hosts"
     folder.mkdir(mode=0o700)
     cgroups: list[str] = []
@@ -206,6 +206,6 @@ PLACE = Place(
     name="rehearsal",
     plan=lambda job, options, resume: plan(job, resume.checkpoints),
     submit=submit,
-    attach=local.attach,
+    attach=run_directory.attach,
     checkpoints="copies",
 )

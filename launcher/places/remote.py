@@ -14,16 +14,16 @@ import shlex
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from launcher.files import files_below, table
 from launcher.job import Job
-from launcher.runs import Patience
-from launcher.source import DataUpload, stage
+from launcher.places import RemoteRun
+from launcher.source import DataUpload, files_below, stage, table
 from stoker import figures
 from stoker.config.loading import Resolved
 from stoker.config.redaction import is_secret, redact
@@ -35,8 +35,11 @@ LATE_S = 60.0
 """How far back to read logs again: a service delays the lines of each host differently."""
 DRAIN_S = 20.0
 """How long to wait for the last lines after the job has ended."""
+UNREACHABLE_S = 600.0
+"""How long a service that has answered may not."""
 EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
 Tell = Callable[[str], None]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Draft:
+class Draft(ABC):
     """A request that has not been checked yet."""
 
     job: Job
@@ -171,17 +174,17 @@ class Draft:
         return f"{self.root_uri}/{self.name}"
 
     @property
+    @abstractmethod
     def code_uri(self) -> str:
         """Of the archive with the staged code; ending with `/`, of its files."""
-        raise NotImplementedError
 
     @property
     def archive(self) -> str:
         """The name of the archive of the code; "" if its files are uploaded one by one."""
         return self.code_uri.rpartition("/")[2]
 
-    def pack(self, folder: Path, archive: Path) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def pack(self, folder: Path, archive: Path) -> None: ...
 
 
 class Store(Protocol):
@@ -193,7 +196,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class CloudRequest:
+class CloudRequest(ABC):
     """The request, its uploads, and warnings."""
 
     draft: Draft
@@ -213,21 +216,21 @@ class CloudRequest:
     def to_json(self) -> str:
         return json.dumps(self.body, indent=2)
 
-    def title(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def title(self) -> str: ...
 
-    def costs(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def costs(self) -> str: ...
 
     def for_command_line(self) -> dict[str, Any]:
         """The part of the request that the service's own command line reads from a file."""
         return self.body
 
-    def copy_command(self, source: Path, target: str) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def copy_command(self, source: Path, target: str) -> list[str]: ...
 
-    def create_command(self, file: Path) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def create_command(self, file: Path) -> list[str]: ...
 
     def render(self) -> str:
         """The request as JSON, then groups and cost, uploads and notes."""
@@ -304,6 +307,74 @@ def _send_all(store: Store, source: Path, uri: str) -> None:
         list(sent)  # re-raises upload errors
 
 
+class LostError(UsageError):
+    """A service that had answered no longer does; the run may go on."""
+
+
+@dataclass
+class Patience:
+    """Asks a service about a run. Once it has answered, failures get `UNREACHABLE_S` to pass."""
+
+    poll_s: float
+    passing: type[UsageError] = UsageError
+    """Errors that may pass by themselves."""
+    answered: bool = False
+
+    def __call__(self, ask: Callable[[], Answer]) -> Answer:
+        """The answer.
+
+        Raises:
+            UsageError: the service has never answered, and does not now.
+            LostError: it no longer does.
+        """
+        since = None
+        while True:
+            try:
+                found = ask()
+            except UsageError as error:
+                if not self.answered:
+                    raise
+                if not isinstance(error, self.passing):
+                    raise LostError(*error.problems) from None
+                if since is None:
+                    since = time.monotonic()
+                    told = f"{error}; asking again for up to {UNREACHABLE_S:.0f} s"
+                    print(told, file=sys.stderr, flush=True)
+                elif time.monotonic() - since > UNREACHABLE_S:
+                    raise LostError(f"{error}, for {UNREACHABLE_S:.0f} s now") from None
+                time.sleep(self.poll_s)
+            else:
+                self.answered = True
+                return found
+
+
+def show(line: str) -> None:
+    """Print and flush, so that pipes get the line immediately."""
+    print(line, flush=True)
+
+
+def follow(run: RemoteRun, tell: Tell = show) -> int:
+    """Show the logs until the job ends, then the outcome; Ctrl-C leaves the job running.
+
+    Returns:
+        The job's exit code; 130 after Ctrl-C; 1 if its outcome remains unknown.
+    """
+    tell(f"{run.id}: Ctrl-C stops watching, not the job")
+    try:
+        for line in run.logs(follow=True):
+            tell(line)
+        code = run.wait()
+        tell(run.closing())
+    except KeyboardInterrupt:
+        tell(run.detached())
+        return 130
+    except LostError as error:
+        again = shlex.join(["stoker", "logs", "-f", run.id])
+        tell(f"{error}; the job may still be running, or have ended. Watch it again: {again}")
+        return 1
+    return code
+
+
 class LogEntry(NamedTuple):
     """What a host has written, as the service's log keeps it."""
 
@@ -313,7 +384,7 @@ class LogEntry(NamedTuple):
     text: str
 
 
-class WatchedRun:
+class WatchedRun(ABC):
     """A run that a service executes. Once the service has answered, failures get ten minutes to pass."""
 
     def __init__(
@@ -328,23 +399,13 @@ class WatchedRun:
         """The name of the job in messages."""
         return self.id
 
+    @abstractmethod
     def ask(self) -> Any:
         """The service's description of the job, asked once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def status_in(self, description: Any) -> str:
         """The status that a description tells, in the words of all places."""
-        raise NotImplementedError
-
-    def entries(self, since_s: float) -> list[LogEntry]:
-        """What hosts have written since a time."""
-        raise NotImplementedError
-
-    def lines(self, entry: LogEntry, description: Any) -> Iterator[str]:
-        yield from (f"[{entry.host}] {line}" for line in entry.text.splitlines() or [""])
-
-    def progress(self, description: Any) -> str:
-        return self.status_in(description)
 
     def describe(self) -> Any:
         """The service's description of the job; UsageError if it does not exist or access is denied."""
@@ -359,6 +420,24 @@ class WatchedRun:
         while (state := self.status()).startswith("running"):
             time.sleep(self.poll_s)
         return EXIT_CODES.get(state.partition(":")[0], 1)
+
+    def detached(self) -> str:
+        """Message when the user stops watching: the job continues."""
+        return detached(self.label, self.id)
+
+
+class CloudRun(WatchedRun):
+    """A run whose service keeps the lines of all hosts in one log."""
+
+    @abstractmethod
+    def entries(self, since_s: float) -> list[LogEntry]:
+        """What hosts have written since a time."""
+
+    def lines(self, entry: LogEntry, description: Any) -> Iterator[str]:
+        yield from (f"[{entry.host}] {line}" for line in entry.text.splitlines() or [""])
+
+    def progress(self, description: Any) -> str:
+        return self.status_in(description)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The lines of all hosts by time; with `follow` until the end, with changes of state."""
@@ -385,20 +464,57 @@ class WatchedRun:
                     return
             time.sleep(self.poll_s)
 
-    def detached(self) -> str:
-        """Message when the user stops watching: the job continues."""
-        return detached(self.label, self.id)
-
 
 def detached(name: str, run_id: str) -> str:
     again = shlex.quote(run_id)
     return f"{name} keeps running. Watch it again: stoker logs -f {again}; stop it: stoker stop {again}"
 
 
-def training_problems(
+def shared_problems(
+    draft: Draft,
+    section: str,
+    trains: str | None,
+    more: str,
+    types: tuple[str, Sequence[str]],
+    shown: tuple[str, Mapping[str, Mapping[str, object]]],
+) -> Iterator[str]:
+    """What is checked alike for every service.
+
+    Args:
+        draft: the request.
+        section: the service's section of the configuration.
+        trains: the group that trains.
+        more: the key that gets more CPU hosts.
+        types: what a host's type is called, and the known ones.
+        shown: where secrets belong instead, and what everyone who may describe the job can read, by key.
+    """
+    config = draft.job.resolved.config
+    settings = getattr(config, section)
+    yield from _training_problems(config, draft.groups, trains, more)
+    if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
+        yield (
+            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
+            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
+        )
+    kind, known = types[0], [*names_of(draft.groups), *types[1]]
+    for key in settings.prices:
+        if key not in known:
+            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
+    for item in draft.data:
+        if not item.files:
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+    vault, entries = shown[0], [(key, *entry) for key, values in shown[1].items() for entry in values.items()]
+    for key, name, value in entries:
+        if is_secret(name, str(value)) or redact(str(value)) != str(value):
+            yield (
+                f"{key}.{name}: looks like a secret, which everyone who may describe the job can read; let"
+                f" the job read it from {vault} instead"
+            )
+
+
+def _training_problems(
     config: Config, groups: Sequence[Group], trains: str | None, more: str
 ) -> Iterator[str]:
-    """What the groups cannot give; `more` is the key that gets more CPU hosts."""
     names = names_of(groups)
     listed = ", ".join(names)
     if groups and trains is None:
@@ -422,36 +538,3 @@ def training_problems(
     for name in config.data.preprocess_on:
         if len(names) > 1 and name not in names:
             yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
-
-
-def time_problems(section: str, config: Config, seconds: int) -> Iterator[str]:
-    if 0 < seconds <= config.cluster.join_timeout_s:
-        yield (
-            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
-            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
-        )
-
-
-def secret_problems(shown: Mapping[str, Mapping[str, object]], vault: str) -> Iterator[str]:
-    """What everyone who may describe the job can read."""
-    for section, entries in shown.items():
-        for name, value in entries.items():
-            if is_secret(name, str(value)) or redact(str(value)) != str(value):
-                yield (
-                    f"{section}.{name}: looks like a secret, which everyone who may describe the job can"
-                    f" read; let the job read it from {vault} instead"
-                )
-
-
-def price_problems(
-    section: str, prices: Mapping[str, float], known: Sequence[str], kind: str
-) -> Iterator[str]:
-    for key in prices:
-        if key not in known:
-            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
-
-
-def data_problems(draft: Draft) -> Iterator[str]:
-    for item in draft.data:
-        if not item.files:
-            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"

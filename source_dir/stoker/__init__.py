@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.notebook import RunError, RunInterrupt, run
-    from launcher.notebook_run import RunResult
+    from launcher.notebook import RunError, RunInterrupt, RunResult, run
     from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
@@ -30,8 +29,7 @@ __all__ = [
 _EXPORTS = {
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
-    **dict.fromkeys(("RunError", "RunInterrupt", "run"), "launcher.notebook"),
-    "RunResult": "launcher.notebook_run",
+    **dict.fromkeys(("RunError", "RunInterrupt", "RunResult", "run"), "launcher.notebook"),
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
     "replace_torch_loader": "stoker.loader.dataloader",

@@ -30,9 +30,9 @@ import os
 import deltalake
 from pyspark.sql import SparkSession
 
-from launcher import databricks
+from launcher import notebook
 
-databricks.VOLUMES = VOLUME  # there: /Volumes/
+notebook.VOLUMES = VOLUME  # there: /Volumes/
 
 # On Databricks, `spark` is there, and the cluster's settings give each machine its variables.
 settings = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")

@@ -22,9 +22,8 @@ import yaml
 from pyarrow import parquet
 
 import stoker
-from launcher import databricks
-from launcher.notebook import plan
-from launcher.notebook_run import submit
+from launcher import notebook as launched
+from launcher.notebook import plan, submit
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
@@ -63,8 +62,8 @@ def notebook(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("RAY_ADDRESS", nodes.gcs)
     volume = tmp_path / "Volumes" / "main" / "default" / "vision"
     volume.mkdir(parents=True)
-    monkeypatch.setattr(databricks, "VOLUMES", f"{tmp_path}/Volumes/")
-    monkeypatch.setattr(databricks, "LOCAL_DISK", tmp_path / "local_disk")
+    monkeypatch.setattr(launched, "VOLUMES", f"{tmp_path}/Volumes/")
+    monkeypatch.setattr(launched, "LOCAL_DISK", tmp_path / "local_disk")
     (tmp_path / "local_disk").mkdir()
     return volume
 
@@ -134,7 +133,7 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
     assert {"checkpoints", "model"} <= there and not {"code", "process.id"} & there
     assert result.summary["model"] == str(result.run_dir / "model")
     assert (result.run_dir / "model" / "model.safetensors").is_file()
-    assert not any((databricks.LOCAL_DISK / "stoker-runs").iterdir()), "nothing stays on the driver's disk"
+    assert not any((launched.LOCAL_DISK / "stoker-runs").iterdir()), "nothing stays on the driver's disk"
 
     summary = result.summary
     assert summary == json.loads((result.run_dir / "summary.json").read_text())
@@ -221,7 +220,7 @@ def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
     def work() -> None:
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
-            files = (databricks.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
+            files = (launched.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
             if any(f'"event": "{event}"' in path.read_text() for path in files):
                 act()
                 return

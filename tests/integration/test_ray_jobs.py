@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher import runs
 from launcher.job import Job, open_job
-from launcher.places import attach
+from launcher.places import attach, remote
 from launcher.places import ray as ray_place
 from launcher.places.ray import jobs as ray_jobs
 from stoker.config.loading import load
@@ -133,7 +132,7 @@ def three_jobs(entered: RayNodes, tmp_path: Path) -> dict[str, Followed]:
     found = {}
     for name, (run, request) in runs_of.items():
         lines: list[str] = []
-        code = runs.follow(run, lines.append)
+        code = remote.follow(run, lines.append)
         found[name] = Followed(run, request, lines, code)
     return found
 

@@ -17,9 +17,8 @@ from botocore.client import BaseClient
 from botocore.stub import Stubber
 from moto.server import ThreadedMotoServer
 
-from launcher import runs
 from launcher.job import Job, open_job
-from launcher.places import sagemaker
+from launcher.places import remote, sagemaker
 from launcher.places.sagemaker import aws, training_run
 from stoker.config.loading import load
 from stoker.errors import UsageError
@@ -337,10 +336,10 @@ def test_ends_of_a_job(
 def test_a_denied_request_is_not_asked_again(
     stubbed: Stubber, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "UNREACHABLE_S", 0.2)
+    monkeypatch.setattr(remote, "UNREACHABLE_S", 0.2)
     stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
     stubbed.add_client_error("describe_training_job", "AccessDeniedException")
-    with pytest.raises(runs.LostError, match=r"launcher\.json"):
+    with pytest.raises(remote.LostError, match=r"launcher\.json"):
         training_run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
     assert "asking again" not in capsys.readouterr().err
 
@@ -454,6 +453,6 @@ def test_leaving_the_logs_leaves_the_job(calls: list[str]) -> None:
         if len(told) == 2:  # the user presses Ctrl-C
             raise KeyboardInterrupt
 
-    assert runs.follow(submitted, until_interrupted) == 130
+    assert remote.follow(submitted, until_interrupted) == 130
     assert "sagemaker:StopTrainingJob" not in calls
     assert f"logs -f {submitted.id}" in told[-1] and f"stop {submitted.id}" in told[-1]

@@ -6,14 +6,13 @@ import errno
 import os
 import shutil
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from launcher.recipe_source import refuse_unimportable
+from stoker.errors import UsageError
+from stoker.recipe import load_recipe
 from tests.command_line import type_command
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
@@ -262,14 +261,13 @@ def test_one_clear_line_and_exit_code_2(
     assert expected in lines[0]
 
 
-RECIPE = "from stoker.recipe import Recipe\n\n\nclass Prices(Recipe):\n    pass\n"
 RECIPES = {
     "no such module": ("", "price:Prices", "no module price in "),
     "a module with a typing error": ("", "prces:Prices", "did you mean prices?"),
     "no such class": ("", "prices:Price", "has no Price; did you mean Prices?"),
     "no path": ("", "prices.Prices", "'prices.Prices' is not of the form package.module:name"),
     "no such short name": ("", "ImageClassificaton", "did you mean ImageClassification?"),
-    "a syntax error": ("def broken(:\n", "prices:Prices", "SyntaxError: invalid syntax (prices.py, line 1)"),
+    "a syntax error": ("def broken(:\n", "prices:Prices", "SyntaxError: "),
     "an absent package": (
         "import timmm\n",
         "prices:Prices",
@@ -279,48 +277,19 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("case", RECIPES)
-def test_a_wrong_recipe_is_refused_without_importing_it(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_recipe_is_refused_in_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, recipe, expected = RECIPES[case]
-    (tmp_path / "prices.py").write_text(f"{first}raise SystemExit('imported')\n{RECIPE}")
-    (tmp_path / "job.yaml").write_text(f"recipe: {recipe}\n")
-    arguments = [str(tmp_path / "job.yaml"), "--source-dir", str(tmp_path), f"output_dir={tmp_path}/runs"]
-    code, lines, _ = type_command(arguments, capsys)
-    assert code == 2 and len(lines) == 1
-    assert lines[0].startswith("error: recipe: ") and expected in lines[0]
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_only_an_import_tells_is_left_to_the_import(tmp_path: Path) -> None:
-    for text in (
-        "try:\n    import timmm\nexcept ImportError:\n    timmm = None\nclass Prices: ...",
-        "from os.path import *",
-        "def __getattr__(name): ...",
-        "if True:\n    class Prices: ...",
-        "Prices = type('Prices', (), {})",
-        "from numpy import array as Prices",
-    ):
-        (tmp_path / "prices.py").write_text(text)
-        refuse_unimportable("prices:Prices", tmp_path)
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    refuse_unimportable("package:Anything", tmp_path)
-    refuse_unimportable("ImageClassification", Path("source_dir"))
-
-
-def test_a_package_that_only_a_finder_knows_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As packages that setuptools installs for editing."""
-
-    class Finder(MetaPathFinder):
-        def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-            return ModuleSpec(name, None, is_package=True) if name == "edited" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    (tmp_path / "prices.py").write_text("import edited\n\n\nclass Prices: ...\n")
-    refuse_unimportable("prices:Prices", tmp_path)
+    (tmp_path / "prices.py").write_text(
+        f"{first}from stoker.recipe import Recipe\n\n\nclass Prices(Recipe):\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "prices", raising=False)
+    with pytest.raises(UsageError) as caught:
+        load_recipe(recipe, {}, tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.startswith("recipe: ") and expected in problem
 
 
 def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

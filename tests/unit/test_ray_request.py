@@ -13,9 +13,8 @@ from typing import ClassVar
 
 import pytest
 
-from launcher import runs
 from launcher.job import open_job
-from launcher.places import attach
+from launcher.places import attach, remote
 from launcher.places import ray as ray_place
 from launcher.places.ray import RayRun
 from launcher.places.ray import jobs as ray_jobs
@@ -133,7 +132,7 @@ def test_a_server_that_fails_for_a_while_does_not_end_watching(
 ) -> None:
     Flaky.plan = [None, 502, 200, 200, 503, None, 200, 200, 500, 200]
     lines: list[str] = []
-    assert runs.follow(watched(flaky), lines.append) == 0
+    assert remote.follow(watched(flaky), lines.append) == 0
     assert lines[1:] == ["step 1", "step 2", "job: succeeded"]
     said = capsys.readouterr().err.splitlines()
     assert 1 <= len(said) <= 4 and all("asking again for up to 600 s" in line for line in said)
@@ -142,10 +141,10 @@ def test_a_server_that_fails_for_a_while_does_not_end_watching(
 def test_a_server_that_stays_away_ends_watching_with_the_truth(
     flaky: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "UNREACHABLE_S", 0.2)
+    monkeypatch.setattr(remote, "UNREACHABLE_S", 0.2)
     Flaky.plan = [200, 200, *[502] * 1000]
     lines: list[str] = []
-    assert runs.follow(watched(flaky, submitted=False), lines.append) == 1
+    assert remote.follow(watched(flaky, submitted=False), lines.append) == 1
     assert "502" in lines[-1] and "may still be running" in lines[-1]
     assert f"stoker logs -f ray:{flaky}/job" in lines[-1]
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -155,7 +154,7 @@ def test_a_server_that_stays_away_ends_watching_with_the_truth(
 def test_an_answer_that_does_not_pass_is_not_waited_for(flaky: str, status: int) -> None:
     Flaky.plan = [status] * 3
     lines: list[str] = []
-    assert runs.follow(watched(flaky), lines.append) == 1
+    assert remote.follow(watched(flaky), lines.append) == 1
     assert len(Flaky.plan) == 2 and "may still be running" in lines[-1]
     with pytest.raises(UsageError):  # a run that nobody has seen is a wrong id
-        runs.follow(watched(flaky, submitted=False), lines.append)
+        remote.follow(watched(flaky, submitted=False), lines.append)

@@ -195,7 +195,7 @@ def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have()
     with pytest.raises(
         UsageError, match=r"checkpoint.monitor: no metric 'val/losss'; did you mean val/loss\?"
     ):
-        check_recipe(job, local=False)
+        check_recipe(job)
 
 
 class OwnModel(ImageClassification):

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 import stoker
-from launcher import databricks
-from launcher.notebook import RunInterrupt, plan
-from launcher.notebook_run import RunResult
+from launcher.notebook import DATABRICKS_VARIABLE, RunInterrupt, RunResult, plan
 from stoker.errors import UsageError
 from stoker.place import LASTING_DIR_VARIABLE, local_place
 
@@ -24,7 +22,7 @@ CLUSTER = "10.0.0.4:9123"
 @pytest.fixture(autouse=True)
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook's folder, outside Databricks."""
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", databricks.RUNTIME_VARIABLE):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", DATABRICKS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -89,7 +87,7 @@ def test_on_a_volume_files_that_grow_stay_on_the_drivers_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = tmp_path / "Volumes/main/default/runs"
-    monkeypatch.setattr(databricks, "VOLUMES", f"{tmp_path}/Volumes/")
+    monkeypatch.setattr("launcher.notebook.VOLUMES", f"{tmp_path}/Volumes/")
     request = plan(JOB, (f"output_dir={volume}",), CLUSTER)
     assert request.lasting is not None and request.lasting.parent == volume
     assert request.run_dir.name == request.lasting.name and volume not in request.run_dir.parents
@@ -108,7 +106,7 @@ def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_config
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert plan(JOB, (), "local").job.resolved.config.tracking.mlflow.uri is None
-    monkeypatch.setenv(databricks.RUNTIME_VARIABLE, "17.3")
+    monkeypatch.setenv(DATABRICKS_VARIABLE, "17.3")
     for word in ("tracking.mlflow.uri=null", "tracking.mlflow.uri=http://mlflow.example.com"):
         request = plan(JOB, (word,), "local")
         assert request.job.resolved.origins["tracking.mlflow.uri"] == "stoker.run"
@@ -117,7 +115,7 @@ def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_config
 
 @pytest.mark.long
 def test_a_process_without_an_experiment_is_told_how_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(databricks.RUNTIME_VARIABLE, "17.3")
+    monkeypatch.setenv(DATABRICKS_VARIABLE, "17.3")
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
@@ -170,7 +168,7 @@ def test_a_folder_too_large_to_stage_is_refused_before_it_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
-    monkeypatch.setattr("launcher.scripts.MOST_FILES", 5)
+    monkeypatch.setattr("launcher.job.MOST_FILES", 5)
     for number in range(6):
         (tmp_path / "data" / f"{number}.jpg").touch()
     assert "is staged with the job but holds more than" in refused()

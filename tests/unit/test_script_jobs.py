@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from launcher.commands import run
-from launcher.job import open_job
+from launcher.job import as_overrides, open_job
 from launcher.places import Options
-from launcher.scripts import as_overrides
 from stoker.config import redaction
 from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError

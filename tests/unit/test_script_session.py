@@ -14,7 +14,7 @@ import torch
 
 import stoker
 from launcher.commands import standing
-from launcher.places.local import PastRun
+from launcher.run_directory import PastRun
 from stoker import session
 from stoker.config.loading import load, resolved_yaml
 from stoker.events.advice import verdict

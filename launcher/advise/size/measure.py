@@ -14,7 +14,8 @@ from pathlib import Path
 
 from launcher.advise.size.candidates import EFFICIENCY, Measured
 from launcher.job import COMMAND, Job
-from launcher.places.local import PastRun, environment
+from launcher.places.local import environment
+from launcher.run_directory import PastRun
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError
 from stoker.events import prices

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.files import files_below
+from launcher.source import files_below
 from stoker.errors import UsageError
 
 PACKAGE_LIMIT_BYTES = 100 * 2**20

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from launcher.places import remote
-from launcher.places.remote import names_of, training_group
+from launcher.places.remote import shared_problems, training_group
 from launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
@@ -97,19 +96,15 @@ def _groups(draft: TrainingJobDraft) -> Iterator[str]:
 
 def _shared(draft: TrainingJobDraft) -> Iterator[str]:
     """What the rules of all services say."""
-    config, settings, groups = draft.job.resolved.config, draft.settings, draft.groups
-    known = [*names_of(groups), *instance_types()]
-    yield from remote.price_problems("sagemaker", settings.prices, known, "an instance type")
-    trains = training_group(config, groups) if len(groups) != 1 else groups[0].name
-    yield from remote.training_problems(config, groups, trains, "sagemaker.cpu.count")
-    yield from remote.time_problems("sagemaker", config, settings.max_runtime_s)
-    yield from remote.data_problems(draft)
+    settings, groups = draft.settings, draft.groups
+    trains = training_group(draft.job.resolved.config, groups) if len(groups) != 1 else groups[0].name
     shown: dict[str, Mapping[str, object]] = {
         "sagemaker.environment": settings.environment,
         "sagemaker.hyperparameters": settings.hyperparameters,
         "sagemaker.tags": settings.tags,
     }
-    yield from remote.secret_problems(shown, "Secrets Manager")
+    types, more = ("an instance type", instance_types()), "sagemaker.cpu.count"
+    yield from shared_problems(draft, "sagemaker", trains, more, types, ("Secrets Manager", shown))
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launcher.files import table
-from launcher.places.remote import Group, LogEntry, WatchedRun, dollars, usd_per_hour
+from launcher.places.remote import CloudRun, Group, LogEntry, dollars, usd_per_hour
 from launcher.places.sagemaker import aws
 from launcher.places.sagemaker.training_job import group
+from launcher.source import table
 from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import duration
@@ -20,7 +20,7 @@ _WORDS = {"InProgress": "running", "Completed": "succeeded", "Stopping": "runnin
 _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(?P<text>.*)$", re.S)
 
 
-class SageMakerRun(WatchedRun):
+class SageMakerRun(CloudRun):
     """One training job, by region and name."""
 
     def __init__(self, region: str, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:

@@ -17,15 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import runs
+from launcher import run_directory
 from launcher.job import Job
 from launcher.places import Place
-from launcher.places.local import PastRun
-from launcher.places.remote import detached
+from launcher.places.remote import Patience, collected, detached
 from launcher.places.slurm import slurm_commands, slurm_rules
 from launcher.places.slurm.batch_script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE, batch_script
 from launcher.places.slurm.slurm_commands import State
-from launcher.runs import UNREACHABLE_S, LostError
+from launcher.run_directory import PastRun
 from launcher.source import stage
 from stoker.config.loading import SECRETS_FILE
 from stoker.errors import UsageError
@@ -76,14 +75,12 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
     config = job.resolved.config
     problems = slurm_rules.problems_of(config.slurm, config.output_dir)
     if not offline:
-        try:
-            problems += slurm_rules.cluster_problems(config.slurm, slurm_commands.partitions())
-        except UsageError as error:
-            problems += error.problems
+        known = collected(problems, slurm_commands.partitions, None)
+        problems += slurm_rules.cluster_problems(config.slurm, known) if known is not None else []
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # Away from the cluster, this machine need not have its folders.
-    run_dir = runs.named(job, Path(config.output_dir)) if offline else runs.new_run_dir(job)
+    run_dir = run_directory.named(job, Path(config.output_dir)) if offline else run_directory.new_run_dir(job)
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
     if config.slurm.max_runtime_s is None:
         notes.append(
@@ -103,12 +100,12 @@ def submit(request: SlurmRequest) -> SlurmRun:
     try:
         job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
     except UsageError:
-        runs.forget(request.run_dir, None)
+        run_directory.forget(request.run_dir, None)
         raise
     if not (file := request.run_dir / JOB_FILE).exists():  # the job's script writes it, too
         file.write_text(f"{job_id}\n")
-    runs.point_latest(request.run_dir)
-    return SlurmRun(job_id, request.run_dir)
+    run_directory.point_latest(request.run_dir)
+    return SlurmRun(job_id, request.run_dir, submitted=True)
 
 
 def attach(run_id: str) -> SlurmRun:
@@ -157,12 +154,14 @@ ASK_EVERY_S = 15.0
 class SlurmRun(PastRun):
     """A run on Slurm; its files are in a run directory that this machine shares with the nodes."""
 
-    def __init__(self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S) -> None:
+    def __init__(
+        self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S, submitted: bool = False
+    ) -> None:
         super().__init__(run_dir)
         self.job_id, self.id = job_id, f"slurm:{job_id}"
         self._ask_every_s = ask_every_s
         self._state, self._asked_at = State("PENDING"), 0.0
-        self._patiently = runs.Patience(POLL_S)
+        self._patiently = Patience(POLL_S, answered=submitted)
 
     def process_id(self) -> int | None:
         """The job's id while Slurm has the job in its queue; None after its end."""
@@ -243,15 +242,7 @@ class SlurmRun(PastRun):
         near_end = (self.run_dir / EXIT_FILE).exists() and self._state.word != "PENDING"
         if not near_end and time.monotonic() < self._asked_at + self._ask_every_s and self._asked_at:
             return self._state.active
-        try:
-            self._state, self._asked_at = self.state(), time.monotonic()
-            self._patiently.answered = True
-        except UsageError as error:
-            if time.monotonic() - (self._asked_at or time.monotonic()) > UNREACHABLE_S:
-                raise LostError(
-                    f"{self.id}: Slurm is unreachable for {UNREACHABLE_S:.0f} s: {error}"
-                ) from None
-            self._asked_at = self._asked_at or time.monotonic()
+        self._state, self._asked_at = self._patiently(self.state), time.monotonic()
         return self._state.active
 
     def stop(self) -> str | None:

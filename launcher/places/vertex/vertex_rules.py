@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from launcher.places import remote
-from launcher.places.remote import names_of, training_group
+from launcher.places.remote import shared_problems, training_group
 from launcher.places.vertex import google_cloud
 from launcher.places.vertex.custom_job import PREBUILT, CustomJobDraft
 from stoker.errors import nearest
@@ -148,15 +147,12 @@ def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
 
 def _shared(draft: CustomJobDraft) -> Iterator[str]:
     """What the rules of all services say."""
-    config, settings, pools = draft.job.resolved.config, draft.settings, draft.groups
-    trains = training_group(config, pools)
-    yield from remote.training_problems(config, pools, trains, "vertex.cpu.replicas")
-    yield from remote.time_problems("vertex", config, settings.max_runtime_s)
-    known = [*names_of(pools), *google.MACHINES, *(pool.type for pool in pools)]
-    yield from remote.price_problems("vertex", settings.prices, known, "a machine type")
-    yield from remote.data_problems(draft)
+    settings, trains = draft.settings, training_group(draft.job.resolved.config, draft.groups)
+    types = ("a machine type", [*google.MACHINES, *(pool.type for pool in draft.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
-    yield from remote.secret_problems(shown, "Secret Manager")
+    yield from shared_problems(
+        draft, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)
+    )
 
 
 def _limits(draft: CustomJobDraft) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import shlex
 from typing import Any
 
-from launcher.places.remote import LogEntry, WatchedRun
+from launcher.places.remote import CloudRun, LogEntry
 from launcher.places.vertex import google_cloud
 from stoker.errors import UsageError
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
@@ -26,7 +26,7 @@ _WORDS = {
 }
 
 
-class VertexRun(WatchedRun):
+class VertexRun(CloudRun):
     """One custom job, by its resource name."""
 
     def __init__(self, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:

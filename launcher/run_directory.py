@@ -1,0 +1,171 @@
+"""Laptop: run directories on this machine: new ones, those of refused runs, and the runs found in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.job import COMMAND
+from stoker.errors import UsageError
+from stoker.events.console import metrics_text
+from stoker.events.summary import finite
+
+if TYPE_CHECKING:
+    from launcher.job import Job
+
+PROCESS_FILE = "process.id"
+LEAST_FREE_BYTES = 20 * 2**20
+"""Less does not even fit a run's logs."""
+
+
+def new_run_dir(job: Job) -> Path:
+    """The path of a new run directory below `output_dir`; does not create it.
+
+    Raises:
+        UsageError: it cannot be created there.
+    """
+    root = Path(job.resolved.config.output_dir).resolve()
+    refuse_unwritable(root)
+    return named(job, root)
+
+
+def named(job: Job, root: Path) -> Path:
+    """The path of a new run directory in a folder; does not create it."""
+    name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return run_dir
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Refuse a folder that cannot hold a run: it is not writable, or its disk is full."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise UsageError(f"output_dir: {folder} cannot be written: {there}: {error.strerror}") from None
+    if free < LEAST_FREE_BYTES:
+        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB free)")
+
+
+def point_latest(run_dir: Path) -> str | None:
+    """Point `latest` atomically at a run directory; returns the previous target."""
+    latest, draft = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
+    before = str(latest.readlink()) if latest.is_symlink() else None
+    draft.symlink_to(run_dir.name)
+    draft.replace(latest)
+    return before
+
+
+def forget(run_dir: Path, latest: str | None) -> None:
+    """Remove the directory of a refused run; `latest` is what the link of that name pointed at before."""
+    link = run_dir.parent / "latest"
+    if link.is_symlink() and str(link.readlink()) == run_dir.name:
+        link.unlink()
+        if latest and (run_dir.parent / latest).is_dir():
+            link.symlink_to(latest)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        run_dir.parent.rmdir()  # only if empty
+
+
+class PastRun:
+    """A run that another process started, found by its directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.id = str(run_dir)
+        self.run_dir = run_dir
+
+    def summary(self) -> dict[str, Any]:
+        """The run's `summary.json` so far."""
+        try:
+            found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {"status": "starting"}
+        return found if isinstance(found, dict) else {}
+
+    def process_id(self) -> int | None:
+        """The process id of the run on this machine; None after its end."""
+        try:
+            number = int((self.run_dir / PROCESS_FILE).read_text())
+            os.kill(number, 0)
+        except (OSError, ValueError):
+            return None
+        with contextlib.suppress(OSError):
+            # Process ids are reused.
+            command = Path(f"/proc/{number}/cmdline").read_bytes()
+            return number if COMMAND[1].encode() in command else None
+        return number
+
+    def status(self) -> str:
+        found = self.summary()
+        status = str(found.get("status", "unknown"))
+        if status in ("running", "starting") and self.process_id() is None:
+            last = found.get("steps", 0)
+            return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
+        parts = [status]
+        if found.get("error"):
+            parts.append(str(found["error"]))
+        if found.get("steps"):
+            epoch = "" if found.get("script") else f", epoch {found.get('epochs', 0)}"
+            parts.append(f"step {found['steps']}{epoch}")
+        metrics = found.get("metrics")
+        last = metrics.get("last") if isinstance(metrics, dict) else None
+        known = finite(last) if isinstance(last, dict) else {}
+        if found.get("script"):
+            parts += [f"{name} {value:.6g}" for name, value in known.items()]
+        elif known:  # without the speed of the last epoch: `standing` has that of the run
+            parts.append(metrics_text({n: v for n, v in known.items() if not n.startswith("perf/")}))
+        return "  ".join(parts)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        yield from log_lines(self.run_dir, follow, lambda: self.process_id() is not None)
+
+    def wait(self) -> int:
+        while self.process_id() is not None:
+            time.sleep(0.5)
+        return 0 if self.summary()["status"] == "succeeded" else 1
+
+    def stop(self) -> str | None:
+        number = self.process_id()
+        if number is None:
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
+        os.kill(number, signal.SIGTERM)
+        return None
+
+
+def attach(run_id: str) -> PastRun:
+    """Find a run by its directory; UsageError if the folder is none."""
+    run_dir = Path(run_id).resolve()
+    if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
+        if run_dir.name == "latest" and not run_dir.exists():
+            raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
+        raise UsageError(f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…")
+    return PastRun(run_dir)
+
+
+def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
+    """The run's console output, line by line; with `follow` until it has ended."""
+    path = run_dir / "logs" / "console.log"
+    while follow and not path.exists() and alive():
+        time.sleep(0.2)
+    if not path.exists():
+        return
+    with path.open() as file:
+        while True:
+            running = follow and alive()
+            yield from (line.rstrip("\n") for line in file)
+            if not running:
+                return
+            time.sleep(0.3)
