@@ -1,11 +1,96 @@
 """Every call that is not part of Ray's public API. Each is looked for before it is used, and none is needed
-for correctness."""
+for correctness.
+
+Imports nothing of Stoker: `hosts/forks/fork_server.py` runs it as a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
+
+UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
+"""Optional subcommands of Ray's command line: importing them takes 1.5 s of CPU, the rest 0.7 s."""
+COMMAND_LINE = "from stoker.ray_compat import command_line; command_line()"
+NOT_FORKED = "workers are not forked from one process and start slowly"
+WORKERS_VARIABLE = "STOKER_RAY_WORKERS"
+"""For Ray's daemons: the folder of Ray's own programs for workers."""
+FORKS = Path(__file__).with_name("hosts") / "forks"
+
+
+def command_line() -> None:
+    """Be Ray's command line `ray`, in a process of its own; its daemons fork workers if there is a server."""
+    if os.environ.get("STOKER_FORKS"):
+        try:
+            fork_workers()
+        except (ImportError, AttributeError) as error:
+            print(f"{NOT_FORKED}: {error}", flush=True)
+    sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]
+    try:
+        from ray.scripts.scripts import main
+    except ImportError:
+        for name in UNUSED:
+            sys.modules.pop(name, None)
+        from ray.scripts.scripts import main
+    main()
+
+
+def fork_workers() -> None:
+    """Have the daemons that this process starts run `hosts/forks/` for each worker.
+
+    Without a dashboard, it also skips the daemons that only feed the dashboard, and the server for Ray
+    clients outside the cluster. Written for Ray 2.60.
+    """
+    from ray._private import node, utils
+    from ray._private.parameter import RayParams
+
+    original = RayParams.update_if_absent
+    for owner, name in ((node.Node, "start_api_server"), (utils, "get_dashboard_dependency_error")):
+        getattr(owner, name)  # they are replaced below
+
+    def update_if_absent(self: RayParams, **values: object) -> None:
+        if "worker_path" in values:
+            os.environ[WORKERS_VARIABLE] = str(Path(str(values["worker_path"])).parent)
+            values["worker_path"] = str(FORKS / "forked_worker.py")
+            values["setup_worker_path"] = str(FORKS / "setup_worker.py")
+            if not self.include_dashboard:
+                self.include_log_monitor, self.no_monitor = False, True
+                self.ray_client_server_port = None
+                # Makes Ray believe that the dashboard's dependencies are not installed.
+                utils.get_dashboard_dependency_error = lambda: ImportError("not shown")
+                # The other daemons would wait for its start.
+                node.Node.start_api_server = lambda self, **_: setattr(self, "_webui_url", "")
+        original(self, **values)
+
+    RayParams.update_if_absent = update_if_absent
+
+
+def draw_ids_from_the_system() -> None:
+    """Prevent imports from drawing an id from Ray's random number generator.
+
+    The generator seeds itself at its first draw. Forks made after that would draw identical task and object
+    ids and receive each other's data. Decorating a class with `ray.remote` draws one. The fork server
+    refuses to serve where two forks draw the same.
+    """
+    try:
+        import ray.actor
+
+        plain = ray.actor.ActorClassID
+    except (ImportError, AttributeError):
+        return
+
+    class Drawn:
+        """Replaces the id class in `ray.actor` and draws ids from the system."""
+
+        @staticmethod
+        def from_random() -> Any:
+            return plain(os.urandom(plain.size()))
+
+    ray.actor.ActorClassID = Drawn
 
 
 def read_environment_again() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from fakes.ray_nodes import started, stop_all
 
-from stoker.hosts.raynode import RAY, free_port
+from stoker.hosts.raynode import free_port
+from stoker.ray_compat import COMMAND_LINE
 
 HEAD_ID = "f" * 51 + "00000"
 """The head's node id for Ray's fake provider."""
@@ -52,7 +53,7 @@ def autoscaled(
     config = scratch / "autoscaler.json"
     config.write_text(json.dumps(_config(port, head_cpus, cpus, most, idle_s)))
     command = [
-        sys.executable, "-c", RAY, "start", "--head", "--block",
+        sys.executable, "-c", COMMAND_LINE, "start", "--head", "--block",
         "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={head_cpus}", "--num-gpus=0",
         "--labels=stoker.group=gpu,stoker.host=head", f"--object-store-memory={200 * 2**20}",
         "--include-dashboard=false", f"--dashboard-port={free_port()}",

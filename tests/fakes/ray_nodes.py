@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from stoker.hosts import forks
-from stoker.hosts.raynode import MISSED_DEADLINE, RAY, STARTS, free_port
+from stoker.hosts.raynode import MISSED_DEADLINE, STARTS, free_port
+from stoker.ray_compat import COMMAND_LINE
 
 LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
 """What workers find imported; Stoker itself comes with each job."""
@@ -44,9 +45,8 @@ class RayNodes:
         """One more node, the head with options of its own; its number."""
         index, self.started = self.started, self.started + 1
         # Workers of a cluster as users have it import everything anew: tests/fakes/autoscaled.py.
-        forked = f"from stoker.hosts.forks import use_forks; use_forks(); {RAY}"
         command = [
-            sys.executable, "-c", forked, "start", "--block",
+            sys.executable, "-c", COMMAND_LINE, "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
             f"--labels=stoker.group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",

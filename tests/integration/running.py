@@ -19,6 +19,7 @@ from stoker.events.summary import Summary
 from stoker.hosts import forks, raynode
 from stoker.hosts.raynode import MISSED_DEADLINE, STARTS
 from stoker.place import Place
+from stoker.ray_compat import fork_workers
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def one_cluster() -> Iterator[None]:
     server = forks.started(forks.FOR_TRAINING, folder)
     assert server is not None
     os.environ[forks.SOCKET_VARIABLE] = server.socket
-    forks.use_forks()
+    fork_workers()
     import ray
 
     for start in range(1, STARTS + 1):

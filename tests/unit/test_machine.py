@@ -78,9 +78,9 @@ def test_a_cluster_of_this_machine_takes_no_more_than_the_process_may_use(one_cp
     with (
         mock.patch.object(machine, "memory", return_value=(1000 * 2**20, 2**20)),
         mock.patch.object(cluster, "RayNode") as node,
-        mock.patch.object(cluster, "ForkServer"),
+        mock.patch.object(cluster.forks, "started"),
     ):
-        cluster.LocalCluster(Config(), lambda server: None)
+        cluster.LocalCluster(Config(), cluster.forks.FOR_CHAINS)
     arguments = node.call_args.args[0]
     assert "--num-cpus=1" in arguments
     assert f"--object-store-memory={int(1000 * 2**20 * raynode.STORE_SHARE_OF_MEMORY)}" in arguments

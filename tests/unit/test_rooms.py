@@ -118,5 +118,4 @@ def test_private_calls_of_ray_stand_in_one_file() -> None:
         for path in (ROOT / "source_dir/stoker").rglob("*.py")
         if private.search(path.read_text())
     }
-    # The fork server replaces how a node starts its workers.
-    assert {name for name in found if not name.startswith("hosts/forks/")} == {"ray_compat.py"}
+    assert found == {"ray_compat.py"}

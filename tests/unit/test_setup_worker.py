@@ -17,7 +17,7 @@ FOUND = "import json, os, sys; print(json.dumps([os.getcwd(), os.environ['OWN'],
 
 def test_it_has_its_variables_and_runs_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    worker = tmp_path / "worker.py"
+    worker = tmp_path / "forked_worker.py"
     worker.write_text(FOUND)
     context = {"env_vars": {"OWN": "yes"}, "command_prefix": ["cd", str(tmp_path / "job"), "&&"]}
     command = [str(worker), "--node", f"--serialized-runtime-env-context={json.dumps(context)}"]

@@ -1,11 +1,9 @@
-"""Every host: find in a recipe's files the libraries that it imports, to import them before forking."""
+"""Find in a recipe's files the libraries that it imports, for the fork server to import them ahead."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.config.schema import Config
@@ -13,60 +11,36 @@ from stoker.recipe import ALIASES
 
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
 HEAVY = ("torch", "torchvision", "timm")
-"""Preloaded only if the recipe's own import needs them: a CPU host may never call the function that does."""
-QUICK = {*sys.stdlib_module_names, *LIGHT, "numpy", "pydantic", "stoker", "yaml"}
-"""Importing any other library may import PyTorch or Ray."""
+"""Only if the recipe's own import needs them: a CPU host may never call the function that does."""
 
 
-@dataclass
-class Libraries:
-    """Every host: modules of libraries that are safe to import before forking."""
-
-    at_once: dict[str, None] = field(default_factory=dict)
-    """Imported together with the recipe."""
-    in_functions: dict[str, None] = field(default_factory=dict)
-    """Imported when one of its functions runs."""
-    quick: bool = True
-    """Whether importing the recipe takes little time, and no function of it imports Ray."""
-
-    def all(self) -> tuple[str, ...]:
-        return (*self.at_once, *self.in_functions)
-
-
-def libraries_of(config: Config, source: Path) -> Libraries:
-    """Every host: read the files of a recipe and of the modules beside it that it imports.
+def libraries_of(config: Config, source: Path) -> tuple[str, ...]:
+    """Modules that a recipe, and the modules beside it that it imports, import; none of unreadable files.
 
     Args:
         config: names the recipe; a script has none.
         source: the folder of the user's modules.
-
-    Returns:
-        What was found; nothing for files that cannot be read or parsed.
     """
-    found, recipe = Libraries(), ALIASES.get(config.recipe, config.recipe)
+    recipe = ALIASES.get(config.recipe, config.recipe)
     if config.script is not None:
-        return found
-    if recipe == ALIASES["ImageClassification"]:
-        found.at_once["torchvision.transforms.v2"] = None  # its chain, which it makes on the head
-    waiting, seen = [recipe.partition(":")[0]], {""}
+        return ()
+    # The built-in recipe makes its chain on the head.
+    found = dict.fromkeys(["torchvision.transforms.v2"] if recipe == ALIASES["ImageClassification"] else [])
+    waiting, seen = [recipe.partition(":")[0]], set()
     while waiting:
         module = waiting.pop()
-        root = module.split(".")[0]
-        if module in seen or root == "stoker":
+        if module in seen or module.split(".")[0] in ("", "stoker"):
             continue
         seen.add(module)
         try:
             tree = ast.parse(source.joinpath(*module.split(".")).with_suffix(".py").read_bytes())
         except (OSError, SyntaxError, ValueError):
-            own = source.joinpath(root)
-            found.quick &= root in QUICK or own.is_dir() or own.with_suffix(".py").is_file()
             continue
-        top, everywhere = list(_imported(_executed(tree.body))), list(_imported(ast.walk(tree)))
+        top = list(_imported(_executed(tree.body)))
         waiting += top
-        found.at_once |= dict.fromkeys(n for n in top if n.split(".")[0] in (*LIGHT, *HEAVY))
-        found.in_functions |= dict.fromkeys(n for n in everywhere if n.split(".")[0] in LIGHT)
-        found.quick &= not any(n.split(".")[0] == "ray" for n in everywhere)
-    return found
+        found |= dict.fromkeys(name for name in top if name.split(".")[0] in HEAVY)
+        found |= dict.fromkeys(name for name in _imported(ast.walk(tree)) if name.split(".")[0] in LIGHT)
+    return tuple(found)
 
 
 def _executed(body: Iterable[ast.stmt]) -> Iterable[ast.AST]:

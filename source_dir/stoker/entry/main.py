@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import os
 import secrets
@@ -28,14 +29,11 @@ from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
-    from stoker.entry.libraries import Libraries
-    from stoker.hosts.cluster import LocalCluster
     from stoker.place import Outcome
 
 STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
 """The folder of train.py."""
-REMOTE = ("s3://", "gs://")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,7 +74,8 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
     from stoker.hosts import cluster, forks
     from stoker.place import CHECK_VARIABLE, local_place
 
-    starting = opened = None
+    starting = None
+    gc.disable()  # until the driver runs, to import faster
     check_only = CHECK_VARIABLE in os.environ
     try:
         resolved = read_configuration(arguments, {})
@@ -86,13 +85,9 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             cluster.refuse_old_ray()
         else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
-            libraries = libraries_of(resolved.config, CODE)
-            if libraries.quick:
-                with forks.forkable():
-                    opened = checks.check(resolved, data_too=not _reads_remote_data(resolved))
-            starting = None if check_only else _start_cluster(resolved, libraries)
-        opened = opened or checks.check(resolved, data_too=not on_cluster)
-        opened = checks.check_chains(opened)
+            imports = forks.FOR_TRAINING.also(*libraries_of(resolved.config, CODE))
+            starting = None if check_only else cluster.LocalCluster(resolved.config, imports)
+        opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
         if check_only:
             return 0
         from stoker.entry import driver
@@ -108,21 +103,10 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         # After ray.init, which installs its own handlers.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stop_locally)
+        gc.freeze()
+        gc.enable()
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
         return driver.run(resolved, place, opened).code
-
-
-def _reads_remote_data(resolved: Resolved) -> bool:
-    """Laptop: whether a parameter names remote data, which takes time to list; Ray starts meanwhile."""
-    return any(scheme in str(value) for value in resolved.config.params.values() for scheme in REMOTE)
-
-
-def _start_cluster(resolved: Resolved, libraries: Libraries) -> LocalCluster:
-    """Laptop: start Ray; meanwhile import what driver and workers share, and fork the workers' server."""
-    from stoker.hosts import cluster, forks
-
-    imports = forks.FOR_TRAINING.also(*libraries.in_functions)
-    return cluster.LocalCluster(resolved.config, lambda server: server.fork(imports, libraries.at_once))
 
 
 def _refused(error: Exception) -> int:

@@ -262,7 +262,7 @@ def place_of(service: Service, topology: Topology, formed_s: float) -> Place:
 def preloaded(config: Config, trains: bool) -> forks.Imports:
     """Every host: what this host's fork server imports, the libraries of the recipe included."""
     imports = forks.FOR_TRAINING if trains else forks.FOR_CHAINS
-    return imports.also(*libraries_of(config, SOURCE_FOLDER).all())
+    return imports.also(*libraries_of(config, SOURCE_FOLDER))
 
 
 def package_versions(code: Path) -> dict[str, str]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.hosts import machine, raynode, requirements
-from stoker.hosts.forks import ForkServer, fork_server
+from stoker.hosts import forks, machine, raynode, requirements
 from stoker.hosts.lifeline import Ended, Lifeline
 from stoker.hosts.output import say
 from stoker.hosts.raynode import ClusterError, RayNode
@@ -36,10 +35,10 @@ class LocalCluster:
 
     Args:
         config: the configuration; only its `cluster` section is used.
-        start_forks: starts the process from which Ray's workers are forked, while Ray's daemons start.
+        imports: what the process imports from which Ray's workers are forked.
     """
 
-    def __init__(self, config: Config, start_forks: Callable[[ForkServer], None]) -> None:
+    def __init__(self, config: Config, imports: forks.Imports) -> None:
         # A single machine is never preempted in part, so there is nothing to watch.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         self._dashboard = config.cluster.dashboard
@@ -59,14 +58,7 @@ class LocalCluster:
         )
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
-        forks = fork_server(self._folder)
-        self._node = RayNode(arguments, self._folder, forks)
-        try:
-            if forks is not None:
-                start_forks(forks)
-        except BaseException:
-            self.stop()
-            raise
+        self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
 
     def stop(self) -> None:
         """Laptop: stop it at once, even while it is starting."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from stoker.hosts import machine
 from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
 from stoker.hosts.topology import MOST_TRAIN_WORKERS, TRAIN_RESOURCE
+from stoker.ray_compat import COMMAND_LINE, NOT_FORKED
 
 if TYPE_CHECKING:
     import psutil
@@ -37,11 +38,6 @@ STARTS = 3
 """How often to start Ray in all if it misses `MISSED_DEADLINE`."""
 MISSED_DEADLINE = "The current node timed out during startup"
 """Ray's message after 30 s, a deadline of its own that cannot be set."""
-UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
-"""Optional subcommands of Ray's command line: importing them takes 1.5 s of CPU, the rest 0.7 s."""
-RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.scripts.scripts import main; main()"
-"""Code of the command line `ray`."""
-
 
 OPEN_FOLDER = "s"
 """Ray's own folder, for sessions, in the private one."""
@@ -185,13 +181,12 @@ class RayNode:
         self._process = self._launch()
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        code, environment = RAY, dict(os.environ)
+        environment = dict(os.environ)
         if self._forks is not None:
-            code = f"from stoker.hosts.forks import use_forks; use_forks(); {RAY}"
             environment[SOCKET_VARIABLE] = self._forks.socket
             # Otherwise the first driver waits until as many workers as CPUs run; a fork starts in 0.05 s.
             environment["RAY_prestart_worker_first_driver"] = "0"
-        command = [sys.executable, "-c", code, "start"]
+        command = [sys.executable, "-c", COMMAND_LINE, "start"]
         with self.log.open("wb") as output:
             # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
             # job alive after its end.
@@ -233,6 +228,9 @@ class RayNode:
                 self.stop()
                 raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.1)
+        for line in self._output().splitlines():
+            if line.startswith(NOT_FORKED):
+                print(f"warning: {line}", flush=True)
 
     @property
     def alive(self) -> bool:

@@ -132,7 +132,7 @@ def _start() -> None:
     def hold() -> None:
         """Ray's daemons end with the thread that started them, and this one may be a short one."""
         try:
-            made.set_result(LocalCluster(Config(), lambda server: server.start(imports)))
+            made.set_result(LocalCluster(Config(), imports))
         except BaseException as error:
             made.set_exception(error)
         threading.Event().wait()

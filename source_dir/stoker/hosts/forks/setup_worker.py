@@ -1,4 +1,4 @@
-"""Every host: started by Ray for a worker with a runtime environment; Ray's version takes 0.5 s of CPU.
+"""Started by Ray for a worker with a runtime environment; Ray's version takes 0.5 s of CPU.
 
 The file name must match Ray's: by that name the raylet knows that it may skip it.
 """
@@ -12,24 +12,20 @@ from typing import Any
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
-def main() -> None:
-    """Every host: set variables and folder and run `worker.py`; leave any other environment to Ray."""
-    given = sys.argv[1:]
+def main(given: list[str]) -> None:
+    """Set variables and folder and run `forked_worker.py`; leave any other environment to Ray."""
     context = next((json.loads(a.removeprefix(CONTEXT)) for a in given if a.startswith(CONTEXT)), None)
-    if isinstance(context, dict) and is_simple(context) and given[0].endswith("/worker.py"):
+    if isinstance(context, dict) and is_simple(context) and given[0].endswith("/forked_worker.py"):
         os.environ.update(context.get("env_vars") or {})
         os.chdir(folder_of(context) or ".")
         command = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
     else:
-        import ray
-
-        workers = Path(ray.__file__).parent / "_private" / "workers"
-        command = [str(workers / "setup_worker.py"), *given]
+        command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "setup_worker.py"), *given]
     os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
 
 
 def is_simple(context: dict[str, Any]) -> bool:
-    """Every host: whether an environment has only variables and a folder, and uses this interpreter."""
+    """Whether an environment has only variables and a folder, and uses this interpreter."""
     program, variables = context.get("py_executable"), context.get("env_vars") or {}
     known = ("env_vars", "py_executable", *(("command_prefix",) if folder_of(context) else ()))
     other = [key for key, value in context.items() if value and key not in known]
@@ -37,7 +33,7 @@ def is_simple(context: dict[str, Any]) -> bool:
 
 
 def folder_of(context: dict[str, Any]) -> str:
-    """Every host: where a job with a working directory runs: Ray changes to it by a command."""
+    """Where a job with a working directory runs: Ray changes to it by a command."""
     match context.get("command_prefix"):
         case ["cd", str(folder), "&&"] if Path(folder).is_dir():
             return folder
@@ -45,4 +41,4 @@ def folder_of(context: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

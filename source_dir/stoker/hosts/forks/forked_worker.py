@@ -1,4 +1,4 @@
-"""Every host: started by Ray as a worker: requests a fork and exits, so it imports little."""
+"""Started by Ray as a worker: requests a fork and exits, so it imports little."""
 
 import json
 import os
@@ -7,23 +7,21 @@ import sys
 import time
 from pathlib import Path
 
-SOCKET_VARIABLE, TRAINS_VARIABLE = "STOKER_FORKS", "STOKER_TRAINS"  # importing the package would take longer
 WAIT_S = 40.0
 """How long to wait for the fork server to import; Ray waits 60 s for a worker."""
 
 
-def main() -> None:
-    """Every host: run this process's command in a fork, or here if there is no fork server."""
-    ray = next(folder for entry in sys.path if (folder := Path(entry) / "ray" / "_private").is_dir())
-    command = [str(ray / "workers" / "default_worker.py"), *sys.argv[1:]]
+def main(arguments: list[str]) -> None:
+    """Run Ray's worker with these arguments in a fork, or here if there is no fork server."""
+    command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "default_worker.py"), *arguments]
     if not forked(command):
         os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
 
 
 def forked(command: list[str]) -> bool:
-    """Every host: request a fork with this process's environment, folder and output; whether it was made."""
-    path = os.environ.get(SOCKET_VARIABLE, "")
-    if path and os.environ.get(TRAINS_VARIABLE):
+    """Request a fork with this process's environment, folder and output; whether it was made."""
+    path = os.environ.get("STOKER_FORKS", "")  # importing the package would take longer
+    if path and os.environ.get("STOKER_TRAINS"):
         path = str(Path(path).parent / "training")
     what = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd())}
     asked = json.dumps(what).encode()
@@ -43,4 +41,4 @@ def forked(command: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
