@@ -59,10 +59,7 @@ def test_all_bytes_come_once_and_in_order(size: int, step: int, tmp_path: Path) 
     (tmp_path / "shard").write_bytes(content_of(size))
     found = b""
     local = fs.LocalFileSystem()
-    with (
-        Ahead(local.open_input_file(str(tmp_path / "shard"))) as file,
-        streamed(file) as stream,
-    ):
+    with streamed(Ahead(local.open_input_file(str(tmp_path / "shard")))) as stream:
         while part := stream.read(step):
             found += part
         assert stream.read(step) == b""
@@ -120,7 +117,8 @@ def test_the_file_is_closed_after_what_is_being_read() -> None:
 
     file = Slow(content_of(5 * CHUNK))
     ahead = Ahead(file)
-    streamed(ahead).read(1)
+    stream = streamed(ahead)
+    stream.read(1)
     assert begun.wait(WAIT_S)
     closing = threading.Thread(target=ahead.close)
     closing.start()

@@ -78,8 +78,7 @@ def records_of(rows: Ragged) -> list[Record]:
     """The records of `as_rows`, with their keys."""
     content = memoryview(rows.values)
     ends = rows.offsets.tolist()
-    # Written by a chain worker of this run.
-    return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301 - written by the job's chain workers
+    return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301 - of the job's chain workers
 
 
 def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from stoker.read.sources import Source
 from stoker.read.webdataset import read_webdataset
 from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 
+FORMATS = TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES
+
 
 def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -> Source | None:
     """The rows of one table that its column `split` gives to a split; all for training without one."""
@@ -66,15 +68,12 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         return None
     files = mine or list_files(root)
     top = len(filesystem_of(root)[1])
-    first: dict[tuple[str, ...], Any] = {
-        suffixes: next(
-            (f for f in files if f.path.lower().endswith(suffixes) and not is_hidden(f.path[top:])), None
-        )
-        for suffixes in (TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES)
-    }
-    kinds = {suffixes: f.base_name for suffixes, f in first.items() if f is not None}
-    if not kinds:
-        kinds = {kind: f.base_name for f, kind in kinds_of(files) if kind}
+    shown = (
+        next((f for f in files if f.path.lower().endswith(kind) and not is_hidden(f.path[top:])), None)
+        for kind in FORMATS
+    )
+    kinds = {kind: f.base_name for kind, f in zip(FORMATS, shown, strict=True) if f is not None}
+    kinds = kinds or {kind: f.base_name for f, kind in kinds_of(files) if kind}
     if len(kinds) > 1 and mine:
         raise UsageError(
             f"{root}: the {split} split mixes formats ({' and '.join(kinds.values())}); move one elsewhere,"

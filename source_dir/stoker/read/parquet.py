@@ -25,7 +25,7 @@ from stoker.read.arrow import (
 )
 from stoker.read.folders import PARQUET_SUFFIXES, is_delta_table, partitions_of, split_files
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.sources import Source, StreamedSource
+from stoker.read.sources import Source, StreamedSource, permuted
 from stoker.storage.filesystems import common_folder, filesystem_of_files
 
 if TYPE_CHECKING:
@@ -99,11 +99,8 @@ def read_footer(
     if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
         raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
     firsts = accumulate(sizes, initial=0)
-    return (
-        schema,
-        [Group(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n],
-        nulls,
-    )
+    groups = [Group(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n]
+    return schema, groups, nulls
 
 
 def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
@@ -156,7 +153,7 @@ class Footer:
     rows: int
     groups: list[Group]
     matching: int
-    """Rows that match the filters; all rows without filters."""
+    """Rows that match the filters."""
     nulls: dict[str, Found]
     """Columns that hold NULLs, or may."""
 
@@ -182,8 +179,7 @@ class ParquetSource(StreamedSource):
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
-        self.constants, self.nulls = constants or {}, nulls or {}
-        self.types = types or {}
+        self.constants, self.nulls, self.types = constants or {}, nulls or {}, types or {}
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
@@ -355,9 +351,7 @@ class ParquetSource(StreamedSource):
                     home, name = f"{path}:{first}", path.removeprefix(self.folder)
                     shards.append(Shard(path, first, last + 1, rows, tuple(part), home, name))
                     part = []
-        if order is not None:
-            shards = [shards[i] for i in order.permutation(len(shards))]
-        return shards
+        return permuted(shards, order)
 
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
         return list(range(count)) if order is None else order.permutation(count).tolist()
@@ -380,7 +374,9 @@ class ParquetSource(StreamedSource):
         for column, constant in constants.items():
             if self.columns is None or column in self.columns:
                 mask = np.ones(table.num_rows, bool) if constant is None else None
-                columns |= rules.apply(column, self.types.get(column), mask, partial(_same, constant))
+                columns |= rules.apply(
+                    column, self.types.get(column), mask, partial(lambda value, row: value, constant)
+                )
         in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
         for row in kept[self.arrangement(len(kept), order)].tolist():
             # A row's number in its file is its identity, regardless of filters.
@@ -419,10 +415,6 @@ class ParquetSource(StreamedSource):
 
         with ThreadPoolExecutor(16) as pool:
             return {value for each in pool.map(values, self.paths, self.footers) for value in each}
-
-
-def _same(value: Any, row: int) -> Any:
-    return value
 
 
 def read_parquet(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 ID_MODULUS = 2**63
+T = TypeVar("T")
 
 
 class Source(ABC):
@@ -166,6 +167,10 @@ def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: 
     return [Shard("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
 
 
+def permuted(items: list[T], order: np.random.Generator | None) -> list[T]:
+    return items if order is None else [items[i] for i in order.permutation(len(items))]
+
+
 def digest(*parts: Any) -> str:
     """An identifier of data, 16 hexadecimal digits."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -191,8 +196,6 @@ def one_by_one(
         else:
             yield from source.read(alone, None)
 
-
-T = TypeVar("T")
 
 WAITS_S = (0.1, 0.5)
 """Delays before the second and the third try."""

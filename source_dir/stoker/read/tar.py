@@ -167,23 +167,11 @@ class _Tar:
 
 
 def streamed(file: Any) -> io.BufferedReader:
-    """A pyarrow file or an Ahead, read in large chunks; close it after the returned stream."""
-    return io.BufferedReader(_Raw(file), CHUNK_BYTES)
+    """A pyarrow file or an Ahead, read in large chunks; closing the stream closes the file."""
+    return io.BufferedReader(file, CHUNK_BYTES)
 
 
-class _Raw(io.RawIOBase):
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self.file.readinto(buffer)
-        return count
-
-
-class Ahead:
+class Ahead(io.RawIOBase):
     """Fetches the next chunks of a file in threads, as the kernel does for local files."""
 
     def __init__(self, file: Any, chunks: int = CHUNKS_AHEAD) -> None:
@@ -194,11 +182,8 @@ class Ahead:
         self._chunk = memoryview(b"")
         self._ask(chunks)
 
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def readable(self) -> bool:
+        return True
 
     def _ask(self, chunks: int = CHUNKS_AHEAD) -> None:
         while self._asked < self._size and len(self._coming) < chunks:
@@ -227,6 +212,7 @@ class Ahead:
         """Wait for what is being read: nobody may close the file meanwhile."""
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
+        super().close()
 
 
 def _text(content: bytes) -> str:

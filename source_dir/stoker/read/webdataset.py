@@ -24,7 +24,7 @@ from stoker.read.members import (
     survey_of,
     value_of,
 )
-from stoker.read.sources import Source, StreamedSource
+from stoker.read.sources import Source, StreamedSource, permuted
 from stoker.read.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 
@@ -52,12 +52,7 @@ class WebDatasetSource(StreamedSource):
 
     random = False
 
-    def __init__(
-        self,
-        files: list[Any],
-        columns: list[str] | None = None,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, files: list[Any], columns: list[str] | None = None, strict: bool = False) -> None:
         self.columns, self.strict = columns, strict
         self._found: Survey | None = None
         self.texts: frozenset[str] = frozenset()
@@ -69,7 +64,7 @@ class WebDatasetSource(StreamedSource):
         self.sizes = [f.size for f in files]
         self.times = [f.mtime_ns for f in files]
         self.filesystem = filesystem_of_files(files)
-        self.rows: list[int | None] = [None] * len(files)
+        self.rows: list[int | None] = [None for _ in files]
         self.far = not is_local(files[0].path)
         self._prepared: tuple[str, Ahead] | None = None
         """Path of the shard that will probably be read next, and its first chunks."""
@@ -88,10 +83,8 @@ class WebDatasetSource(StreamedSource):
             raise UsageError(
                 f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{dotted}"
             )
-        left = [
-            c for c in found.columns if self.columns is not None and c not in (*self.columns, self.rule.place)
-        ]
-        if left and self.walked:
+        read = found.columns if self.columns is None else (*self.columns, self.rule.place)
+        if self.walked and (left := [c for c in found.columns if c not in read]):
             self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
 
     @property
@@ -113,7 +106,7 @@ class WebDatasetSource(StreamedSource):
             found = merged(each)
         elif labels:
             path = self.paths[0]
-            with self.filesystem.open_input_file(path) as file, streamed(file) as stream:
+            with streamed(self.filesystem.open_input_file(path)) as stream:
                 found = survey_of(stream, path, labels, most=GLANCED)
             found.folders.clear()
         else:
@@ -185,12 +178,10 @@ class WebDatasetSource(StreamedSource):
             )
 
     def count(self) -> int | None:
-        known = [rows for rows in self.rows if rows is not None]
-        return sum(known) if len(known) == len(self.rows) else None
+        return None if None in self.rows else sum(rows or 0 for rows in self.rows)
 
     def fingerprint(self) -> str:
-        names = [path.removeprefix(self.folder) for path in self.paths]
-        layout = names, self.columns
+        layout = [path.removeprefix(self.folder) for path in self.paths], self.columns
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
@@ -198,9 +189,7 @@ class WebDatasetSource(StreamedSource):
             Shard(path, rows=rows, home=path, name=path.removeprefix(self.folder))
             for path, rows in zip(self.paths, self.rows, strict=True)
         ]
-        if order is not None:
-            shards = [shards[i] for i in order.permutation(len(shards))]
-        return shards
+        return permuted(shards, order)
 
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
         return list(shuffled(range(count), order))
@@ -237,7 +226,7 @@ class WebDatasetSource(StreamedSource):
         shard = path.removeprefix(self.folder)
         naming = Naming(path)
         current: Record = {}
-        with self._open(path) as file, streamed(file) as stream:
+        with streamed(self._open(path)) as stream:
             for member in members(stream, path):
                 place = naming.place(member.name)
                 if place is None:
