@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.config.extras import requirement_lines
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
+from stoker.config.schema import requirement_lines
 from stoker.errors import UsageError, nearest
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE

@@ -47,10 +47,9 @@ from launcher.places.ray import jobs as ray_jobs
 from launcher.resuming import resolve
 from launcher.run_directory import PROCESS_FILE, PastRun
 from stoker import figures
-from stoker.config.extras import refuse_missing
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
-from stoker.config.schema import Config
+from stoker.config.schema import Config, refuse_missing
 from stoker.errors import UsageError
 from stoker.hosts.copies import Copies
 from stoker.hosts.raynode import end_with_parent

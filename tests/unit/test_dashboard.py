@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.config.extras import refuse_missing
 from stoker.config.loading import load
+from stoker.config.schema import refuse_missing
 from stoker.errors import UsageError
 from stoker.hosts.cluster import write_token
 

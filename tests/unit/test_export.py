@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from launcher.job import open_job
-from stoker.config.extras import ONNX, refuse_missing, requirement_lines
 from stoker.config.loading import load
+from stoker.config.schema import ONNX, refuse_missing, requirement_lines
 from stoker.errors import UsageError
 from stoker.image_classification import normalize
 from stoker.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Loads a job's configuration from YAML, `key=value` and hyperparameters; imports neither ray nor torch.
+"""Anywhere: loads a job's configuration from YAML, `key=value` and hyperparameters, without ray and torch.
 
     config = load(Path("job.yaml"), ["train.epochs=3"]).config
 
@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
 from stoker.config.values import Quoted, Text, expanded_data, finite, read_yaml, typed_at
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 
 TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
@@ -35,7 +35,7 @@ SECRETS_FILE = "job.secrets.json"
 
 @dataclass(frozen=True)
 class Resolved:
-    """Anywhere: a configuration and the origin of each value (`train.lr` → `command line`)."""
+    """A configuration and the origin of each value (`train.lr` → `command line`)."""
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def load(
     passed: Mapping[str, str] | None = None,
     texts: Iterable[str] = (),
 ) -> Resolved:
-    """Anywhere: load and validate a file with overrides.
+    """Load and validate a file with overrides.
 
     Args:
         path: YAML file, its content as a mapping, or None for defaults only.
@@ -74,11 +74,11 @@ def load(
     where = str(path) if path else "configuration"
     if path and (secrets := Path(path).with_name(SECRETS_FILE)).is_file():
         tree = _overlaid(tree, json.loads(secrets.read_text(encoding="utf-8")))
-    leaves = dict(_leaves(tree))
-    origins = dict.fromkeys(leaves, where)
+    values = dict(leaves(tree))
+    origins = dict.fromkeys(values, where)
     for key in texts:
-        if isinstance(leaves.get(key), str):
-            _put(tree, key, Text(leaves[key]))
+        if isinstance(values.get(key), str):
+            _put(tree, key, Text(values[key]))
     given = [(key, unquoted(value)) for key, value in (passed or {}).items()]
     problems: list[str] = []
     for text in overrides:
@@ -118,7 +118,7 @@ def load(
 
 
 def unquoted(text: str) -> Text:
-    """Anywhere: a hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
+    """A hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
     with contextlib.suppress(ValueError):
         if isinstance(found := json.loads(text), str):
             return Quoted(found)
@@ -126,7 +126,7 @@ def unquoted(text: str) -> Text:
 
 
 def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
-    """Container: `--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
+    """`--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
 
     Raises:
         UsageError: a flag has no value, or an argument has neither form.
@@ -150,18 +150,15 @@ def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
 
 
 def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
-    """Anywhere: format a pydantic error as `section.key: what is wrong (got …); did you mean …`."""
+    """Format a pydantic error as `section.key: what is wrong (got …); did you mean …`."""
     loc = [str(part) for part in detail["loc"]]
     key = ".".join(([prefix] if prefix else []) + loc)
     if detail["type"] == "extra_forbidden":
         fields = _section_at(model, loc[:-1]).model_fields
         known = [field.alias or name for name, field in fields.items()]
-        close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
-        if not close:
-            elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1]]
-            close = elsewhere[:1] if not prefix else []
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
-        return f"{key}: unknown key; {hint}"
+        elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1] and not prefix]
+        otherwise = f"did you mean {elsewhere[0]}?" if elsewhere else f"known: {', '.join(known) or 'none'}"
+        return f"{key}: unknown key{nearest(loc[-1], known, otherwise)}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:]
     if detail["type"] == "string_pattern_mismatch":
@@ -182,7 +179,7 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
 
 
 def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Anywhere: yield (key, type as text, field) of every key, depth first."""
+    """Yield (key, type as text, field) of every key, depth first."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         annotation = info.annotation
@@ -193,7 +190,7 @@ def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 
 def type_name(annotation: Any) -> str:
-    """Anywhere: format a type for users: `int or null`, `any | exact`, `list of text`."""
+    """Format a type for users: `int or null`, `any | exact`, `list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is not None and not args:  # bare typing.List
         return type_name(origin)
@@ -215,7 +212,7 @@ def type_name(annotation: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Anywhere: dump a configuration as YAML that `load` reads back, except for redacted secrets.
+    """Dump a configuration as YAML that `load` reads back, except for redacted secrets.
 
     That of a script has only the keys that apply to scripts.
     """
@@ -228,7 +225,7 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def secrets_json(config: BaseModel) -> str | None:
-    """Laptop: the values that `to_yaml` redacts, as JSON for `SECRETS_FILE`; None without secrets."""
+    """The values that `to_yaml` redacts, as JSON for `SECRETS_FILE`; None without secrets."""
 
     def hidden(whole: Any, shown: Any) -> Any:
         if isinstance(whole, Mapping):
@@ -241,7 +238,7 @@ def secrets_json(config: BaseModel) -> str | None:
 
 
 def resolved_yaml(resolved: Resolved) -> str:
-    """Anywhere: dump the configuration without secrets, with the origin of each value as a comment."""
+    """Dump the configuration without secrets, with the origin of each value as a comment."""
     origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
     header = ["# The resolved configuration of this run. Values not named below are defaults."]
     header += [f"# {line.strip().rstrip(',')}" for line in origins]
@@ -254,10 +251,11 @@ def _overlaid(tree: Any, secrets: Any) -> Any:
     return secrets
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree as (`section.key`, value); an empty mapping is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -306,7 +304,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Anywhere: parse the text of a job's file.
+    """Parse the text of a job's file.
 
     Raises:
         UsageError: it is not YAML, or not keys and values.

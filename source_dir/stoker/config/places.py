@@ -1,4 +1,4 @@
-"""Configuration of the places: SageMaker, Vertex AI, their rehearsal, and Slurm."""
+"""Anywhere: configuration of the places: SageMaker, Vertex AI, their rehearsal, and Slurm."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded
 """A path or URI, in which `~` and `$VARIABLES` are expanded."""
 
 
+def key(default: Any, description: str, **limits: Any) -> Any:
+    """A field with a default. `--show-config` prints the description, so write it for the user."""
+    return Field(default, description=description, **limits)
+
+
 def _one_error(value: Any, validate: Any) -> Any:
     try:
         return validate(value)
@@ -34,7 +39,7 @@ Remainder = Annotated[Literal["drop", "pad"] | Annotated[int, Field(ge=1)], Wrap
 
 
 class Section(BaseModel):
-    """Anywhere: a frozen section of the configuration that rejects unknown keys."""
+    """A frozen section of the configuration that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -58,99 +63,83 @@ class Section(BaseModel):
 
 
 class HostsConfig(Section):
-    type: str | None = Field(None, description="instance type, such as ml.g5.2xlarge; null: no such hosts")
-    count: int = Field(1, description="number of instances")
+    type: str | None = key(None, "instance type, such as ml.g5.2xlarge; null: no such hosts")
+    count: int = key(1, "number of instances")
 
 
 class GroupConfig(Section):
     name: str = Field(description="instance group name")
     type: str = Field(description="instance type")
-    count: int = Field(1, description="number of instances")
+    count: int = key(1, "number of instances")
 
 
 class ChannelConfig(Section):
     uri: str = Field(description="s3:// prefix that SageMaker mounts as a folder on the hosts")
-    input_mode: str = Field("File", description="File: copy before the job starts; FastFile: stream")
-    groups: list[str] = Field([], description="instance groups that get it; empty: all groups")
-    content_type: str | None = Field(None, description="MIME type, passed to SageMaker")
-    distribution: str = Field("FullyReplicated", description="FullyReplicated: every host gets every object")
+    input_mode: str = key("File", "File: copy before the job starts; FastFile: stream")
+    groups: list[str] = key([], "instance groups that get it; empty: all groups")
+    content_type: str | None = key(None, "MIME type, passed to SageMaker")
+    distribution: str = key("FullyReplicated", "FullyReplicated: every host gets every object")
 
 
 class SageMakerConfig(Section):
-    region: str | None = Field(None, description="AWS region; default: the AWS profile's")
-    role: str | None = Field(None, description="ARN of the job's role (docs/iam/job-role.json)")
-    s3_uri: str | None = Field(
+    region: str | None = key(None, "AWS region; default: the AWS profile's")
+    role: str | None = key(None, "ARN of the job's role (docs/iam/job-role.json)")
+    s3_uri: str | None = key(
+        None, "prefix for code, checkpoints and models; default: s3://sagemaker-REGION-ACCOUNT/stoker"
+    )
+    image: str | None = key(None, "training image for every group; default: AWS PyTorch")
+    gpu: HostsConfig = key(HostsConfig(), "hosts that train: group `gpu`")
+    cpu: HostsConfig = key(HostsConfig(), "hosts that preprocess: group `cpu`")
+    groups: list[GroupConfig] = key([], "your own groups, [{name, type, count}], instead of gpu and cpu")
+    max_runtime_s: int = key(86_400, "SageMaker stops the job after this time, which bounds its cost")
+    spot: bool = key(False, "use managed spot instances; the job restarts from the last checkpoint")
+    max_wait_s: int | None = key(None, "spot: limit for waiting plus running; default: twice max_runtime_s")
+    max_retries: int | None = key(
+        None, "times that SageMaker restarts the job after an internal error (1 to 30)"
+    )
+    keep_alive_s: int = key(0, "keep instances warm for the next job (one group only); idle time is billed")
+    volume_gb: int = key(100, "disk size of hosts without NVMe; must hold the data channels")
+    volume_kms_key: str | None = key(None, "KMS key for these disks")
+    kms_key: str | None = key(None, "KMS key for code, uploaded data, model and output")
+    subnets: list[str] = key([], "VPC subnets; requires security_groups")
+    security_groups: list[str] = key([], "VPC security groups; one must allow all TCP traffic from itself")
+    encrypt_traffic: bool = key(False, "encrypt traffic between hosts; slower")
+    network_isolation: bool = key(
+        False, "allow network traffic between hosts only; requires a wheels/ folder and channels"
+    )
+    environment: dict[str, str] = key({}, "environment variables; do not put secrets here")
+    hyperparameters: dict[str, str | int | float | bool] = key(
+        {}, "configuration keys exposed as SageMaker hyperparameters, for display and tuning"
+    )
+    tags: dict[str, str] = key({}, "tags of the job, for cost reports")
+    prices: dict[str, Annotated[float, Field(ge=0)]] = key(
+        {}, "your own prices in $/h by instance type, or by group if the type is unknown: {ml.g5.xlarge: 1.2}"
+    )
+    channels: dict[str, ChannelConfig] = key(
+        {}, "input channels, name → {uri, …}; each sets the recipe parameter of that name"
+    )
+    bucket_owner: str | None = key(
         None,
-        description="prefix for code, checkpoints and models; default: s3://sagemaker-REGION-ACCOUNT/stoker",
-    )
-    image: str | None = Field(None, description="training image for every group; default: AWS PyTorch")
-    gpu: HostsConfig = Field(HostsConfig(), description="hosts that train: group `gpu`")
-    cpu: HostsConfig = Field(HostsConfig(), description="hosts that preprocess: group `cpu`")
-    groups: list[GroupConfig] = Field(
-        [], description="your own groups, [{name, type, count}], instead of gpu and cpu"
-    )
-    max_runtime_s: int = Field(
-        86_400, description="SageMaker stops the job after this time, which bounds its cost"
-    )
-    spot: bool = Field(
-        False, description="use managed spot instances; the job restarts from the last checkpoint"
-    )
-    max_wait_s: int | None = Field(
-        None, description="spot: limit for waiting plus running; default: twice max_runtime_s"
-    )
-    max_retries: int | None = Field(
-        None, description="times that SageMaker restarts the job after an internal error (1 to 30)"
-    )
-    keep_alive_s: int = Field(
-        0, description="keep instances warm for the next job (one group only); idle time is billed"
-    )
-    volume_gb: int = Field(100, description="disk size of hosts without NVMe; must hold the data channels")
-    volume_kms_key: str | None = Field(None, description="KMS key for these disks")
-    kms_key: str | None = Field(None, description="KMS key for code, uploaded data, model and output")
-    subnets: list[str] = Field([], description="VPC subnets; requires security_groups")
-    security_groups: list[str] = Field(
-        [], description="VPC security groups; one must allow all TCP traffic from itself"
-    )
-    encrypt_traffic: bool = Field(False, description="encrypt traffic between hosts; slower")
-    network_isolation: bool = Field(
-        False, description="allow network traffic between hosts only; requires a wheels/ folder and channels"
-    )
-    environment: dict[str, str] = Field({}, description="environment variables; do not put secrets here")
-    hyperparameters: dict[str, str | int | float | bool] = Field(
-        {}, description="configuration keys exposed as SageMaker hyperparameters, for display and tuning"
-    )
-    tags: dict[str, str] = Field({}, description="tags of the job, for cost reports")
-    prices: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description="your own prices in $/h by instance type, or by group if the type is unknown:"
-        " {ml.g5.xlarge: 1.2}",
-    )
-    channels: dict[str, ChannelConfig] = Field(
-        {}, description="input channels, name → {uri, …}; each sets the recipe parameter of that name"
-    )
-    bucket_owner: str | None = Field(
-        None,
+        "account that must own the bucket of s3_uri, 12 digits; default: the role's",
         pattern=r"^\d{12}$",
-        description="account that must own the bucket of s3_uri, 12 digits; default: the role's",
     )
-    request: dict[str, Any] = Field(
+    request: dict[str, Any] = key(
         {},
-        description="members to add to CreateTrainingJob that have no key here, such as a training plan, FSx"
-        " or a private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
+        "members to add to CreateTrainingJob that have no key here, such as a training plan, FSx or a"
+        " private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
     )
-    entry: Literal["container", "script-mode"] = Field(
-        "container",
-        description="container: plain entrypoint, any image; script-mode: the toolkit in AWS images",
+    entry: Literal["container", "script-mode"] = key(
+        "container", "container: plain entrypoint, any image; script-mode: the toolkit in AWS images"
     )
 
 
 class VertexHostsConfig(Section):
-    machine_type: str | None = Field(None, description="machine type, such as g2-standard-8; null: no hosts")
-    accelerator: str | None = Field(
-        None, description="GPU type, such as NVIDIA_L4; default: the one that is built into the machine type"
+    machine_type: str | None = key(None, "machine type, such as g2-standard-8; null: no hosts")
+    accelerator: str | None = key(
+        None, "GPU type, such as NVIDIA_L4; default: the one that is built into the machine type"
     )
-    count: int | None = Field(None, description="GPUs per host; default: all of the machine type")
-    replicas: int = Field(1, description="number of hosts")
+    count: int | None = key(None, "GPUs per host; default: all of the machine type")
+    replicas: int = key(1, "number of hosts")
 
 
 class VertexPoolConfig(VertexHostsConfig):
@@ -158,77 +147,58 @@ class VertexPoolConfig(VertexHostsConfig):
 
 
 class VertexConfig(Section):
-    project: str | None = Field(None, description="Google Cloud project; default: the credentials' project")
-    region: str = Field("us-central1", description="region of the job; use a bucket in the same region")
-    gcs_uri: str | None = Field(
-        None, description="gs://bucket/prefix for code, uploaded data, checkpoints and models"
+    project: str | None = key(None, "Google Cloud project; default: the credentials' project")
+    region: str = key("us-central1", "region of the job; use a bucket in the same region")
+    gcs_uri: str | None = key(None, "gs://bucket/prefix for code, uploaded data, checkpoints and models")
+    service_account: str | None = key(
+        None, "account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
     )
-    service_account: str | None = Field(
-        None, description="account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
-    )
-    image: str | None = Field(
-        None, description="container image for every host, with Python 3.11 to 3.13 and PyTorch"
-    )
-    entry: Literal["container", "package"] = Field(
+    image: str | None = key(None, "container image for every host, with Python 3.11 to 3.13 and PyTorch")
+    entry: Literal["container", "package"] = key(
         "container",
-        description="container: any image runs the code from /gcs; package: a Python package for Google's"
-        " prebuilt containers",
+        "container: any image runs the code from /gcs; package: a Python package for Google's prebuilt"
+        " containers",
     )
-    gpu: VertexHostsConfig = Field(VertexHostsConfig(), description="hosts that train: group `gpu`")
-    cpu: VertexHostsConfig = Field(VertexHostsConfig(), description="hosts that preprocess: group `cpu`")
-    pools: list[VertexPoolConfig] = Field(
-        [], description="your own worker pools, [{name, machine_type, …}], instead of gpu and cpu"
+    gpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that train: group `gpu`")
+    cpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that preprocess: group `cpu`")
+    pools: list[VertexPoolConfig] = key(
+        [], "your own worker pools, [{name, machine_type, …}], instead of gpu and cpu"
     )
-    boot_disk_gb: int = Field(100, description="disk size of every host")
-    boot_disk_type: str = Field("pd-ssd", description="disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
-    max_runtime_s: int = Field(
-        86_400, description="Vertex AI stops the job after this time, which bounds its cost"
+    boot_disk_gb: int = key(100, "disk size of every host")
+    boot_disk_type: str = key("pd-ssd", "disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
+    max_runtime_s: int = key(86_400, "Vertex AI stops the job after this time, which bounds its cost")
+    spot: bool = key(False, "use Spot VMs; the job restarts from the last checkpoint")
+    restart: bool = key(
+        True, "restart the job from its last checkpoint when the service restarts one of its hosts"
     )
-    spot: bool = Field(False, description="use Spot VMs; the job restarts from the last checkpoint")
-    restart: bool = Field(
-        True,
-        description="restart the job from its last checkpoint when the service restarts one of its hosts",
+    persistent_resource: str | None = key(None, "id of a persistent resource with machines of these types")
+    network: str | None = key(None, "peered VPC network: projects/<number>/global/networks/<name>")
+    kms_key: str | None = key(None, "key for the job's disks and data: projects/…/cryptoKeys/<name>")
+    tensorboard: str | None = key(
+        None, "Vertex AI TensorBoard, projects/…/tensorboards/<id>; requires service_account"
     )
-    persistent_resource: str | None = Field(
-        None, description="id of a persistent resource with machines of these types"
-    )
-    network: str | None = Field(
-        None, description="peered VPC network: projects/<number>/global/networks/<name>"
-    )
-    kms_key: str | None = Field(
-        None, description="key for the job's disks and data: projects/…/cryptoKeys/<name>"
-    )
-    tensorboard: str | None = Field(
-        None, description="Vertex AI TensorBoard, projects/…/tensorboards/<id>; requires service_account"
-    )
-    labels: dict[str, str] = Field({}, description="labels of the job, for cost reports")
-    environment: dict[str, str] = Field({}, description="environment variables; do not put secrets here")
-    prices: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="your own prices in $/h, by machine type or group: {g2-standard-8: 0.9}"
+    labels: dict[str, str] = key({}, "labels of the job, for cost reports")
+    environment: dict[str, str] = key({}, "environment variables; do not put secrets here")
+    prices: dict[str, Annotated[float, Field(ge=0)]] = key(
+        {}, "your own prices in $/h, by machine type or group: {g2-standard-8: 0.9}"
     )
 
 
 class CpuHostsConfig(Section):
-    min: int = Field(0, ge=0, description="CPU hosts to request from the start")
-    max: int = Field(
-        0, ge=0, description="Ray clusters with an autoscaler: most CPU hosts to request; 0: request none"
+    min: int = key(0, "CPU hosts to request from the start", ge=0)
+    max: int = key(0, "Ray clusters with an autoscaler: most CPU hosts to request; 0: request none", ge=0)
+    target_wait_pct: float = key(
+        2.0, "add CPU hosts while training waits longer than this for preprocessing", ge=0, lt=100
     )
-    target_wait_pct: float = Field(
-        2.0, ge=0, lt=100, description="add CPU hosts while training waits longer than this for preprocessing"
+    release_after_s: float = key(60.0, "let hosts go after they have not been needed for so long", gt=0)
+    resource: str = key(
+        "cpu_host", "custom Ray resource of which each CPU host's node type has 1", min_length=1
     )
-    release_after_s: float = Field(
-        60.0, gt=0, description="let hosts go after they have not been needed for so long"
+    usd_per_hour: float | None = key(None, "price of a CPU host, $/h", ge=0)
+    on_demand_usd_per_hour: float | None = key(
+        None, "its on-demand price if it is a spot host, to report the saving", ge=0
     )
-    resource: str = Field(
-        "cpu_host", min_length=1, description="custom Ray resource of which each CPU host's node type has 1"
-    )
-    usd_per_hour: float | None = Field(None, ge=0, description="price of a CPU host, $/h")
-    on_demand_usd_per_hour: float | None = Field(
-        None, ge=0, description="its on-demand price if it is a spot host, to report the saving"
-    )
-    rest_usd_per_hour: float | None = Field(
-        None, gt=0, description="price of all other hosts of the cluster together, $/h"
-    )
+    rest_usd_per_hour: float | None = key(None, "price of all other hosts of the cluster together, $/h", gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> CpuHostsConfig:
@@ -240,79 +210,72 @@ class CpuHostsConfig(Section):
 
 
 class RehearsalConfig(Section):
-    like: Literal["sagemaker", "vertex"] = Field(
-        "sagemaker", description="the service whose hosts are emulated; vertex: a Vertex AI custom job"
+    like: Literal["sagemaker", "vertex"] = key(
+        "sagemaker", "the service whose hosts are emulated; vertex: a Vertex AI custom job"
     )
-    hosts: str = Field(
-        "gpu=1,cpu=2",
-        description="emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker",
+    hosts: str = key(
+        "gpu=1,cpu=2", "emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker"
     )
-    entry: Literal["toolkit", "container"] = Field(
-        "toolkit",
-        description="SageMaker: the training toolkit starts train.py, or (container) train.py is process 1",
+    entry: Literal["toolkit", "container"] = key(
+        "toolkit", "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1"
     )
-    cpus: int = Field(2, ge=1, le=1024, description="CPUs per host that Ray may use")
-    cpu_quota: float | None = Field(
-        None, gt=0, description="CPU cores that each host may use; default: unlimited"
+    cpus: int = key(2, "CPUs per host that Ray may use", ge=1, le=1024)
+    cpu_quota: float | None = key(None, "CPU cores that each host may use; default: unlimited", gt=0)
+    link_mbps: float | None = key(
+        None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
     )
-    link_mbps: float | None = Field(
-        None, gt=0, description="bandwidth of each host's network link, each way; default: unlimited"
+    shm_mb: int = key(1024, "size of /dev/shm on each host", ge=1)
+    join_delay: dict[str, float | Literal["never"]] = key(
+        {}, "delay in seconds before a host joins, or never: {algo-3: 30}"
     )
-    shm_mb: int = Field(1024, ge=1, description="size of /dev/shm on each host")
-    join_delay: dict[str, float | Literal["never"]] = Field(
-        {}, description="delay in seconds before a host joins, or never: {algo-3: 30}"
+    faults: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = key(
+        [], "faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
     )
-    faults: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        [], description="faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
-    )
-    timeout_s: float = Field(3600, gt=0, description="kill the rehearsal after this time")
+    timeout_s: float = key(3600, "kill the rehearsal after this time", gt=0)
 
 
 class SlurmNodesConfig(Section):
-    partition: str | None = Field(None, description="partition; null: the cluster's default")
-    nodes: int = Field(0, description="number of nodes")
-    cpus: int | None = Field(None, ge=1, description="CPUs per node; null: whole nodes (--exclusive)")
-    memory_gb: int | None = Field(
-        None, ge=1, description="memory per node; null: all of whole nodes, else the cluster's default"
+    partition: str | None = key(None, "partition; null: the cluster's default")
+    nodes: int = key(0, "number of nodes")
+    cpus: int | None = key(None, "CPUs per node; null: whole nodes (--exclusive)", ge=1)
+    memory_gb: int | None = key(
+        None, "memory per node; null: all of whole nodes, else the cluster's default", ge=1
     )
-    constraint: str | None = Field(None, description="features that the nodes must have, such as a100&nvme")
-    qos: str | None = Field(None, description="quality of service")
-    extra: list[str] = Field([], description="further options of sbatch: [--reservation=spring]")
+    constraint: str | None = key(None, "features that the nodes must have, such as a100&nvme")
+    qos: str | None = key(None, "quality of service")
+    extra: list[str] = key([], "further options of sbatch: [--reservation=spring]")
 
 
 class SlurmGpuNodesConfig(SlurmNodesConfig):
-    nodes: int = Field(1, description="number of nodes")
-    gpus: int = Field(1, description="GPUs per node")
-    gpu_type: str | None = Field(None, description="type of GPU as the cluster names it, such as a100")
+    nodes: int = key(1, "number of nodes")
+    gpus: int = key(1, "GPUs per node")
+    gpu_type: str | None = key(None, "type of GPU as the cluster names it, such as a100")
 
 
 class SlurmConfig(Section):
-    gpu: SlurmGpuNodesConfig = Field(SlurmGpuNodesConfig(), description="nodes that train: group `gpu`")
-    cpu: SlurmNodesConfig = Field(SlurmNodesConfig(), description="nodes that preprocess: group `cpu`")
-    account: str | None = Field(None, description="account to charge")
-    max_runtime_s: int | None = Field(
-        None, description="time limit of each start; null: the partition's, at which Slurm kills the job"
+    gpu: SlurmGpuNodesConfig = key(SlurmGpuNodesConfig(), "nodes that train: group `gpu`")
+    cpu: SlurmNodesConfig = key(SlurmNodesConfig(), "nodes that preprocess: group `cpu`")
+    account: str | None = key(None, "account to charge")
+    max_runtime_s: int | None = key(
+        None, "time limit of each start; null: the partition's, at which Slurm kills the job"
     )
-    stop_before_s: int = Field(
-        180, description="how long before the time limit the run writes a checkpoint and stops"
-    )
-    restarts: int = Field(
+    stop_before_s: int = key(180, "how long before the time limit the run writes a checkpoint and stops")
+    restarts: int = key(
         20,
+        "times that the job requeues itself at its time limit, to resume; 0: do not requeue, not even after"
+        " a preemption",
         ge=0,
-        description="times that the job requeues itself at its time limit, to resume; 0: do not requeue,"
-        " not even after a preemption",
     )
-    setup: list[str] = Field(
+    setup: list[str] = key(
         [],
-        description="shell lines that activate the job's Python environment on the nodes; empty: the one"
-        " of this command",
+        "shell lines that activate the job's Python environment on the nodes; empty: the one of this command",
     )
-    container: Literal["none", "pyxis", "apptainer"] = Field(
-        "none", description="what runs the image: Pyxis (srun --container-image) or Apptainer"
+    container: Literal["none", "pyxis", "apptainer"] = key(
+        "none", "what runs the image: Pyxis (srun --container-image) or Apptainer"
     )
-    image: Folder | None = Field(None, description="container image with the job's requirements")
-    mounts: list[Folder] = Field(
-        [], description="folders that the container sees besides the run directory, /path or /path:/inside"
+    image: Folder | None = key(None, "container image with the job's requirements")
+    mounts: list[Folder] = key(
+        [], "folders that the container sees besides the run directory, /path or /path:/inside"
     )
 
     @model_validator(mode="after")

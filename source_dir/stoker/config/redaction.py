@@ -1,4 +1,4 @@
-"""Anywhere: redact the configuration's secrets in all files of a run and on the screen.
+"""Redacts the configuration's secrets in all files of a run and on the screen.
 
 A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), by its form (`AKIA…`), or by its
 position in a URL (`https://user:password@host`, `?token=…`). The run uses the real values; everything it
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _known: set[str] = set()
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Anywhere: whether a key or its value looks secret.
+    """Whether a key or its value looks secret.
 
     Args:
         name: the key, such as `hf_token`, `DB_PASSWORD`, `apiKey`, with or without its section.
@@ -53,7 +53,7 @@ def is_secret(name: str, value: Any = "") -> bool:
 
 
 def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Anywhere: where a configuration contains `(redacted)`, as paths of keys."""
+    """Where a configuration contains `(redacted)`, as paths of keys."""
     if isinstance(tree, Mapping):
         for key, below in tree.items():
             yield from redacted_at(below, (*path, str(key)))
@@ -64,36 +64,44 @@ def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
         yield path
 
 
-def redact(value: Any, name: str = "", secret: bool = False) -> Any:
-    """Anywhere: a copy of nested dicts and lists with secrets replaced.
+def redact(
+    value: Any, name: str = "", secret: bool = False, hide: Callable[[str], str] = lambda text: REDACTED
+) -> Any:
+    """A copy of nested dicts and lists with secrets replaced.
 
     Args:
         value: a configuration or part of one.
         name: the key of `value`.
         secret: whether everything in `value` is secret.
+        hide: gets each secret, and returns what stands in its place.
     """
     if isinstance(value, Mapping):
         secret = secret or is_secret(name)
-        return {key: redact(below, str(key), secret) for key, below in value.items()}
-    if isinstance(value, list | tuple) and _is_command(name, value):
-        return [flag + redact(below, key) for key, flag, below in _arguments(value)]
+        return {key: redact(below, str(key), secret, hide) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(below, name, secret) for below in value]
+        # In a script's command line, a flag names the next argument.
+        if name == "args" and all(isinstance(word, str) for word in value):
+            return [flag + redact(below, key, hide=hide) for key, flag, below in _arguments(value)]
+        return [redact(below, name, secret, hide) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
-        return REDACTED
-    return _address(value) if isinstance(value, str) else value
+        return hide(str(value))
+    return _address(value, hide) if isinstance(value, str) else value
 
 
 def learn(tree: Any) -> None:
-    """Anywhere: remember a configuration's secrets, so that `scrub` can remove them from any text."""
-    for text in _secrets(tree):
+    """Remember a configuration's secrets, so that `scrub` can remove them from any text."""
+
+    def hide(text: str) -> str:
         if len(text) >= SHORTEST and not _ORDINARY.fullmatch(text):
             _known.update({text, quote(text, safe=""), json.dumps(text)[1:-1]})
             _known.add(json.dumps(text, ensure_ascii=False)[1:-1])
+        return REDACTED
+
+    redact(tree, hide=hide)
 
 
 def learn_job(config: Any) -> None:
-    """Anywhere: as `learn`, for a configuration and the environment variables of this process."""
+    """As `learn`, for a configuration and the environment variables of this process."""
     learn(config)
     # PWD and the like name files; MAX_TOKENS=1000 is a number.
     values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and Path(v).exists())}
@@ -101,14 +109,14 @@ def learn_job(config: Any) -> None:
 
 
 def scrub(text: str) -> str:
-    """Anywhere: replace all learned secrets in a text."""
+    """Replace all learned secrets in a text."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
 
 
 def scrubbed(value: Any) -> Any:
-    """Anywhere: plain data with all learned secrets replaced in its texts; its numbers stay numbers.
+    """Plain data with all learned secrets replaced in its texts; its numbers stay numbers.
 
     Searching the written JSON instead would also find a secret of digits within a number.
     """
@@ -119,20 +127,20 @@ def scrubbed(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else scrub(str(value))
 
 
-def _address(text: str) -> str:
-    if "://" not in text:
-        return text
-    text = _USER.sub(REDACTED, text)
-    return _QUERY.sub(lambda m: f"{m[1]}={REDACTED if _in_query(m[1]) else m[2]}", text)
+def _address(text: str, hide: Callable[[str], str]) -> str:
+    """A text, of which the user and secret arguments are replaced if it is a URL."""
 
+    def user(found: re.Match[str]) -> str:
+        for part in (found[0], *found[0].split(":")[1:]):  # messages may quote the password alone
+            hide(part)
+            hide(unquote(part))
+        return REDACTED
 
-def _in_query(name: str) -> bool:
-    return is_secret(name) or name.lower().rpartition("-")[2] in ("signature", "sig")
+    def argument(found: re.Match[str]) -> str:
+        signed = found[1].lower().rpartition("-")[2] in ("signature", "sig")
+        return f"{found[1]}={hide(found[2])}" if signed or is_secret(found[1]) else found[0]
 
-
-def _is_command(name: str, value: Iterable[Any]) -> bool:
-    """Whether a list is a script's command line, in which a flag names the next argument."""
-    return name == "args" and all(isinstance(word, str) for word in value)
+    return _QUERY.sub(argument, _USER.sub(user, text)) if "://" in text else text
 
 
 def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -142,22 +150,3 @@ def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
         name, sign, value = word.partition("=") if word.startswith("-") else ("", "", "")
         yield (name, f"{name}=", value) if sign else ("" if name else flag, "", word)
         flag = "" if sign else name
-
-
-def _secrets(value: Any, name: str = "", secret: bool = False) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _secrets(below, str(key), secret or is_secret(name))
-    elif isinstance(value, list | tuple) and _is_command(name, value):
-        for flag, _, below in _arguments(value):
-            yield from _secrets(below, flag)
-    elif isinstance(value, list | tuple):
-        for below in value:
-            yield from _secrets(below, name, secret)
-    elif is_secret(name, value) or (secret and isinstance(value, str)):
-        yield str(value)
-    elif isinstance(value, str) and "://" in value:
-        for user in _USER.findall(value):
-            # Messages may quote the password alone, and decoded.
-            yield from (part for part in (user, *user.split(":")[1:]) for part in (part, unquote(part)))
-        yield from (text for key, text in _QUERY.findall(value) if _in_query(key))

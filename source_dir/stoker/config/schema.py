@@ -1,16 +1,13 @@
-"""Keys, types, defaults and descriptions of the configuration; imports neither ray nor torch.
-
-`--show-config` prints the descriptions, so write them for the user.
-"""
+"""Anywhere: the configuration's keys, and the packages that only some jobs need; imports none of them."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    Field,
     StringConstraints,
     ValidationInfo,
     field_validator,
@@ -26,13 +23,15 @@ from stoker.config.places import (
     Section,
     SlurmConfig,
     VertexConfig,
+    key,
 )
+from stoker.errors import UsageError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 
 def tracking_uri(uri: str) -> str:
-    """Anywhere: reject what is no server, and a URI with credentials, which would be in files and logs."""
+    """Rejects what is no server, and a URI with credentials, which would be in files and logs."""
     if re.match(r"[\w.-]+:\d+(/|$)", uri):
         raise ValueError(f"must be an address: http://{uri}")
     if "@" in uri.partition("://")[2].partition("/")[0]:
@@ -44,60 +43,53 @@ def tracking_uri(uri: str) -> str:
 
 
 class DataConfig(Section):
-    prepare: str | None = Field(
-        None, description="import path of a function that creates the data if it is missing (laptop)"
+    prepare: str | None = key(
+        None, "import path of a function that creates the data if it is missing (laptop)"
     )
-    shuffle: bool = Field(True, description="reshuffle the training records every epoch")
-    order: Literal["any", "exact"] = Field(
-        "any", description="any: batches in order of arrival; exact: the same seeded order in every run"
+    shuffle: bool = key(True, "reshuffle the training records every epoch")
+    order: Literal["any", "exact"] = key(
+        "any", "any: batches in order of arrival; exact: the same seeded order in every run"
     )
-    block_records: int = Field(
-        256, ge=1, description="records that a chain worker preprocesses and sends as one block"
+    block_records: int = key(256, "records that a chain worker preprocesses and sends as one block", ge=1)
+    bucket_by: str | None = key(
+        None, "column; sorts rows of similar length together within a block to reduce padding"
     )
-    bucket_by: str | None = Field(
+    max_tokens: int | None = key(
         None,
-        description="column; sorts rows of similar length together within a block to reduce padding",
-    )
-    max_tokens: int | None = Field(
-        None,
+        "upper bound on rows × padded length per forward pass; larger batches are split and their gradients"
+        " accumulated; longer records are quarantined; null: no limit",
         ge=1,
-        description="upper bound on rows × padded length per forward pass; larger batches are split and their"
-        " gradients accumulated; longer records are quarantined; null: no limit",
     )
-    remainder: Remainder = Field(
+    remainder: Remainder = key(
         "drop",
-        description="records left over when an epoch does not divide evenly: drop them, or pad by repeating"
-        " some; a number N: also drop a last batch of fewer than N records per train worker",
+        "records left over when an epoch does not divide evenly: drop them, or pad by repeating some; a"
+        " number N: also drop a last batch of fewer than N records per train worker",
     )
-    bad_record_budget: float = Field(
-        0.001, ge=0, le=1, description="fail the run above this fraction of unreadable records"
+    bad_record_budget: float = key(
+        0.001, "fail the run above this fraction of unreadable records", ge=0, le=1
     )
-    preprocess_on: list[str] = Field([], description="instance groups that preprocess; empty: all hosts")
-    prefetch_s: float = Field(2.0, gt=0, description="seconds of training to prefetch in each train worker")
-    prefetch_mb: int = Field(512, ge=1, description="memory limit for prefetched batches, MB")
-    transport: Literal["direct", "ray"] = Field(
+    preprocess_on: list[str] = key([], "instance groups that preprocess; empty: all hosts")
+    prefetch_s: float = key(2.0, "seconds of training to prefetch in each train worker", gt=0)
+    prefetch_mb: int = key(512, "memory limit for prefetched batches, MB", ge=1)
+    transport: Literal["direct", "ray"] = key(
         "direct",
-        description="direct: train workers fetch rows over sockets from the hosts that produced them; ray:"
-        " those hosts answer through Ray, for networks that let only Ray's ports through",
+        "direct: train workers fetch rows over sockets from the hosts that produced them; ray: those hosts"
+        " answer through Ray, for networks that let only Ray's ports through",
     )
-    cache: Literal["none", "memory", "disk"] = Field(
+    cache: Literal["none", "memory", "disk"] = key(
         "none",
-        description="cache the output of the stages before the first random one (such as decoded images)"
-        " across epochs, in shared memory or on disk",
+        "cache the output of the stages before the first random one (such as decoded images) across epochs,"
+        " in shared memory or on disk",
     )
-    cache_gb: float | None = Field(
-        None, gt=0, description="cache size per host, GB; null: half of the free space"
+    cache_gb: float | None = key(None, "cache size per host, GB; null: half of the free space", gt=0)
+    cache_folder: Folder | None = key(
+        None, "absolute path for cache: disk on each host; null: the temporary folder"
     )
-    cache_folder: Folder | None = Field(
-        None, description="absolute path for cache: disk on each host; null: the temporary folder"
+    max_pixels: int = key(
+        100_000_000, "largest image, width × height; larger images are quarantined without decoding", ge=1
     )
-    max_pixels: int = Field(
-        100_000_000,
-        ge=1,
-        description="largest image, width × height; larger images are quarantined without decoding",
-    )
-    stall_timeout_s: float = Field(
-        600, gt=0, description="fail if a train worker waits longer than this for its next batch"
+    stall_timeout_s: float = key(
+        600, "fail if a train worker waits longer than this for its next batch", gt=0
     )
 
     @model_validator(mode="before")
@@ -117,15 +109,15 @@ class DataConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    monitor: str | None = Field(
-        None, description="metric to check after each epoch, such as val/loss; null: train all epochs"
+    monitor: str | None = key(
+        None, "metric to check after each epoch, such as val/loss; null: train all epochs"
     )
-    mode: Literal["auto", "min", "max"] = Field(
-        "auto", description="whether lower or higher is better; auto: decide by the metric's name"
+    mode: Literal["auto", "min", "max"] = key(
+        "auto", "whether lower or higher is better; auto: decide by the metric's name"
     )
-    min_delta: float = Field(0.0, ge=0, description="an improvement must exceed this")
-    patience: int = Field(3, ge=0, description="stop after this many epochs without improvement")
-    stopping_threshold: float | None = Field(None, description="stop once the metric is better than this")
+    min_delta: float = key(0.0, "an improvement must exceed this", ge=0)
+    patience: int = key(3, "stop after this many epochs without improvement", ge=0)
+    stopping_threshold: float | None = key(None, "stop once the metric is better than this")
 
     @model_validator(mode="after")
     def _needs_a_metric(self) -> EarlyStoppingConfig:
@@ -137,200 +129,155 @@ class EarlyStoppingConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: int = Field(10, ge=1, description="passes over the training records")
-    max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
-    batch_size: int = Field(64, ge=1, description="records per train worker and step")
-    workers: int | None = Field(
-        None, ge=1, description="number of train workers; default: one per GPU, or one without GPUs"
+    epochs: int = key(10, "passes over the training records", ge=1)
+    max_steps: int | None = key(None, "stop after this many steps", ge=1)
+    batch_size: int = key(64, "records per train worker and step", ge=1)
+    workers: int | None = key(
+        None, "number of train workers; default: one per GPU, or one without GPUs", ge=1
     )
-    strategy: str = Field(
+    strategy: str = key(
         "ddp",
+        "ddp: replicate the model; fsdp: shard it; or your own package.module:function",
         pattern=r"^(ddp|fsdp|[\w.]+:\w+)$",
-        description="ddp: replicate the model; fsdp: shard it; or your own package.module:function",
     )
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads per train worker; default: an equal share of the host's cores"
+    threads: int | None = key(
+        None, "CPU threads per train worker; default: an equal share of the host's cores", ge=1
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="autocast precision of forward and backward; fp16 uses a gradient scaler"
+    precision: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "autocast precision of forward and backward; fp16 uses a gradient scaler"
     )
-    accumulate_steps: int = Field(
-        1, ge=1, description="batches per optimiser step; their gradients are averaged"
+    accumulate_steps: int = key(1, "batches per optimiser step; their gradients are averaged", ge=1)
+    clip_grad_norm: float | None = key(None, "clip the global gradient norm to this value", gt=0)
+    channels_last: bool = key(False, "use channels-last memory format for images and convolutions")
+    compile: bool = key(False, "torch.compile the model: faster steps after minutes of compilation")
+    ema_decay: float | None = key(
+        None, "decay of an exponential moving average of the weights, used to validate and export", gt=0, lt=1
     )
-    clip_grad_norm: float | None = Field(
-        None, gt=0, description="clip the global gradient norm to this value"
+    optimizer: str = key("sgd", "timm optimiser: sgd, adamw, lamb, …")
+    lr: float = key(0.01, "learning rate", gt=0)
+    momentum: float = key(0.9, "momentum, if the optimiser has it", ge=0, lt=1)
+    weight_decay: float = key(0.0, "weight decay", ge=0)
+    layer_decay: float | None = key(
+        None, "layer-wise decay: each layer's learning rate as a fraction of the next layer's", gt=0, le=1
     )
-    channels_last: bool = Field(
-        False, description="use channels-last memory format for images and convolutions"
+    scale_lr: Literal["none", "linear", "sqrt"] = key(
+        "none", "scale lr by train workers × accumulate_steps, or by the square root of that"
     )
-    compile: bool = Field(
-        False, description="torch.compile the model: faster steps after minutes of compilation"
+    scheduler: Literal["none", "cosine", "step", "linear"] = key("none", "learning rate schedule, per step")
+    warmup_epochs: float = key(0, "epochs of linear warm-up; with scale_lr, from lr to the scaled rate", ge=0)
+    label_smoothing: float = key(0.0, "share of each target spread over all classes", ge=0, lt=1)
+    mixup: float = key(0.0, "mixup alpha, on the device; 0: off; 0.2 is common", ge=0)
+    cutmix: float = key(
+        0.0, "CutMix alpha, on the device; 0: off; with mixup, each batch uses one of them", ge=0
     )
-    ema_decay: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="decay of an exponential moving average of the weights, used to validate and export",
-    )
-    optimizer: str = Field("sgd", description="timm optimiser: sgd, adamw, lamb, …")
-    lr: float = Field(0.01, gt=0, description="learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum, if the optimiser has it")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay")
-    layer_decay: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="layer-wise decay: each layer's learning rate as a fraction of the next layer's",
-    )
-    scale_lr: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale lr by train workers × accumulate_steps, or by the square root of that"
-    )
-    scheduler: Literal["none", "cosine", "step", "linear"] = Field(
-        "none", description="learning rate schedule, per step"
-    )
-    warmup_epochs: float = Field(
-        0, ge=0, description="epochs of linear warm-up; with scale_lr, from lr to the scaled rate"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of each target spread over all classes"
-    )
-    mixup: float = Field(0.0, ge=0, description="mixup alpha, on the device; 0: off; 0.2 is common")
-    cutmix: float = Field(
-        0.0, ge=0, description="CutMix alpha, on the device; 0: off; with mixup, each batch uses one of them"
-    )
-    max_failures: int = Field(
-        0, ge=0, description="times to restart from the last checkpoint after a train worker dies"
-    )
-    early_stopping: EarlyStoppingConfig = Field(
-        EarlyStoppingConfig(), description="stop when a metric no longer improves"
-    )
+    max_failures: int = key(0, "times to restart from the last checkpoint after a train worker dies", ge=0)
+    early_stopping: EarlyStoppingConfig = key(EarlyStoppingConfig(), "stop when a metric no longer improves")
 
 
 class ClusterConfig(Section):
-    gpu_group: str | None = Field(
-        None, description="instance group that trains; default: the group with GPUs"
-    )
-    join_timeout_s: float = Field(
+    gpu_group: str | None = key(None, "instance group that trains; default: the group with GPUs")
+    join_timeout_s: float = key(
         600,
+        "how long the head waits for other hosts: one that never joins costs the GPU hosts this time, one"
+        " that is lost while it joins a minute",
         gt=0,
-        description="how long the head waits for other hosts: one that never joins costs the GPU hosts this"
-        " time, one that is lost while it joins a minute",
     )
-    min_cpu_hosts: int | None = Field(
-        None,
-        ge=0,
-        description="CPU hosts to start with after join_timeout_s, or if the others are lost; default: all",
+    min_cpu_hosts: int | None = key(
+        None, "CPU hosts to start with after join_timeout_s, or if the others are lost; default: all", ge=0
     )
-    cpu_hosts: CpuHostsConfig = Field(
-        CpuHostsConfig(), description="CPU hosts that the cluster's autoscaler adds and removes"
+    cpu_hosts: CpuHostsConfig = key(
+        CpuHostsConfig(), "CPU hosts that the cluster's autoscaler adds and removes"
     )
-    port: int = Field(6379, ge=1024, le=65535, description="port of the Ray head")
-    cpus: int | None = Field(None, ge=1, description="local runs: CPUs to use; default: all it may use")
-    object_store_mb: int | None = Field(
-        None, ge=80, description="size of the Ray object store per host; default: as much as /dev/shm allows"
+    port: int = key(6379, "port of the Ray head", ge=1024, le=65535)
+    cpus: int | None = key(None, "local runs: CPUs to use; default: all it may use", ge=1)
+    object_store_mb: int | None = key(
+        None, "size of the Ray object store per host; default: as much as /dev/shm allows", ge=80
     )
-    dashboard: bool = Field(
-        False, description="local runs: start Ray's dashboard on 127.0.0.1; it asks for the run's token"
+    dashboard: bool = key(
+        False, "local runs: start Ray's dashboard on 127.0.0.1; it asks for the run's token"
     )
 
 
 class CheckpointConfig(Section):
-    dir: Folder | None = Field(
-        None,
-        description="folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run",
+    dir: Folder | None = key(
+        None, "folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run"
     )
-    resume: Folder = Field(
+    resume: Folder = key(
+        "auto", "auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix"
+    )
+    every_steps: int | None = key(None, "also write a checkpoint every N steps within an epoch", ge=1)
+    every_minutes: float | None = key(None, "also write a checkpoint every N minutes within an epoch", gt=0)
+    keep: int = key(2, "number of most recent checkpoints to keep for resuming", ge=1)
+    save_top_k: int = key(
+        1, "also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric", ge=-1
+    )
+    monitor: str = key(
         "auto",
-        description="auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix",
+        "metric that selects the best; auto: that of early stopping, or else val/acc1, val/loss or"
+        " train/loss",
     )
-    every_steps: int | None = Field(
-        None, ge=1, description="also write a checkpoint every N steps within an epoch"
-    )
-    every_minutes: float | None = Field(
-        None, gt=0, description="also write a checkpoint every N minutes within an epoch"
-    )
-    keep: int = Field(2, ge=1, description="number of most recent checkpoints to keep for resuming")
-    save_top_k: int = Field(
-        1,
-        ge=-1,
-        description="also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric",
-    )
-    monitor: str = Field(
-        "auto",
-        description="metric that selects the best; auto: that of early stopping, or else val/acc1, val/loss"
-        " or train/loss",
-    )
-    mode: Literal["auto", "min", "max"] = Field(
-        "auto", description="whether lower or higher is better; auto: decide by the metric's name"
+    mode: Literal["auto", "min", "max"] = key(
+        "auto", "whether lower or higher is better; auto: decide by the metric's name"
     )
 
 
 class MlflowConfig(Section):
-    uri: Annotated[str, AfterValidator(tracking_uri)] | None = Field(
-        None, description="MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
+    uri: Annotated[str, AfterValidator(tracking_uri)] | None = key(
+        None, "MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
     )
-    experiment: str | None = Field(None, description="experiment name; default: the job's name")
-    run_name: str | None = Field(None, description="run name; default: the run directory's name")
-    registered_model: str | None = Field(
-        None, description="register the final model under this name, exported with torch_export"
+    experiment: str | None = key(None, "experiment name; default: the job's name")
+    run_name: str | None = key(None, "run name; default: the run directory's name")
+    registered_model: str | None = key(
+        None, "register the final model under this name, exported with torch_export"
     )
-    system_metrics: bool = Field(True, description="log the CPU utilisation of every host")
-    tags: dict[str, str] = Field({}, description="tags of the run")
-    timeout_s: int = Field(10, ge=1, description="timeout of a request; training never waits for it")
-    close_timeout_s: float = Field(
-        120, gt=0, description="how long to wait at the end of a run for pending MLflow requests"
+    system_metrics: bool = key(True, "log the CPU utilisation of every host")
+    tags: dict[str, str] = key({}, "tags of the run")
+    timeout_s: int = key(10, "timeout of a request; training never waits for it", ge=1)
+    close_timeout_s: float = key(
+        120, "how long to wait at the end of a run for pending MLflow requests", gt=0
     )
 
 
 class TrackingConfig(Section):
-    tensorboard: bool = Field(True, description="write TensorBoard event files")
-    mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow")
-    sinks: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
-        [], description="additional event sinks, package.module:Class"
+    tensorboard: bool = key(True, "write TensorBoard event files")
+    mlflow: MlflowConfig = key(MlflowConfig(), "MLflow")
+    sinks: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = key(
+        [], "additional event sinks, package.module:Class"
     )
-    log_every_steps: int = Field(10, ge=1, description="log training metrics every N steps")
-    record_ids: bool = Field(
-        False, description="write the ids of all records read, trained and left over (large)"
-    )
+    log_every_steps: int = key(10, "log training metrics every N steps", ge=1)
+    record_ids: bool = key(False, "write the ids of all records read, trained and left over (large)")
 
 
 class Config(Section):
-    """Anywhere: one job. Frozen; created by `stoker.config.loading.load`."""
+    """One job. Frozen; created by `stoker.config.loading.load`."""
 
-    name: Name = Field(
+    name: Name = key(
         "job",
-        description="name of the job and prefix of its run directory: up to 63 letters, digits, - _ and .,"
-        " beginning with a letter or digit",
+        "name of the job and prefix of its run directory: up to 63 letters, digits, - _ and ., beginning"
+        " with a letter or digit",
     )
-    output_dir: Folder = Field("runs", description="parent folder of run directories")
-    seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
-    recipe: str = Field(
-        "stoker.image_classification:ImageClassification",
-        description="import path of the recipe, package.module:Class",
+    output_dir: Folder = key("runs", "parent folder of run directories")
+    seed: int = key(0, "seed of weights, order and augmentation", ge=0)
+    recipe: str = key(
+        "stoker.image_classification:ImageClassification", "import path of the recipe, package.module:Class"
     )
-    script: Folder | None = Field(
-        None,
-        description="your own training script, run unchanged on every train worker instead of a recipe",
+    script: Folder | None = key(
+        None, "your own training script, run unchanged on every train worker instead of a recipe"
     )
-    args: list[str] = Field([], description="arguments of the script; on the command line, after --")
-    params: dict[str, Any] = Field(
-        {}, description="parameters of the recipe (submit.py CONFIG --show-config lists them)"
+    args: list[str] = key([], "arguments of the script; on the command line, after --")
+    params: dict[str, Any] = key({}, "parameters of the recipe (submit.py CONFIG --show-config lists them)")
+    data: DataConfig = key(DataConfig(), "reading and preprocessing")
+    train: TrainConfig = key(TrainConfig(), "the training loop")
+    cluster: ClusterConfig = key(ClusterConfig(), "forming the Ray cluster")
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), "writing, keeping and resuming from checkpoints")
+    tracking: TrackingConfig = key(TrackingConfig(), "metrics and logs")
+    export: list[Literal["safetensors", "torch_export", "onnx", "torchscript"]] = key(
+        ["safetensors"], "formats of the final model; each is written, loaded back and compared"
     )
-    data: DataConfig = Field(DataConfig(), description="reading and preprocessing")
-    train: TrainConfig = Field(TrainConfig(), description="the training loop")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="forming the Ray cluster")
-    checkpoint: CheckpointConfig = Field(
-        CheckpointConfig(), description="writing, keeping and resuming from checkpoints"
-    )
-    tracking: TrackingConfig = Field(TrackingConfig(), description="metrics and logs")
-    export: list[Literal["safetensors", "torch_export", "onnx", "torchscript"]] = Field(
-        ["safetensors"],
-        description="formats of the final model; each is written, loaded back and compared",
-    )
-    sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
-    vertex: VertexConfig = Field(VertexConfig(), description="--on vertex")
-    rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")
-    slurm: SlurmConfig = Field(SlurmConfig(), description="--on slurm")
+    sagemaker: SageMakerConfig = key(SageMakerConfig(), "--on sagemaker")
+    vertex: VertexConfig = key(VertexConfig(), "--on vertex")
+    rehearsal: RehearsalConfig = key(RehearsalConfig(), "--on rehearsal")
+    slurm: SlurmConfig = key(SlurmConfig(), "--on slurm")
 
     @field_validator("args")
     @classmethod
@@ -351,5 +298,41 @@ SCRIPT_KEYS = {
 
 
 def for_scripts(section: str, key: str) -> bool:
-    """Anywhere: whether a key of a section (or, without one, the section itself) applies to script jobs."""
+    """Whether a key of a section (or, without one, the section itself) applies to script jobs."""
     return section not in SCRIPT_KEYS or key in SCRIPT_KEYS[section]
+
+
+ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}
+MLFLOW = {"mlflow": "mlflow-skinny>=3"}
+DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "ray[default]")
+
+
+def _needed(config: Config) -> dict[str, dict[str, str]]:
+    """The packages beyond `requirements.txt`: key that asks for them → module → line of that file."""
+    wanted = {
+        "export: onnx": ONNX if "onnx" in config.export else {},
+        "tracking.mlflow.uri": MLFLOW if config.tracking.mlflow.uri else {},
+        "cluster.dashboard": DASHBOARD if config.cluster.dashboard else {},
+    }
+    return {asked: modules for asked, modules in wanted.items() if modules}
+
+
+def requirement_lines(config: Config) -> list[str]:
+    """The lines to add to the staged `requirements.txt` for this job."""
+    return [line for modules in _needed(config).values() for line in modules.values()]
+
+
+def refuse_missing(config: Config) -> None:
+    """Raises if packages for the job are not installed here, before a cluster is formed.
+
+    Raises:
+        UsageError: one line per key, with the pip command that installs them.
+    """
+    problems = []
+    for asked, modules in _needed(config).items():
+        absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]
+        if absent:
+            words = " ".join(f"'{line}'" for line in dict.fromkeys(absent))
+            problems.append(f"{asked} needs packages that are not installed here: pip install {words}")
+    if problems:
+        raise UsageError(*problems)

@@ -46,7 +46,7 @@ class Quoted(Text):
 
 
 def typed(value: Any, kind: Any) -> Any:
-    """Anywhere: a value, in which each `Text` has become what the type says; all else is left as it is.
+    """A value, in which each `Text` has become what the type says; all else is left as it is.
 
     Args:
         value: a text, or a mapping or list with texts in it.
@@ -69,7 +69,7 @@ def _typed(value: Any, kinds: list[Any]) -> Any:
 
 
 def typed_at(value: Any, model: type[BaseModel], path: list[str]) -> Any:
-    """Anywhere: as `typed`, for the field at a path of keys."""
+    """As `typed`, for the field at a path of keys."""
     kinds: list[Any] = [model]
     for part in path:
         kinds = _part(kinds, part)
@@ -77,18 +77,18 @@ def typed_at(value: Any, model: type[BaseModel], path: list[str]) -> Any:
 
 
 def has_text(value: Any) -> bool:
-    """Anywhere: whether there are texts in a value."""
+    """Whether there are texts in a value."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, Text) or any(map(has_text, parts))
 
 
 def is_path(kind: Any) -> bool:
-    """Anywhere: whether a field's type says that it names a file or folder."""
+    """Whether a field's type says that it names a file or folder."""
     return any(inspect.isclass(one) and issubclass(one, PurePath) for one in _members(kind))
 
 
 def expanded(path: str) -> str:
-    """Anywhere: a path or URI with `~` and `$VARIABLES` replaced.
+    """A path or URI with `~` and `$VARIABLES` replaced.
 
     Raises:
         ValueError: a variable is not set, or there is no such user.
@@ -105,7 +105,7 @@ def expanded(path: str) -> str:
 
 
 def expanded_data(value: Any, certain: bool) -> Any:
-    """Anywhere: a recipe's parameter with its paths expanded.
+    """A recipe's parameter with its paths expanded.
 
     Args:
         value: text, or a list or mapping of texts; others are left as they are.
@@ -128,7 +128,7 @@ def expanded_data(value: Any, certain: bool) -> Any:
 
 
 def read_yaml(text: str, loader: Any = None) -> Any:
-    """Anywhere: parse YAML.
+    """Parse YAML.
 
     Raises:
         ValueError: it is not YAML, or without end, in one line.
@@ -148,7 +148,7 @@ def read_yaml(text: str, loader: Any = None) -> Any:
 
 
 def finite(tree: Any) -> Any:
-    """Anywhere: a tree of mappings and lists, which has an end.
+    """A tree of mappings and lists, which has an end.
 
     Raises:
         ValueError: it has none, or a very late one.

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.config.extras import refuse_missing
 from stoker.config.loading import Resolved
-from stoker.config.schema import Config
+from stoker.config.schema import Config, refuse_missing
 from stoker.errors import Problems, UsageError
 from stoker.events.sinks import Sink
 from stoker.hosts.raynode import count_gpus
