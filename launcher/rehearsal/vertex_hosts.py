@@ -16,7 +16,7 @@ from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_
 from launcher.rehearsal import running
 from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
 from launcher.source import pack
-from stoker.events import google
+from stoker.events import prices
 from stoker.hosts.services import vertex as service
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def variables(hosts: tuple[PlannedHost, ...], current: PlannedHost, base: str) -
     for host in hosts:
         cluster.setdefault(_pool(host), []).append(f"{host.name}:2222")
     machines = {_pool(host): host for host in hosts}.values()
-    told = [(host.group, host.instance_type, google.built_in_gpus(host.instance_type)) for host in machines]
+    told = [(host.group, host.instance_type, prices.built_in_gpus(host.instance_type)) for host in machines]
     task = {
         "type": _pool(current),
         "index": [address.partition(":")[0] for address in cluster[_pool(current)]].index(current.name),

@@ -7,7 +7,7 @@ import pytest
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
-from stoker.events.cost import cost_row, run_cost
+from stoker.events.prices import cost_row, run_cost
 from stoker.events.runs import shape_of
 from stoker.events.summary import Summary
 from stoker.hosts.cluster import labels_of

@@ -15,7 +15,7 @@ from launcher.places.vertex import google_cloud, vertex_rules
 from launcher.places.vertex.custom_job import draft, replicas_by_pool
 from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.events import google
+from stoker.events import prices
 
 pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
 
@@ -271,7 +271,7 @@ def test_prices_of_attached_gpus_and_your_own() -> None:
     assert "at most $? in 24 h" in vertex.plan(make_job(unknown), offline=True).render()
     own = {**unknown, "vertex.prices": "{gpu: 2, c2-standard-16: 1}"}
     assert "at most $96.00 in 24 h" in vertex.plan(make_job(own), offline=True).render()
-    assert google.usd_per_hour("n1-standard-4") == 0.2185, "as Vertex AI lists it"
+    assert prices.GOOGLE_MACHINES["n1-standard-4"].price_per_hour_usd == 0.2185, "as Vertex AI lists it"
 
 
 def test_the_first_pool_has_one_replica() -> None:

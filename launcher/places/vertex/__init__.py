@@ -20,7 +20,7 @@ from launcher.places.vertex.custom_job import CustomJobDraft, draft
 from launcher.places.vertex.vertex_run import VertexRun, named
 from launcher.source import measure
 from stoker.errors import UsageError
-from stoker.events import google
+from stoker.events.prices import google_prices
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class VertexRequest(remote.CloudRequest):
 
     def costs(self) -> str:
         settings, pools = self.draft.settings, self.draft.groups
-        prices, seconds = google.price_list(settings), settings.max_runtime_s
+        prices, seconds = google_prices(settings), settings.max_runtime_s
         return remote.cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
 
     def for_command_line(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from launcher.places.remote import Draft, Group, pruned, training_group, with_tr
 from launcher.source import DataUpload, find_data_uploads, pack
 from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
-from stoker.events import google
+from stoker.events import prices
 from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
 from stoker.place import BACKEND_VARIABLE
 
@@ -60,10 +60,10 @@ class Pool(Group):
 
 def _pool(name: str, hosts: VertexHostsConfig, key: str) -> Pool:
     kind, accelerator = str(hosts.machine_type), hosts.accelerator
-    attached = accelerator is not None and kind.startswith(google.ATTACHES)
-    gpus = hosts.count if hosts.count is not None else google.built_in_gpus(kind) or int(attached)
-    gpu_name = (accelerator or google.built_in_accelerator(kind) or "") if gpus else ""
-    known = google.MACHINES.get(kind)
+    attached = accelerator is not None and kind.startswith(prices.ATTACHES)
+    gpus = hosts.count if hosts.count is not None else prices.built_in_gpus(kind) or int(attached)
+    gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
+    known = prices.GOOGLE_MACHINES.get(kind)
     vcpus = known.vcpus if known else None
     return Pool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, hosts.count)
 

@@ -14,7 +14,7 @@ from launcher.places.remote import shared_problems, training_group
 from launcher.places.vertex import google_cloud
 from launcher.places.vertex.custom_job import PREBUILT, CustomJobDraft
 from stoker.errors import nearest
-from stoker.events import google
+from stoker.events import prices
 from stoker.figures import count_of
 from stoker.hosts import requirements
 
@@ -111,10 +111,7 @@ def _wrong_type(machine_type: str) -> str:
 def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
     settings = draft.settings
     for pool in draft.groups:
-        built_in, there = (
-            google.built_in_accelerator(pool.type),
-            google.built_in_gpus(pool.type),
-        )
+        built_in, there = prices.built_in_accelerator(pool.type), prices.built_in_gpus(pool.type)
         if pool.asked is not None and pool.asked < 0:
             yield f"{pool.key}.count: at least 0 (got {pool.asked})"
         elif built_in and pool.accelerator not in (None, built_in):
@@ -122,12 +119,12 @@ def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
                 f"{pool.key}.accelerator: {pool.type} has {built_in} built in (got"
                 f" {pool.accelerator!r}); remove the key or choose another machine type"
             )
-        elif built_in and pool.asked not in (None, there) and pool.type in google.MACHINES:
+        elif built_in and pool.asked not in (None, there) and pool.type in prices.GOOGLE_MACHINES:
             yield (
                 f"{pool.key}.count: {pool.type} has {count_of(there, 'GPU')} (got {pool.asked});"
                 " remove the key or choose another machine type"
             )
-        elif pool.accelerator and not built_in and not pool.type.startswith(google.ATTACHES):
+        elif pool.accelerator and not built_in and not pool.type.startswith(prices.ATTACHES):
             yield (
                 f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.type});"
                 " use n1-standard-8, or g2-standard-8 with GPUs built in"
@@ -148,7 +145,7 @@ def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
 def _shared(draft: CustomJobDraft) -> Iterator[str]:
     """What the rules of all services say."""
     settings, trains = draft.settings, training_group(draft.job.resolved.config, draft.groups)
-    types = ("a machine type", [*google.MACHINES, *(pool.type for pool in draft.groups)])
+    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in draft.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
     yield from shared_problems(
         draft, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)

@@ -24,9 +24,9 @@ from stoker.entry.job_checks import Opened, open_all, own_sinks
 from stoker.entry.run_log import open_log
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.events.console import make_console, report
-from stoker.events.cost import prices_of
 from stoker.events.kinds import Completed
 from stoker.events.mlflow import mlflow_sinks
+from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
 from stoker.events.sinks import Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary

@@ -1,85 +1,111 @@
-"""Anywhere: SageMaker's training instances and their prices: a dated table, not a live quote.
+"""Anywhere: training machines of SageMaker and Vertex AI, their prices, and what a run cost.
 
     known = price_list()
     known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
-Loads neither ray nor torch nor boto3. Every figure shown from here carries the list's `label`.
+`machines.csv` is a dated table, not a live quote: SageMaker's prices in us-east-1, and Compute Engine's
+on-demand prices in us-central1, to which Vertex AI's fee for training is added (n1-standard-4: $0.2185, not
+$0.1900). `sagemaker.prices` and `vertex.prices` give yours; a type without a price costs "?". Every figure
+shown from here carries the list's `label`. Loads neither ray nor torch nor boto3.
 """
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-PRICES_AS_OF = "2026-11"
-PRICES_REGION = "us-east-1"
+from stoker.config.places import CpuHostsConfig
+from stoker.config.schema import Config, VertexConfig
+from stoker.events.summary import Host, Summary
+
+PRICES_AS_OF, PRICES_REGION = "2026-11", "us-east-1"
+GOOGLE_AS_OF, GOOGLE_REGION = "2025", "us-central1"
+TRAINING_FEE = 1.15
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One instance type, on demand in `PRICES_REGION`."""
+    """One instance type, on demand, as a host of a training job."""
 
     type: str
     price_per_hour_usd: float
     vcpus: int
-    memory_gib: int
     gpus: int
-    gpu_name: str
-    baseline_gbps: float
-    """Sustained network bandwidth; one TCP flow carries at most 5 Gb/s of it."""
+    """Built into the type."""
+    gpu_name: str = ""
+    baseline_gbps: float = 0.0
+    """Sustained network bandwidth; one TCP flow carries at most 5 Gb/s of it. SageMaker's types only."""
 
 
-# type, $/h, vCPU, GiB, GPUs, GPU, baseline Gb/s
-_TABLE: tuple[tuple[str, float, int, int, int, str, float], ...] = (
-    ("ml.g5.xlarge", 1.408, 4, 16, 1, "A10G", 2.5),
-    ("ml.g5.2xlarge", 1.515, 8, 32, 1, "A10G", 5),
-    ("ml.g5.4xlarge", 2.03, 16, 64, 1, "A10G", 10),
-    ("ml.g5.8xlarge", 3.06, 32, 128, 1, "A10G", 25),
-    ("ml.g5.12xlarge", 7.09, 48, 192, 4, "A10G", 40),
-    ("ml.g5.16xlarge", 5.12, 64, 256, 1, "A10G", 25),
-    ("ml.g5.24xlarge", 10.18, 96, 384, 4, "A10G", 50),
-    ("ml.g5.48xlarge", 20.36, 192, 768, 8, "A10G", 100),
-    ("ml.g6.xlarge", 1.127, 4, 16, 1, "L4", 2.5),
-    ("ml.g6.2xlarge", 1.222, 8, 32, 1, "L4", 5),
-    ("ml.g6.4xlarge", 1.654, 16, 64, 1, "L4", 10),
-    ("ml.g6.8xlarge", 2.518, 32, 128, 1, "L4", 25),
-    ("ml.g6.12xlarge", 5.752, 48, 192, 4, "L4", 40),
-    ("ml.g6.24xlarge", 8.344, 96, 384, 4, "L4", 50),
-    ("ml.g6.48xlarge", 16.688, 192, 768, 8, "L4", 100),
-    ("ml.p4d.24xlarge", 25.251, 96, 1152, 8, "A100-40GB", 400),
-    ("ml.p5.48xlarge", 63.296, 192, 2048, 8, "H100", 3200),
-    ("ml.c5.xlarge", 0.204, 4, 8, 0, "", 1.25),
-    ("ml.c5.2xlarge", 0.408, 8, 16, 0, "", 2.5),
-    ("ml.c5.4xlarge", 0.816, 16, 32, 0, "", 5),
-    ("ml.c5.9xlarge", 1.836, 36, 72, 0, "", 12),
-    ("ml.c5.18xlarge", 3.672, 72, 144, 0, "", 25),
-    ("ml.m5.xlarge", 0.23, 4, 16, 0, "", 1.25),
-    ("ml.m5.2xlarge", 0.461, 8, 32, 0, "", 2.5),
-    ("ml.m5.4xlarge", 0.922, 16, 64, 0, "", 5),
-    ("ml.m5.12xlarge", 2.765, 48, 192, 0, "", 12),
-    ("ml.m5.24xlarge", 5.53, 96, 384, 0, "", 25),
-)
+def _machines(service: str, fee: float = 1.0) -> dict[str, Machine]:
+    with Path(__file__).with_name("machines.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["service"] == service]
+    return {
+        row["type"]: Machine(
+            row["type"],
+            round(float(row["usd_per_hour"]) * fee, 4),
+            int(row["vcpus"]),
+            int(row["gpus"]),
+            row["gpu"],
+            float(row["baseline_gbps"] or 0),
+        )
+        for row in rows
+    }
 
-MACHINES: dict[str, Machine] = {row[0]: Machine(*row) for row in _TABLE}
 
+MACHINES = _machines("sagemaker")
+GOOGLE_MACHINES = _machines("vertex", TRAINING_FEE)
 _GPU_FAMILY = re.compile(r"^ml\.[gp]\d")
 _NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z]*d)\.")
+ATTACHES = "n1-"
+"""Google's series whose machines GPUs can be attached to."""
+ATTACHED_USD_PER_HOUR = {"NVIDIA_TESLA_T4": 0.35, "NVIDIA_TESLA_V100": 2.48, "NVIDIA_TESLA_P100": 1.46}
+"""Each GPU that is attached to such a machine, on Compute Engine."""
+ACCELERATORS = {
+    "g2-standard-": "NVIDIA_L4",
+    "g4-standard-": "NVIDIA_RTX_PRO_6000",
+    "a2-highgpu-": "NVIDIA_TESLA_A100",
+    "a2-megagpu-": "NVIDIA_TESLA_A100",
+    "a2-ultragpu-": "NVIDIA_A100_80GB",
+    "a3-highgpu-": "NVIDIA_H100_80GB",
+    "a3-megagpu-": "NVIDIA_H100_MEGA_80GB",
+    "a3-ultragpu-": "NVIDIA_H200_141GB",
+    "a4-highgpu-": "NVIDIA_B200",
+}
+"""Google's series with built-in GPUs → their type, as Vertex AI names it."""
 
 
 def machine(instance_type: str) -> Machine | None:
-    """The machine of an instance type; None if it is not in the table."""
+    """SageMaker's machine of a type; None if it is not in the table."""
     return MACHINES.get(instance_type)
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Whether a type has NVIDIA GPUs, by its family, so unlisted types work too."""
+    """Whether SageMaker's type has NVIDIA GPUs, by its family, so unlisted types work too."""
     return bool(_GPU_FAMILY.match(instance_type))
 
 
 def has_nvme(instance_type: str) -> bool:
-    """Whether a type has local NVMe disks instead of an EBS volume."""
+    """Whether SageMaker's type has local NVMe disks instead of an EBS volume."""
     return bool(_NVME_FAMILY.match(instance_type))
+
+
+def built_in_accelerator(machine_type: str) -> str | None:
+    """The type of the GPUs that Google's machine type includes; None without any."""
+    return next((name for series, name in ACCELERATORS.items() if machine_type.startswith(series)), None)
+
+
+def built_in_gpus(machine_type: str) -> int:
+    """The number of GPUs that Google's machine type includes; 1 if its name does not tell."""
+    if built_in_accelerator(machine_type) is None:
+        return 0
+    known = GOOGLE_MACHINES.get(machine_type)
+    counted = re.search(r"-(\d+)g$", machine_type)
+    return known.gpus if known else int(counted[1]) if counted else 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class PriceList:
     """Day or month of the prices."""
     prices: Mapping[str, float]
     own: Mapping[str, float] = field(default_factory=dict)
-    """`sagemaker.prices`, which take precedence; a key may also be the name of a host group."""
+    """The configuration's prices, which take precedence; a key may also be the name of a host group."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
         """$/h of `count` instances; None if the price is unknown."""
@@ -108,6 +134,122 @@ class PriceList:
 
 
 def price_list(own: Mapping[str, float] | None = None) -> PriceList:
-    """The table's prices; `own` are `sagemaker.prices` of the configuration."""
+    """SageMaker's prices; `own` are `sagemaker.prices` of the configuration."""
     known = {name: machine.price_per_hour_usd for name, machine in MACHINES.items()}
     return PriceList(PRICES_REGION, PRICES_AS_OF, known, dict(own or {}))
+
+
+def google_prices(settings: VertexConfig) -> PriceList:
+    """The prices of a Vertex AI job's hosts: yours, those of groups with attached GPUs, the table's."""
+    own: dict[str, float] = {}
+    table = {name: machine.price_per_hour_usd for name, machine in GOOGLE_MACHINES.items()}
+    named = [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
+    for group, hosts in named:
+        known = GOOGLE_MACHINES.get(hosts.machine_type or "")
+        gpus = hosts.count if hosts.count is not None else 1
+        if known is None or known.gpus or not hosts.accelerator or not gpus:
+            continue
+        if hosts.accelerator in ATTACHED_USD_PER_HOUR:
+            attached = ATTACHED_USD_PER_HOUR[hosts.accelerator] * gpus * TRAINING_FEE
+            own[group] = round(known.price_per_hour_usd + attached, 4)
+        else:
+            table.pop(known.type, None)  # without its GPUs, the machine's price would be too low
+    return PriceList(GOOGLE_REGION, GOOGLE_AS_OF, table, {**own, **settings.prices})
+
+
+def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
+    """Google's prices if the hosts are Google's machines, else SageMaker's."""
+    types = {host.type for host in hosts if host.type}
+    if any(kind in GOOGLE_MACHINES or built_in_accelerator(kind) for kind in types):
+        return google_prices(config.vertex)
+    return price_list(config.sagemaker.prices)
+
+
+def run_cost(
+    summary: Summary, prices: PriceList, scaling: CpuHostsConfig | None = None
+) -> dict[str, Any] | None:
+    """The summary's `cost`; None unless every host has a price.
+
+    Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
+    download), which only its own record shows. A host that was lost or came late counts for its own time.
+    `usd` covers the whole run with all of its starts; `usd_per_million_samples` is what samples cost once
+    training runs at its steady rate.
+    """
+    if scaling is not None and scaling.max:
+        return _scaled_cost(summary, scaling)
+    hosts = summary.cluster.hosts
+    each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
+    known = [price for price in each if price is not None]
+    if not known or len(known) != len(each):
+        return None
+    hours = _hours(summary)
+    here = sum(price * _hours_of(host, summary) for host, price in zip(hosts, known, strict=True))
+    return {
+        **_totals(summary, here, here / hours if hours else sum(known)),
+        "usd_per_hour_by_type": {h.type or h.group: p for h, p in zip(hosts, known, strict=True)},
+        "prices_as_of": prices.as_of,
+        "prices_region": prices.region,
+        "estimated": True,
+    }
+
+
+def _hours(summary: Summary) -> float:
+    """Of this start."""
+    return (summary.cluster.formed_s + summary.seconds - summary.earlier_s) / 3600
+
+
+def _hours_of(host: Host, summary: Summary) -> float:
+    """In which a host was there; those of the beginning all have the same `since`."""
+    began, own_s = min(h.since for h in summary.cluster.hosts), summary.seconds - summary.earlier_s
+    missed_s = host.since - began + summary.cluster.formed_s if host.since > began else 0.0
+    gone_s = 0.0 if host.until is None else began + own_s - host.until
+    return max(_hours(summary) - (missed_s + max(gone_s, 0.0)) / 3600, 0.0)
+
+
+def _totals(summary: Summary, here: float, per_hour: float) -> dict[str, Any]:
+    """Dollars of all starts, and rates of this one, which cost `here`."""
+    rate, before = summary.speed.steady_samples_per_s, summary.earlier_usd
+    if before is None:  # elsewhere, or before prices were known: as if on these hosts
+        before = per_hour * summary.earlier_s / 3600
+    return {
+        "usd": round(here + before, 4),
+        "usd_per_hour": round(per_hour, 4),
+        "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
+    }
+
+
+def _scaled_cost(summary: Summary, prices: CpuHostsConfig) -> dict[str, Any] | None:
+    """The cost with CPU hosts that were there for a part of the run; None without prices."""
+    if prices.usd_per_hour is None or prices.rest_usd_per_hour is None:
+        return None
+    hours = _hours(summary)
+    cpu_hours = sum(_hours_of(host, summary) for host in summary.cluster.hosts if host.scaled)
+    here = prices.rest_usd_per_hour * hours + prices.usd_per_hour * cpu_hours
+    cost = {
+        **_totals(summary, here, here / hours if hours else prices.rest_usd_per_hour),
+        "usd_per_hour_by_type": {"CPU host": prices.usd_per_hour, "rest": prices.rest_usd_per_hour},
+        "cpu_host_hours": round(cpu_hours, 4),
+        "prices_as_of": "cluster.cpu_hosts",
+        "prices_region": "this cluster",
+        "estimated": True,
+    }
+    if prices.on_demand_usd_per_hour is not None:
+        saved = (prices.on_demand_usd_per_hour - prices.usd_per_hour) * cpu_hours
+        cost["saved_by_spot_usd"] = round(saved, 4)
+    return cost
+
+
+def cost_row(summary: Summary) -> tuple[str, str] | None:
+    cost = summary.cost
+    if not cost:
+        return None
+    parts = [f"${cost['usd']:.2f}"]
+    if cost.get("usd_per_million_samples") is not None:
+        parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate")
+    if cost.get("saved_by_spot_usd"):
+        parts.append(f"${cost['saved_by_spot_usd']:.2f} saved against on-demand CPU hosts")
+    where = "; as if the rehearsed hosts were real" if summary.backend == "rehearsal" else ""
+    text = (
+        f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"
+    )
+    return "cost", text

@@ -14,8 +14,7 @@ from stoker.config.places import CpuHostsConfig
 from stoker.errors import UsageError
 from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, HostLoad, bottleneck
-from stoker.events.cost import run_cost
-from stoker.events.prices import PriceList
+from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
 from stoker.figures import count_of
