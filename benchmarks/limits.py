@@ -22,7 +22,7 @@ from benchmarks import sleeping
 from benchmarks.harness import Measure
 from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
-from stoker.events.bottleneck import INPUT_BOUND_PCT
+from stoker.events.advice import INPUT_BOUND
 from stoker.sizing import model
 from stoker.train.step_timer import WAITS
 
@@ -193,7 +193,7 @@ def binding(terms: Mapping[str, float]) -> model.Term:
     waits: dict[model.Term, float] = {}
     for name, term in WAITS_FOR.items():
         waits[term] = waits.get(term, 0.0) + terms[name]
-    if 100 * sum(waits.values()) < INPUT_BOUND_PCT * sum(terms.values()):
+    if sum(waits.values()) < INPUT_BOUND * sum(terms.values()):
         return "gpu"
     return max(waits, key=lambda term: waits[term])
 

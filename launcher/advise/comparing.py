@@ -69,7 +69,7 @@ def report(paths: list[Path], output: Path | None, show: bool) -> int:
     Raises:
         UsageError: a path is not a run directory, or the file cannot be written.
     """
-    from stoker.events.report.page import REPORT, write_report
+    from stoker.events.report import REPORT, write_report
 
     target = output or (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))
     if target.is_dir():

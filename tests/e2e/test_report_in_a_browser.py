@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 from recorded import record
 
-from stoker.events.report.page import write_report
+from stoker.events.report import write_report
 
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artefacts"
 VIEWS = {"light": (1200, "light"), "dark": (1200, "dark"), "phone": (375, "light")}

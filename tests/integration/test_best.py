@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from stoker import runs_dataframe
 from stoker.events.advice import verdict
-from stoker.events.report.page import write_report
+from stoker.events.report import write_report
 
 STEPS = 4
 

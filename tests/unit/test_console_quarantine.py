@@ -10,7 +10,7 @@ import pytest
 from stoker.events.console import PlainConsole, closing_rows
 from stoker.events.kinds import EpochEnded, RecordQuarantined
 from stoker.events.report.panels import of_run
-from stoker.events.report.reading import read_run
+from stoker.events.runs import read_run
 from stoker.events.summary import Records, Summary
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from PIL import Image
 
 from stoker.config.schema import Config
 from stoker.events.recorder import Recorder
-from stoker.events.report.reading import read_run
+from stoker.events.runs import read_run
 from stoker.events.sinks import Tracking
 from stoker.events.summary import Summary
 from stoker.events.tensorboard import Board

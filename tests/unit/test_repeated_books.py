@@ -9,7 +9,7 @@ import pytest
 from stoker.errors import DataError
 from stoker.events.console import books_text
 from stoker.events.kinds import event_of
-from stoker.events.scalars import Scalars
+from stoker.events.sinks import Scalars
 from stoker.events.summary import Records
 from stoker.messages import BlockReport, CarriedAccount
 from stoker.read.sources import record_id

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.errors import UsageError
-from stoker.events.report import charts
+from stoker.events.report import charts, write_report
 from stoker.events.report.charts import _labels, nice_ticks, thin
-from stoker.events.report.page import write_report
 from stoker.events.report.panels import of_run
-from stoker.events.report.reading import read_run
+from stoker.events.runs import read_run
 from stoker.events.summary import read_summary
 
 

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stoker.errors import UsageError
 from stoker.events.console import PlainConsole
 from stoker.events.kinds import event_of
-from stoker.events.report.page import write_report
-from stoker.events.scalars import Scalars
+from stoker.events.report import write_report
+from stoker.events.sinks import Scalars
 from stoker.events.tensorboard import Board
 from stoker.train.evaluation import try_validation
 from stoker.train.state import rng_state

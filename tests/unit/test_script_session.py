@@ -21,8 +21,8 @@ from stoker.events.advice import verdict
 from stoker.events.console import PlainConsole, closing_rows
 from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder
-from stoker.events.report.page import write_report
-from stoker.events.scalars import Scalars
+from stoker.events.report import write_report
+from stoker.events.sinks import Scalars
 from stoker.events.summary import Summary, read_summary
 
 

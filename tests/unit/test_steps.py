@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.events.bottleneck import HostLoad, bottleneck
+from stoker.events.advice import bottleneck
+from stoker.events.recorder import HostLoad
 from stoker.events.summary import Host, Summary
 from stoker.train.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 

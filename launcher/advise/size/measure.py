@@ -19,7 +19,7 @@ from launcher.run_directory import PastRun
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError
 from stoker.events import prices
-from stoker.events.bottleneck import MIN_STEPS
+from stoker.events.advice import MIN_STEPS
 from stoker.events.summary import Summary, read_summary
 from stoker.hosts.raynode import end_with_parent
 

@@ -152,7 +152,7 @@ class ReportFile(Sink):
 
     def close(self, summary: Summary) -> None:
         """Write the report."""
-        from stoker.events.report.page import REPORT, write_report
+        from stoker.events.report import REPORT, write_report
 
         write_report([self.run_dir], self.run_dir / REPORT)
 

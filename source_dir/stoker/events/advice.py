@@ -1,4 +1,4 @@
-"""Anywhere: explains a run's bottleneck from its summary, in plain words. Pure; no ray, no torch.
+"""Anywhere: the bottleneck of a run, and a verdict on it in plain words. Pure; no ray, no torch.
 
     print(verdict(summary).headline)
 
@@ -11,16 +11,29 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from stoker.events import prices
-from stoker.events.bottleneck import MIN_STEPS, chain_limit, checked, without_one_wait
 from stoker.events.summary import Bottleneck, Host, Summary
 from stoker.figures import count_of
 
+MIN_STEPS = 10
+"""With fewer steps, start-up dominates the measurement."""
 INPUT_BOUND = 0.10
-"""From this share of a step on, waiting for data is the bottleneck."""
+"""From this share of a step on, waiting for data is the bottleneck, not the GPU."""
+NEAR = 0.7
+"""A limit of which the measured rate is less than this does not bind."""
+BUSY_PCT = 70.0
+"""Below this CPU use, hosts that preprocess are themselves waiting for the data that they read."""
+SATURATED_PCT = 90.0
+"""From this CPU use of a GPU host on, receiving is limited by its CPUs."""
+BUSY_FETCHING = 0.7
+"""From this share of CPU time on, the fetching threads are not waiting for the network."""
+RECOVERY_S = 60.0
+"""How long a run may wait for each lost host: Ray takes about 20 s to notice, then its work is redone."""
 IDLE_HOSTS = 0.5
 """Below this mean CPU use of the CPU hosts, fewer of them are considered."""
 DEAR_STAGE = 0.4
@@ -46,6 +59,103 @@ _WAITS: dict[str, Bottleneck] = {
 }
 
 
+def _chain_ms(summary: Summary) -> float:
+    """CPU time of the chain per sample; 0: not measured."""
+    return sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
+
+
+def chain_limit(summary: Summary) -> float | None:
+    """Samples/s that the CPUs that preprocess could carry; None if the chain was not measured."""
+    chain_ms, hosts = _chain_ms(summary), summary.cluster.at_once()
+    working = [host for host in hosts if host.host in summary.chain_tasks_by_host] or hosts
+    cpus = sum(host.cpus for host in working)
+    return 1000 * cpus / chain_ms if chain_ms > 0 and cpus else None
+
+
+def network_limit(summary: Summary) -> float | None:
+    """Samples/s that the network of the train hosts could carry; None for unknown types."""
+    size, hosts = summary.speed.bytes_per_sample, summary.cluster.at_once()
+    trains = [host for host in hosts if host.host in summary.train_workers_by_host]
+    types = [prices.machine(host.type or "") for host in trains]
+    if not size or not types or len(hosts) < 2 or None in types:
+        return None
+    return sum(m.baseline_gbps for m in types if m) * 1e9 / 8 / size
+
+
+def near(summary: Summary, limit: float | None) -> bool:
+    """Whether the measured rate is near a limit; an unknown one may bind."""
+    return limit is None or summary.speed.steady_samples_per_s >= NEAR * limit
+
+
+class OneWait(NamedTuple):
+    """A wait without which training would not be input-bound."""
+
+    seconds: float
+    first: bool
+    """Whether it is that for the first batch of each pass."""
+    rest_pct: float
+    """Input wait without it."""
+
+
+def _without_one_wait(summary: Summary) -> OneWait | None:
+    """The one wait that explains the input wait; None if there is none."""
+    speed = summary.speed
+    total_s = sum(speed.step_terms_ms.values()) * speed.steps / 1000
+    wait_s = total_s * speed.input_wait_pct / 100
+    # Among equals, the first batch: the longest wait usually is for it.
+    one_s, first = max((speed.first_wait_s, True), (speed.longest_wait_s, False))
+    rest = 100 * max(wait_s - one_s, 0.0) / max(total_s - one_s, 1e-9)
+    return OneWait(one_s, first, rest) if one_s > 0 and rest < 100 * INPUT_BOUND else None
+
+
+def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
+    """The GPU; lost hosts or one wait if they explain the whole wait; or what training waited for most."""
+    if summary.speed.input_wait_pct < 100 * INPUT_BOUND:
+        return "gpu"
+    waits = {
+        "production": times["wait_production_s"],
+        "transfer": times["wait_transfer_s"],
+        "here": times["wait_collate_s"] + times["host_to_device_s"],
+    }
+    lost = sum(event["event"] == "host_lost" for event in summary.events)
+    if lost and sum(waits.values()) <= RECOVERY_S * lost:
+        return "lost_hosts"
+    most = max(waits, key=lambda name: waits[name])
+    return _checked(summary, _most_waited_for(summary, times, most), most == "production")
+
+
+def _checked(summary: Summary, binds: Bottleneck, production: bool) -> Bottleneck:
+    """A bottleneck, unless one wait explains the input wait or its limit is far from the rate."""
+    if binds not in ("gpu", "lost_hosts") and _without_one_wait(summary):
+        return "one_wait"
+    by_network = binds == "network" and not production  # or by the storage that is read
+    limit = chain_limit(summary) if binds == "cpu" else network_limit(summary) if by_network else None
+    return binds if near(summary, limit) else "late"
+
+
+def _most_waited_for(summary: Summary, times: Mapping[str, float], most: str) -> Bottleneck:
+    preprocess, train = set(summary.chain_tasks_by_host), set(summary.train_workers_by_host)
+    if most == "production":
+        busy = _mean_pct(summary, preprocess)
+        if busy is not None and busy < BUSY_PCT:
+            return "network"
+        # Where training takes the CPUs that preprocess, they are busy, but not with the chain.
+        shared = _mean_pct(summary, preprocess & train)
+        taken = shared is not None and shared >= SATURATED_PCT and not near(summary, chain_limit(summary))
+        return "gpu_host_cpu" if taken else "cpu"
+    if most == "transfer":
+        receiving = _mean_pct(summary, train)
+        saturated = receiving is not None and receiving >= SATURATED_PCT
+        fetching = times["fetch_cpu_s"] / max(times["fetch_s"], 1e-9)
+        return "gpu_host_cpu" if saturated or fetching >= BUSY_FETCHING else "network"
+    return "gpu_host_cpu"
+
+
+def _mean_pct(summary: Summary, names: set[str]) -> float | None:
+    used = [float(row["mean_pct"]) for row in summary.host_cpu if row["host"] in names]
+    return sum(used) / len(used) if used else None
+
+
 @dataclass(frozen=True)
 class Verdict:
     headline: str
@@ -57,41 +167,65 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """The summary's figures, in the model's units."""
+class _Run:
+    """A summary, and what the advice needs of it."""
 
-    rate: float
-    """Samples/s."""
+    summary: Summary
     waits: float
     """Share of a step spent waiting for data, in 0…1."""
     binds: Bottleneck
-    chain_s: float
-    """CPU-seconds of the chain per sample; 0: not measured."""
-    train_hosts: list[Host]
-    cpu_hosts: list[Host]
-    on_gpus: bool
-    busy: float
-    """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
-    reads_slowly: bool
-    """Training waits for blocks to be produced, while the CPUs of those hosts are not busy."""
-    produces: bool
+    production: bool
     """Training waits most for blocks to be produced."""
-    usd_per_hour_of: dict[str, float]
-    """The prices used for the run's own cost."""
-    prices_as_of: str
 
     @property
-    def label(self) -> str:
-        return f"estimated, prices of {self.prices_as_of}"
-
-    @property
-    def cpus(self) -> float:
-        return sum(host.cpus for host in [*self.train_hosts, *self.cpu_hosts])
+    def rate(self) -> float:
+        return self.summary.speed.steady_samples_per_s
 
     @property
     def unhindered(self) -> float:
         """Samples/s if data were never late; limited to 50 times the rate, beyond which nothing is known."""
         return self.rate / max(1 - self.waits, 0.02)
+
+    @cached_property
+    def chain_s(self) -> float:
+        return _chain_ms(self.summary) / 1000
+
+    @cached_property
+    def busy(self) -> float:
+        """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
+        limit = chain_limit(self.summary)
+        return self.rate / limit if limit else 0.0
+
+    @property
+    def reads_slowly(self) -> bool:
+        """Blocks come late, while the CPUs that produce them are not busy."""
+        return self.binds == "network" and self.production
+
+    @cached_property
+    def train_hosts(self) -> list[Host]:
+        hosts, training = self.summary.cluster.at_once(), self.summary.train_workers_by_host
+        return [h for h in hosts if (h.host in training if training else h.gpus)] or hosts
+
+    @cached_property
+    def cpu_hosts(self) -> list[Host]:
+        return [h for h in self.summary.cluster.at_once() if h not in self.train_hosts]
+
+    @property
+    def label(self) -> str:
+        dated = (self.summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF
+        return f"estimated, prices of {dated}"
+
+    def price(self, instance_type: str) -> float | None:
+        """The price that the run's own cost was computed with, or that of the table."""
+        own = (self.summary.cost or {}).get("usd_per_hour_by_type") or {}
+        about = prices.machine(instance_type)
+        found: float | None = own.get(instance_type, about.price_per_hour_usd if about else None)
+        return found
+
+    def usd_per_hour(self, hosts: list[Host]) -> float | None:
+        each = [self.price(host.type or "") for host in hosts]
+        known = [price for price in each if price is not None]
+        return sum(known) if known and len(known) == len(each) else None
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -102,17 +236,17 @@ def verdict(summary: Summary) -> Verdict:
     if measured < MIN_STEPS or not summary.speed.steady_samples_per_s:
         steps = count_of(measured, "step") + ("" if measured == summary.steps else " measured")
         return Verdict(f"too short to judge: {steps}; at least {MIN_STEPS} are needed", None)
-    facts = _facts(summary)
-    if facts is None:
+    run = _run(summary)
+    if run is None:
         return Verdict("no step times were measured", None)
-    percent = f"{100 * facts.waits:.0f} %"
-    if facts.binds == "gpu":
-        who = "the GPUs are the bottleneck" if facts.on_gpus else "training itself is the bottleneck"
-        share = f"only {percent}" if facts.waits >= 0.01 else "less than 1 %"
-        waits = f"{share} of each step waits for data"
-        head = f"well fed: {who}; {waits}"
-        return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
-    if facts.binds == "one_wait" and (one := without_one_wait(summary)):
+    percent = f"{100 * run.waits:.0f} %"
+    if run.binds == "gpu":
+        on_gpus = any(h.gpus for h in run.train_hosts)
+        who = "the GPUs are the bottleneck" if on_gpus else "training itself is the bottleneck"
+        share = f"only {percent}" if run.waits >= 0.01 else "less than 1 %"
+        head = f"well fed: {who}; {share} of each step waits for data"
+        return Verdict(head, "gpu", [*_fewer_hosts(run), *_cost(summary)])
+    if run.binds == "one_wait" and (one := _without_one_wait(summary)):
         what = "the first batch of each epoch" if one.first else "one batch"
         took = f"{one.seconds:.1f} s" if one.seconds >= 0.1 else f"{1000 * one.seconds:.0f} ms"
         head = (
@@ -121,187 +255,145 @@ def verdict(summary: Summary) -> Verdict:
         )
         help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
         return Verdict(head, "one_wait", [*([help_] if one.first else []), *_cost(summary)])
-    head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
-    advice = {
+    head = f"input-bound: {percent} of each step waits for data; {_who_binds(run)}"
+    advice: dict[Bottleneck, Callable[[_Run], list[str]]] = {
         "cpu": _more_cpus,
         "network": _less_network,
         "gpu_host_cpu": _less_receiving,
         "lost_hosts": _without_losses,
         "late": _late,
     }
-    details = advice[facts.binds](summary, facts)
-    if facts.binds == "cpu" and details and "would bring" in details[0]:
+    details = advice[run.binds](run)
+    if run.binds == "cpu" and details and "would bring" in details[0]:
         head += f"; {details[0]}"
         details = details[1:]
-    return Verdict(head, facts.binds, [*details, *_dear_stage(summary, facts), *_cost(summary)])
+    return Verdict(head, run.binds, [*details, *_dear_stage(run), *_cost(summary)])
 
 
-def _who_binds(facts: _Facts) -> str:
-    if facts.binds == "cpu":
-        who = "the CPU hosts" if facts.cpu_hosts else "this host's CPUs"
-        return f"{who} are the bottleneck"
-    if facts.reads_slowly:
-        return "preprocessing itself waits for the storage that it reads"
-    return SIDES[facts.binds]
-
-
-def _facts(summary: Summary) -> _Facts | None:
-    speed = summary.speed
-    found = _waiting(summary)
-    if found is None:
-        return None
-    waits, binds = found
-    hosts = summary.cluster.at_once()
-    training = summary.train_workers_by_host
-    trains = [h for h in hosts if h.host in training] if training else [h for h in hosts if h.gpus]
-    trains = trains or hosts
-    limit, production = chain_limit(summary), _mostly_waits_for_production(summary)
-    binds = checked(summary, binds, production)
-    return _Facts(
-        rate=speed.steady_samples_per_s,
-        waits=waits,
-        binds=binds,
-        chain_s=sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000,
-        train_hosts=trains,
-        cpu_hosts=[h for h in hosts if h not in trains],
-        on_gpus=any(h.gpus for h in trains),
-        busy=speed.steady_samples_per_s / limit if limit else 0.0,
-        reads_slowly=binds == "network" and production,
-        produces=production,
-        usd_per_hour_of=dict((summary.cost or {}).get("usd_per_hour_by_type") or {}),
-        prices_as_of=str((summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF),
-    )
-
-
-def _mostly_waits_for_production(summary: Summary) -> bool:
+def _run(summary: Summary) -> _Run | None:
+    """With the share of a step that waits, from the terms of a step or else from the totals."""
     waits = {name: summary.speed.step_terms_ms.get(name, 0.0) for name in _WAITS}
-    return waits["wait_production"] > 0 and max(waits, key=lambda name: waits[name]) == "wait_production"
-
-
-def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
-    """(share of a step that waits, bottleneck), from the terms of a step or else from the totals."""
-    terms = summary.speed.step_terms_ms
-    total = sum(terms.values())
+    production = waits["wait_production"] > 0 and waits["wait_production"] == max(waits.values())
+    total = sum(summary.speed.step_terms_ms.values())
+    share, binds = summary.speed.input_wait_pct / 100, summary.bottleneck
     if total > 0:
-        waits: dict[Bottleneck, float] = {}
-        for name, side in _WAITS.items():
-            waits[side] = waits.get(side, 0.0) + terms.get(name, 0.0)
         share = sum(waits.values()) / total
         if share < INPUT_BOUND:
-            return share, "gpu"
-        if summary.bottleneck is not None and summary.bottleneck != "gpu":
-            # The run's own verdict also considers how busy the hosts were.
-            return share, summary.bottleneck
-        return share, max(waits, key=lambda side: waits[side])
-    if summary.bottleneck is None:
-        return None
-    return summary.speed.input_wait_pct / 100, summary.bottleneck
+            binds = "gpu"
+        elif binds in (None, "gpu"):  # else the run's own verdict, which knows how busy the hosts were
+            sides: dict[Bottleneck, float] = dict.fromkeys(_WAITS.values(), 0.0)
+            for name, of in _WAITS.items():
+                sides[of] += waits[name]
+            binds = max(sides.items(), key=lambda item: item[1])[0]
+    return _Run(summary, share, _checked(summary, binds, production), production) if binds else None
 
 
-def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
+def _who_binds(run: _Run) -> str:
+    if run.binds == "cpu":
+        who = "the CPU hosts" if run.cpu_hosts else "this host's CPUs"
+        return f"{who} are the bottleneck"
+    if run.reads_slowly:
+        return "preprocessing itself waits for the storage that it reads"
+    return SIDES[run.binds]
+
+
+def _more_cpus(run: _Run) -> list[str]:
     """How many more CPUs would be enough, or why more would not help."""
-    if facts.chain_s <= 0 or not facts.busy:
+    if run.chain_s <= 0 or not run.busy:
         return []
     # The observed rate already includes the CPU time lost between tasks.
-    lacking = (facts.unhindered - facts.rate) * facts.chain_s / min(facts.busy, 1.0)
-    target = f"bring up to {facts.unhindered:,.0f} samples/s instead of {facts.rate:,.0f}"
-    kind = _kind_to_add(facts)
+    lacking = (run.unhindered - run.rate) * run.chain_s / min(run.busy, 1.0)
+    target = f"bring up to {run.unhindered:,.0f} samples/s instead of {run.rate:,.0f}"
+    kind = _kind_to_add(run)
     if kind is None:
         return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
     count = math.ceil(lacking / kind.vcpus)
-    more = "more " if facts.cpu_hosts else ""
-    return [f"{count} {more}{kind.type} would {target}", *_worth_it(facts, kind, count)]
+    more = "more " if run.cpu_hosts else ""
+    return [f"{count} {more}{kind.type} would {target}", *_worth_it(run, kind, count)]
 
 
-def _kind_to_add(facts: _Facts) -> prices.Machine | None:
+def _kind_to_add(run: _Run) -> prices.Machine | None:
     """The type of the present CPU hosts; without any, a small one if the GPU host is a known type."""
-    if facts.cpu_hosts:
-        types = Counter(_type(host) for host in facts.cpu_hosts)
+    if run.cpu_hosts:
+        types = Counter(host.type or "" for host in run.cpu_hosts)
         return prices.machine(types.most_common(1)[0][0])
-    known = all(prices.machine(_type(host)) for host in facts.train_hosts)
+    known = all(prices.machine(host.type or "") for host in run.train_hosts)
     return prices.machine("ml.c5.xlarge") if known else None
 
 
-def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
+def _worth_it(run: _Run, kind: prices.Machine, count: int) -> list[str]:
     """Whether the additional hosts pay for themselves, if all prices are known."""
-    now = _usd_per_hour(facts, [*facts.train_hosts, *facts.cpu_hosts])
-    each = _price(facts, kind.type)
+    now, each = run.usd_per_hour([*run.train_hosts, *run.cpu_hosts]), run.price(kind.type)
     if now is None or each is None:
         return []
-    before = now / facts.rate / 3600 * 1e6
-    after = (now + count * each) / facts.unhindered / 3600 * 1e6
-    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({facts.label})"
+    before = now / run.rate / 3600 * 1e6
+    after = (now + count * each) / run.unhindered / 3600 * 1e6
+    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({run.label})"
     if after < before:
         return [f"that would cost {figures}"]
     return [f"that would not pay off: {figures}; a cheaper chain is the better investment"]
 
 
-def _less_network(summary: Summary, facts: _Facts) -> list[str]:
-    if facts.reads_slowly:
+def _less_network(run: _Run) -> list[str]:
+    if run.reads_slowly:
         return [
             "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
             " fewer and larger files; more hosts help if the storage serves each of them equally fast"
         ]
-    size = summary.speed.bytes_per_sample
+    chain = run.summary.chain
+    size = run.summary.speed.bytes_per_sample
     text = f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help"
-    sizes = [float(stage.get("bytes_out", 0)) for stage in summary.chain]
+    sizes = [float(stage.get("bytes_out", 0)) for stage in chain]
     grown = next((i for i in range(1, len(sizes)) if sizes[i] >= 3.5 * sizes[i - 1] > 0), None)
     if grown is not None and sizes[-1] >= 3.5 * sizes[grown - 1]:
-        name = summary.chain[grown].get("stage")
-        factor = sizes[grown] / sizes[grown - 1]
+        name, factor = chain[grown].get("stage"), sizes[grown] / sizes[grown - 1]
         return [text, f"stage {name} makes samples {factor:.0f} times larger: move it to on_device()"]
     return [text, "send uint8 and convert on the GPU (on_device), or crop earlier"]
 
 
-def _late(summary: Summary, facts: _Facts) -> list[str]:
-    spent = f"the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain: " if facts.busy else ""
+def _late(run: _Run) -> list[str]:
+    spent = f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: " if run.busy else ""
     look = "look for few or uneven blocks (data.block_records) and slow reading"
     return [f"{spent}more CPU hosts would not help; {look}"]
 
 
-def _less_receiving(summary: Summary, facts: _Facts) -> list[str]:
-    if facts.produces:  # its CPUs train and preprocess
-        share = f"preprocessing takes {100 * facts.busy:.0f} % of the CPUs of the host that trains"
-        return [f"{share}: CPU hosts would {'take that over' if facts.busy >= TAKEN_OVER else 'not help'}"]
+def _less_receiving(run: _Run) -> list[str]:
+    if run.production:  # its CPUs train and preprocess
+        share = f"preprocessing takes {100 * run.busy:.0f} % of the CPUs of the host that trains"
+        return [f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"]
     return [
         "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
         " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
     ]
 
 
-def _without_losses(summary: Summary, facts: _Facts) -> list[str]:
+def _without_losses(run: _Run) -> list[str]:
     return ["that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"]
 
 
-def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
+def _fewer_hosts(run: _Run) -> list[str]:
     """Whether fewer CPU hosts would be enough."""
-    count = len(facts.cpu_hosts)
-    if not count:
+    count = len(run.cpu_hosts)
+    used = _mean_pct(run.summary, {host.host for host in run.cpu_hosts})
+    if not count or (used is None and run.chain_s <= 0):
         return []
-    names = {host.host for host in facts.cpu_hosts}
-    used = [float(row["mean_pct"]) / 100 for row in summary.host_cpu if row["host"] in names]
-    if used:
-        busy = sum(used) / len(used)
-    elif facts.chain_s > 0:
-        busy = facts.busy
-    else:
-        return []
+    busy = run.busy if used is None else used / 100
     enough = math.ceil(count * busy / HEADROOM)
     if busy >= IDLE_HOSTS or enough >= count:
         return []
     text = f"the CPU hosts were only {100 * busy:.0f} % busy: {enough or 'none'} instead of {count} would do"
-    saved = _usd_per_hour(facts, facts.cpu_hosts)
+    saved = run.usd_per_hour(run.cpu_hosts)
     if saved is not None:
-        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({facts.label})"
+        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({run.label})"
     return [text]
 
 
-def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
+def _dear_stage(run: _Run) -> list[str]:
     """The most expensive stage, or series of stages with the same name."""
-    if facts.chain_s <= 0 or facts.binds != "cpu":
+    if run.chain_s <= 0 or run.binds != "cpu":
         return []
-    name, cost, kinds = dearest(summary.chain)
-    share = cost / (1000 * facts.chain_s)
+    name, cost, kinds = dearest(run.summary.chain)
+    share = cost / (1000 * run.chain_s)
     if share < DEAR_STAGE or kinds < 2:
         return []
     return [
@@ -332,18 +424,3 @@ def _cost(summary: Summary) -> list[str]:
         f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate,"
         f" ${cost['usd']:.2f} for this run (estimated, prices of {cost.get('prices_as_of')})"
     ]
-
-
-def _usd_per_hour(facts: _Facts, hosts: list[Host]) -> float | None:
-    each = [_price(facts, _type(host)) for host in hosts]
-    known = [price for price in each if price is not None]
-    return sum(known) if known and len(known) == len(each) else None
-
-
-def _price(facts: _Facts, instance_type: str) -> float | None:
-    about = prices.machine(instance_type)
-    return facts.usd_per_hour_of.get(instance_type, about.price_per_hour_usd if about else None)
-
-
-def _type(host: Host) -> str:
-    return str(host.model_dump().get("type") or "")

@@ -23,8 +23,7 @@ from stoker.config.redaction import redact, scrub
 from stoker.config.schema import Config, MlflowConfig
 from stoker.events.kinds import Event, HostCpu, read_events
 from stoker.events.runs import flat_config
-from stoker.events.scalars import Scalars
-from stoker.events.sinks import Sink
+from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Status, Summary
 from stoker.place import COMMIT_FILE, Place
 from stoker.storage.checkpoint_store import Store, open_store

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config.places import CpuHostsConfig
-from stoker.config.schema import Config, VertexConfig
+from stoker.config.places import CpuHostsConfig, VertexConfig
+from stoker.config.schema import Config
 from stoker.events.summary import Host, Summary
 
 PRICES_AS_OF, PRICES_REGION = "2026-11", "us-east-1"

@@ -7,16 +7,17 @@ import json
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stoker.config.places import CpuHostsConfig
 from stoker.errors import UsageError
 from stoker.events import kinds
-from stoker.events.bottleneck import MIN_STEPS, HostLoad, bottleneck
+from stoker.events.advice import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
+from stoker.events.summary import STEP_TERMS, Host, Records, Summary, read_summary
 from stoker.figures import count_of
 
 NOTABLE = (
@@ -38,6 +39,29 @@ WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 
 REFRESH_S = 2.0
 """Interval between writes of summary.json during the run."""
+
+
+class HostLoad:
+    """CPU use of each host over a run."""
+
+    def __init__(self) -> None:
+        self._samples: dict[bool, defaultdict[str, list[float]]] = {
+            training: defaultdict(list) for training in (False, True)
+        }
+
+    def take(self, hosts: Mapping[str, float], training: bool) -> None:
+        """Add one sample per host; samples before the first step count only if there are no others."""
+        for host, used in hosts.items():
+            self._samples[training][host].append(used)
+
+    def rows(self, hosts: list[Host]) -> list[dict[str, Any]]:
+        rows = []
+        for host in hosts:
+            used = self._samples[True].get(host.host) or self._samples[False].get(host.host)
+            if used:
+                mean = round(sum(used) / len(used), 1)
+                rows.append({"host": host.host, "group": host.group, "mean_pct": mean, "max_pct": max(used)})
+        return rows
 
 
 class Recorder(Sink):

@@ -1,4 +1,4 @@
-"""Head: distributes the events of a run to its sinks."""
+"""Head: distributes the events of a run to its sinks, and names the metrics in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from stoker.config.redaction import scrub, scrubbed
 from stoker.errors import where_raised
-from stoker.events.kinds import Event, HostCpu, Note, PhaseDone, event_of
+from stoker.events import kinds
+from stoker.events.kinds import Event
 from stoker.events.summary import Summary
 
 
@@ -59,10 +60,10 @@ class Tracking:
 
     def note(self, text: str) -> None:
         """Add one line to the screen, the log and the summary."""
-        self._give(Note(text=scrub(text)))
+        self._give(kinds.Note(text=scrub(text)))
 
     def phase(self, name: str) -> None:
-        self._give(PhaseDone(phase=name))
+        self._give(kinds.PhaseDone(phase=name))
 
     def take(self, records: Iterable[dict[str, Any]]) -> list[Event]:
         """Pass events, and lines queued meanwhile, to every sink."""
@@ -74,8 +75,8 @@ class Tracking:
         return events
 
     def _read(self, record: dict[str, Any]) -> Event:
-        event = event_of(scrubbed(record))
-        if isinstance(event, HostCpu):
+        event = kinds.event_of(scrubbed(record))
+        if isinstance(event, kinds.HostCpu):
             hosts = {self.summary.host_of(node): used for node, used in event.hosts.items()}
             return event.model_copy(update={"hosts": hosts})
         return event
@@ -103,3 +104,51 @@ class Tracking:
             logging.getLogger("stoker").error("%s", traceback.format_exc())
             name = type(sink).__name__
             self.say(f"tracking: {name} failed and is dropped; the run continues: {where_raised(error)}")
+
+
+class Scalars:
+    """Converts the events of one run, given in their order, to metrics against the global step.
+
+    TensorBoard and MLflow use the same names: `train/loss`, `val/acc1`, `lr`, `perf/samples_per_s`,
+    `perf/input_wait_pct`, `data/quarantined`, …; docs/tracking.md lists them.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._books: dict[tuple[str, int], kinds.RecordsCounted] = {}
+
+    def of(self, event: kinds.Event) -> dict[str, float]:
+        """The event's metrics by name; they belong to `self.step`."""
+        match event:
+            case kinds.StepLogged():
+                self.step = event.step
+                return _of_step(event)
+            case kinds.EpochEnded() | kinds.MetricsLogged():
+                self.step = event.step
+                return {name: value for name, value in event.metrics.items() if value is not None}
+            case kinds.RecordsCounted():
+                self._books[event.split, event.epoch] = event
+                books = self._books.values()
+                return {
+                    "data/quarantined": sum(counts.quarantined for counts in books),
+                    "data/repeated": sum(counts.repeated for counts in books),
+                }
+            case kinds.Resumed():
+                self.step = event.step
+            case kinds.CheckpointWritten(seconds=float(seconds)):
+                return {"perf/checkpoint_s": seconds}
+            case kinds.HostCpu():
+                return {f"system/{host}/cpu_utilization_percentage": cpu for host, cpu in event.hosts.items()}
+        return {}
+
+
+def _of_step(event: kinds.StepLogged) -> dict[str, float]:
+    elapsed = max(event.elapsed_s, 1e-9)
+    values = {
+        "train/step_loss": event.loss,
+        "lr": event.lr,
+        "perf/samples_per_s": event.epoch_samples / elapsed,
+        "perf/input_wait_pct": 100 * event.wait_s / elapsed,
+    }
+    values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
+    return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}

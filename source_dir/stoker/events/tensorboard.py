@@ -21,8 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from stoker.events.kinds import Event, Resumed, SamplesShown
 from stoker.events.runs import flat_config
-from stoker.events.scalars import Scalars
-from stoker.events.sinks import Sink
+from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Summary
 
 COMPARED = ("params.", "train.", "data.", "seed")

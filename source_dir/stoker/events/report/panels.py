@@ -9,12 +9,12 @@ from html import escape
 
 from markupsafe import Markup
 
-from stoker.events.bottleneck import chain_limit, near, network_limit
+from stoker.events.advice import chain_limit, near, network_limit
 from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
 from stoker.events.report import charts
 from stoker.events.report.charts import WIDTH, Bar, Line, Moment, Part, Point, figure, svg
-from stoker.events.report.reading import RunData
+from stoker.events.runs import RunData
 from stoker.events.summary import number
 from stoker.figures import count_of, size
 
@@ -99,69 +99,61 @@ def _events(run: RunData) -> list[Moment]:
 SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
 
 
+def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData) -> Panel:
+    """A curve against the seconds of a run, with its events."""
+    svg = charts.line_chart(
+        f"{title} over time",
+        text,
+        [Line(name, points)],
+        "seconds since the start",
+        unit,
+        events=_events(run),
+        y_top=100 if unit.startswith("%") else None,
+    )
+    return panel(title, svg, caption=text, heads=["s", unit], rows=table_rows(points))
+
+
 def throughput(run: RunData) -> Panel | None:
-    points = run.samples_per_s
+    points, mean = run.samples_per_s, run.summary.speed.steady_samples_per_s
     if not points:
         return None
-    mean = run.summary.speed.steady_samples_per_s
     text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
     text += f"; {figure(mean)} on average after warm-up." if mean else "."
-    svg = charts.line_chart(
-        "Throughput over time",
-        text,
-        [Line("samples/s", points)],
-        "seconds since the start",
-        "samples/s",
-        events=_events(run),
-    )
-    return panel(
-        "Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=table_rows(points)
-    )
+    return over_time("Throughput", "samples/s", "samples/s", points, f"{text} {SIGNS}.", run)
 
 
 def waiting(run: RunData) -> Panel | None:
-    points = run.input_wait
-    if not points:
+    if not run.input_wait:
         return None
     text = f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
-    svg = charts.line_chart(
-        "Input wait over time",
-        text,
-        [Line("input wait", points)],
-        "seconds since the start",
-        "% of the time",
-        events=_events(run),
-        y_top=100,
+    return over_time("Input wait", "input wait", "% of the time", run.input_wait, text, run)
+
+
+def stacked(title: str, text: str, head: str, every: list[Part], unit: str) -> Panel:
+    """Parts of a whole as one bar; small ones together."""
+    total = sum(part.value for part in every)
+    large = [part for part in every if part.value >= 0.01 * total]
+    rest = sum(part.value for part in every if part not in large)
+    parts = [*large, Part("everything else", rest)] if rest > 0 else large
+    return panel(
+        title,
+        charts.stacked_bar(title, text, parts, unit),
+        caption=text,
+        heads=[head, unit, "share"],
+        rows=[[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every],
+        keys=[(n + 1, f"{p.name}, {figure(p.value, unit)}") for n, p in enumerate(parts)],
     )
-    return panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=table_rows(points))
 
 
 def step_time(run: RunData) -> Panel | None:
-    terms = getattr(run.summary.speed, "step_terms_ms", None) or {}
+    terms = run.summary.speed.step_terms_ms
     every = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
     total = sum(part.value for part in every)
     if total <= 0:
         return None
     largest = max(every, key=lambda part: part.value)
     text = f"Mean step: {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
-    rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every]
-    parts = visible(every)
-    return panel(
-        "Step time breakdown",
-        charts.stacked_bar("Step time breakdown", text, parts, "ms"),
-        caption=text,
-        heads=["part", "ms", "share"],
-        rows=rows,
-        keys=[(n + 1, f"{p.name}, {figure(p.value, 'ms')}") for n, p in enumerate(parts)],
-    )
-
-
-def visible(parts: list[Part]) -> list[Part]:
-    """The parts of at least 1 %, and the others together."""
-    total = sum(part.value for part in parts)
-    large = [part for part in parts if part.value >= 0.01 * total]
-    rest = sum(part.value for part in parts if part not in large)
-    return [*large, Part("everything else", rest)] if rest > 0 else large
+    return stacked("Step time breakdown", text, "part", every, "ms")
 
 
 def start(run: RunData) -> Panel | None:
@@ -173,15 +165,7 @@ def start(run: RunData) -> Panel | None:
     text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
     if ends[-1][0] != "first step":
         text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
-    parts = visible(every)
-    return panel(
-        "Start-up",
-        charts.stacked_bar("Start-up by phase", text, parts, "s"),
-        caption=text,
-        heads=["phase", "s"],
-        rows=[[p.name, figure(p.value)] for p in every],
-        keys=[(n + 1, f"{p.name}, {figure(p.value, 's')}") for n, p in enumerate(parts)],
-    )
+    return stacked("Start-up", text, "phase", every, "s")
 
 
 def records(run: RunData) -> Panel | None:
