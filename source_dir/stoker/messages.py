@@ -214,6 +214,8 @@ class StageCost:
 
     cpu_s: float = 0.0
     bytes_out: int = 0
+    random: bool = True
+    """False: each record has the same result in every epoch, so it may be cached."""
 
 
 @dataclass

@@ -19,6 +19,8 @@ def test_a_short_run_names_every_cost_and_leaves_nothing(tmp_path: Path) -> None
     measured = told["measured"]
     stages = {stage["stage"]: stage["cpu_ms_per_sample"] for stage in measured["stages"]}
     assert {"read", "DecodeImage", "Jiggle"} <= stages.keys()
+    random = {stage["stage"]: stage["random"] for stage in measured["stages"]}
+    assert (random["read"], random["DecodeImage"], random["Jiggle"]) == (False, False, True)
     assert sum(stages.values()) == pytest.approx(1000 * measured["cpu_s"], rel=0.02)
     assert measured["bytes_per_sample"] > 0 and measured["samples"] == 2 * 1437
     assert told["recommended"]["binds"] in ("cpu", "gpu_host_cpu", "network", "receiver", "gpu")

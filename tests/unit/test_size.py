@@ -122,6 +122,11 @@ def test_what_could_move_to_the_gpu_and_what_could_be_cached() -> None:
     assert any(line.startswith("DecodeImage takes 67 % of the chain") for line in lines)
     assert any(line.startswith("ToDtype makes each sample 4 times larger") for line in lines)
     assert any("data.cache (memory or disk) skips" in line and "562 kB" in line for line in lines)
+    keeps = {"stage": "keep", "cpu_ms_per_sample": 0.1, "bytes_out": 0, "random": True}
+    only_read = {"stage": "read", "cpu_ms_per_sample": 9.0, "bytes_out": 9, "random": False}
+    for chain in ([*stages, keeps], [only_read, *stages[1:]]):
+        lines = advise(replace(POST, stages=chain), ITS_HOSTS, price_list()).lines
+        assert not any("data.cache" in line for line in lines), "it has one, or nothing could be cached"
 
 
 JOB = """\

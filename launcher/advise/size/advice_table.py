@@ -296,11 +296,11 @@ def _decodes(stage: dict[str, Any]) -> bool:
 
 
 def _cacheable(stages: list[dict[str, Any]], total: float) -> list[str]:
-    prefix: list[dict[str, Any]] = []
-    for stage in stages:
-        if stage.get("random", True):
-            break
-        prefix.append(stage)
+    if any(stage["stage"] == "keep" for stage in stages):  # the run had a cache already
+        return []
+    prefix = list(itertools.takewhile(lambda stage: not stage.get("random", True), stages))
+    if not prefix or prefix[-1]["stage"] == "read":
+        return []
     share = sum(_ms(stage) for stage in prefix) / total
     if share < PREFIX:
         return []

@@ -91,7 +91,7 @@ class Chain:
     ) -> tuple[dict[str, Any], BlockReport]:
         """Records → columns, and the report of the block."""
         limit_pixels(self.max_pixels)
-        report = BlockReport(costs={"read": StageCost()})
+        report = BlockReport(costs={"read": StageCost(random=False)})
         good = self._take(records, report)
         for segment in self._segments:
             if segment.stages[0].per == "record":
@@ -179,7 +179,7 @@ class Chain:
     ) -> Iterator[Record]:
         stages = segment.stages
         generator = _generators(stages)
-        costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
+        costs = [report.costs.setdefault(stage.name, StageCost(random=stage.random)) for stage in stages]
         clock = time.thread_time
         sized = False
         for record in records:

@@ -194,18 +194,19 @@ class ChainCosts:
         self.bytes_out += report.bytes_out
         self.tasks_by_node[node] += 1
         for name, cost in report.costs.items():
-            mine = self.costs.setdefault(name, StageCost())
+            mine = self.costs.setdefault(name, StageCost(random=cost.random))
             mine.cpu_s += cost.cpu_s
             mine.bytes_out += cost.bytes_out
 
     def stages(self) -> list[dict[str, Any]]:
-        """Per stage: CPU ms and bytes per record."""
+        """Per stage: CPU ms and bytes per record, and whether it may draw random numbers."""
         n = max(self.records, 1)
         return [
             {
                 "stage": name,
                 "cpu_ms_per_sample": round(1000 * cost.cpu_s / n, 4),
                 "bytes_out": round(cost.bytes_out / n),
+                "random": cost.random,
             }
             for name, cost in self.costs.items()
         ]
