@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 
-from stoker.chain.columns import to_table
 from stoker.hosts.lifeline import Lifeline, LifelineServer
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder
@@ -87,7 +86,7 @@ def folder(tmp_path: Path) -> BlockFolder:
 
 
 def add(folder: BlockFolder) -> str:
-    return folder.write(to_table({"x": np.arange(4)}))
+    return folder.write({"x": np.arange(4)})
 
 
 def hello(nonce: bytes) -> bytes:

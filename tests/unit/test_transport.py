@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stoker.chain.columns import schema_of, to_table
+from stoker.chain.columns import schema_of
 from stoker.errors import DataError
 from stoker.messages import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
@@ -37,7 +37,7 @@ class Setting:
 
     def block(self, rows: int, first: int = 0) -> BlockSlice:
         """A new block on the other host; all its rows."""
-        return BlockSlice(self.folder.write(to_table(columns_of(rows, first))), 0, rows, "far", rows)
+        return BlockSlice(self.folder.write(columns_of(rows, first)), 0, rows, "far", rows)
 
     def fetch(self, *parts: BlockSlice) -> tuple[dict[str, Any], list[bool]]:
         rows = sum(part.stop - part.start for part in parts)
@@ -189,7 +189,7 @@ def test_a_block_for_which_shared_memory_has_no_room_lies_in_the_temporary_folde
     folder.roots = [tmp_path / "memory" / "blocks", tmp_path / "disk"]
     folder.roots[0].parent.mkdir()
     monkeypatch.setattr("stoker.serve.blocks.folder.SHARE", 1.0)
-    name = folder.write(to_table(columns_of(4)))
+    name = folder.write(columns_of(4))
     assert (tmp_path / "disk" / name).exists()
     assert folder.columns(name)["__id"].tolist() == [0, 1, 2, 3]
     folder.remove([name])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.chain.columns import to_table
 from stoker.config.schema import Config
 from stoker.messages import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
 from stoker.read.sources import Source, cut_indices
@@ -76,7 +75,7 @@ class Store:
         self.folder.roots = [folder]
 
     def add(self, columns: dict[str, Any]) -> str:
-        return self.folder.write(to_table(columns))
+        return self.folder.write(columns)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.folder.columns(name)

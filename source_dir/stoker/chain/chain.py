@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.chain.collating import CollateFn, as_rows
-from stoker.chain.columns import Packed, bucketed, leave, pack, schema_of, size_of, too_long
+from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack, schema_of, size_of, too_long
 from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
@@ -258,16 +258,10 @@ def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockRep
 
 def _as_columns(out: Any) -> dict[str, Any] | None:
     """A stage's output as columns: Ray Data preprocessors return Arrow or pandas tables."""
-    if isinstance(out, dict):
-        return out
-    from ray.data.block import BlockAccessor
-
     try:
-        accessor = BlockAccessor.for_block(out)
+        return out if isinstance(out, dict) else columns_of(out)
     except TypeError:
         return None
-    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
-    return columns
 
 
 def _generators(stages: list[Stage]) -> Callable[[str], Any]:

@@ -1,9 +1,8 @@
-"""Every host: records as columns of a block: schema, rows that differ in length, Arrow tables."""
+"""Every host: records as columns of a block: schema, rows that differ in length, files."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -396,65 +395,58 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
     return out
 
 
-DTYPE = b"dtype"
-"""NumPy dtype of a column that Arrow would pack into bits or does not support: its bytes are stored."""
-RAGGED = b"ragged"
-"""Shape of one value of a variable-length column; its lists hold the numbers of all values."""
+ALIGN = 64
 
 
-def to_table(columns: dict[str, Any]) -> Any:
+def block_parts(columns: dict[str, Any]) -> list[Any]:
+    """A block as the parts of a file: its layout with all text, then the memory of its arrays."""
     import numpy as np
-    import pyarrow as pa
-    from ray.data.extensions import ArrowTensorArray
 
-    arrays, fields = [], []
+    layout, arrays = [], []
     for name, column in columns.items():
-        about = {}
-        values = column.values if isinstance(column, Ragged) else column
-        if values.dtype == object:
-            array = pa.array(values, pa.large_string())
+        if isinstance(column, Ragged):
+            refuse_bad_offsets(column.offsets, len(column.values))
+        text = column.tolist() if column.dtype == object else None
+        own = [column.values, column.offsets] if isinstance(column, Ragged) else [column]
+        own = own if text is None else []
+        layout.append((name, text, [(array.dtype.str, array.shape) for array in own]))
+        arrays += own
+    head = json.dumps(layout).encode()
+    parts: list[Any] = [len(head).to_bytes(8), head]
+    at = 8 + len(head)
+    for array in arrays:
+        memory = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        parts += [bytes(-at % ALIGN), memory]
+        at += -at % ALIGN + len(memory)
+    return parts
+
+
+def block_columns(content: Any) -> dict[str, Any]:
+    """The columns of a block; arrays are views of the file's content."""
+    import numpy as np
+
+    view = memoryview(content)
+    at = 8 + int.from_bytes(view[:8])
+    columns: dict[str, Any] = {}
+    for name, text, kinds in json.loads(bytes(view[8:at])):
+        arrays: list[Any] = []
+        for dtype, shape in kinds:
+            at += -at % ALIGN
+            arrays.append(np.ndarray(shape, dtype, view, at))
+            at += arrays[-1].nbytes
+        if text is not None:
+            columns[name] = np.array(text, dtype=object)
         else:
-            values = np.ascontiguousarray(values)
-            if values.dtype.kind in "bc" or values.dtype == np.float16:
-                about[DTYPE] = values.dtype.name.encode()
-                values = values.view(np.uint8).reshape(*values.shape, values.itemsize)
-            if isinstance(column, Ragged):
-                refuse_bad_offsets(column.offsets, len(values))
-                shape = values.shape[1:]
-                about[RAGGED] = json.dumps(shape).encode()
-                offsets = pa.array(column.offsets * math.prod(shape))
-                array = pa.LargeListArray.from_arrays(offsets, pa.array(values.reshape(-1)))
-            else:
-                array = pa.array(values) if values.ndim == 1 else ArrowTensorArray.from_numpy(values)
-        arrays.append(array)
-        fields.append(pa.field(name, array.type, metadata=about or None))
-    return pa.table(arrays, pa.schema(fields))
+            # The code that takes rows checks offsets against values.
+            columns[name] = Ragged(*arrays) if len(arrays) == 2 else arrays[0]
+    return columns
 
 
 def columns_of(block: Any) -> dict[str, Any]:
-    """A block as NumPy columns, as views of its memory if possible."""
+    """A block of Ray Data, an Arrow or pandas table, as NumPy columns."""
     from ray.data.block import BlockAccessor
 
     accessor = BlockAccessor.for_block(block)
     names = list(accessor.column_names())
-    fields: Any = getattr(block, "schema", None)
-    about = {name: fields.field(name).metadata or {} for name in names} if hasattr(fields, "field") else {}
-    plain = [name for name in names if RAGGED not in about.get(name, {})]
-    found: dict[str, Any] = accessor.to_numpy(plain) if plain else {}
-    columns = {name: found[name] if name in found else _ragged(block, name, about[name]) for name in names}
-    for name, column in columns.items():
-        if DTYPE in about.get(name, {}):
-            dtype = about[name][DTYPE].decode()
-            if isinstance(column, Ragged):
-                columns[name] = Ragged(column.values.view(dtype)[..., 0], column.offsets)
-            else:
-                columns[name] = column.view(dtype)[..., 0]
+    columns: dict[str, Any] = accessor.to_numpy(names) if names else {}
     return columns
-
-
-def _ragged(block: Any, name: str, about: dict[bytes, bytes]) -> Ragged:
-    chunks = block.column(name)
-    lists = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-    shape = json.loads(about[RAGGED])
-    # Unchecked: the code that takes rows checks the offsets against all values.
-    return Ragged(lists.values.to_numpy().reshape(-1, *shape), lists.offsets.to_numpy() // math.prod(shape))

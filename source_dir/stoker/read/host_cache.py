@@ -150,11 +150,9 @@ class HostCache:
             return 0
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            try:
-                self._write_file(draft, parts)
-            except FileNotFoundError:
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                self._write_file(draft, parts)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with draft.open("wb") as file:
+                file.writelines(parts)
             draft.rename(path)
         except OSError:
             self._off = True
@@ -162,14 +160,6 @@ class HostCache:
                 draft.unlink()
             return 0
         return size
-
-    @staticmethod
-    def _write_file(path: Path, parts: list[Any]) -> None:
-        with path.open("wb", buffering=0) as file:
-            for part in parts:
-                left = memoryview(part)
-                while left:
-                    left = left[file.write(left) :]
 
 
 class Books:

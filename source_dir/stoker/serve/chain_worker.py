@@ -16,7 +16,7 @@ from stoker.messages import BlockReport, Claim, Made, Process, Reply, Work
 from stoker.read.sources import Source
 from stoker.serve.blocks.folder import here
 from stoker.serve.recovery import failure_of
-from stoker.serve.shards import Loaded, load, refuse_flaky, tables_of
+from stoker.serve.shards import Loaded, blocks_of, load, refuse_flaky
 from stoker.serve.witness import Guard, Witness
 
 ANSWER_S = 120.0
@@ -99,12 +99,12 @@ class ChainWorker:
         far = getattr(loaded.source, "far", False) and not (loaded.cache or guard)
         for number, work in enumerate(claim.work, 1):
             blocks = self._blocks(loaded, claim, work, guard)
-            for nth, (table, report) in enumerate(blocks):
+            for nth, (columns, report) in enumerate(blocks):
                 if far and nth == 0:
                     self._prepare(loaded.source, claim.work[number:])
                 if not care.last_try:
                     refuse_flaky(report)
-                if not self._report(claim, table, report, loaded):
+                if not self._report(claim, columns, report, loaded):
                     if getattr(loaded.source, "stays", False):
                         self._aside[split, work.number] = claim.plan.seed, report.nth + 1, blocks
                     return
@@ -114,11 +114,11 @@ class ChainWorker:
         aside = self._aside.get(place)
         if aside is not None and aside[:2] == (claim.plan.seed, work.skip) and work.stop is None:
             return self._aside.pop(place)[2]
-        return tables_of(loaded, claim.plan, work, guard)
+        return blocks_of(loaded, claim.plan, work, guard)
 
-    def _report(self, claim: Claim, table: Any, report: BlockReport, loaded: Loaded) -> bool:
+    def _report(self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: Loaded) -> bool:
         """Store a block and report it; whether to continue."""
-        file = "" if table is None else self._folder.write(table)
+        file = self._folder.write(columns) if columns else ""
         made = Made(report, file, loaded.cache.usage if loaded.cache else None)
         reply: Reply = self._ask("block_made", self._me, claim.number, made)
         self._folder.remove(reply.unused)

@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from stoker.chain.columns import to_table
 from stoker.errors import DataError, explain
 from stoker.hosts.topology import label
 from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
@@ -324,7 +323,7 @@ class Production:
             # A host that is gone already has lost them, and they are made again.
             with contextlib.suppress(DataError, OSError):
                 rows, _, _, _ = self.transport.rows(block.part(0, block.report.rows))
-                file = self.agents.folder.write(to_table(rows))
+                file = self.agents.folder.write(rows)
                 with self.changed:
                     if block.lost or block.node == head:
                         self.holdings.discard(head, file)

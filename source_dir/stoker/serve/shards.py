@@ -11,7 +11,6 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
-from stoker.chain.columns import to_table
 from stoker.errors import FlakyReadError
 from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
@@ -119,14 +118,6 @@ def blocks_of(
         nth += 1
     if reading:
         reading.finished(whole=following is None and not bad and not work.skip)
-
-
-def tables_of(
-    loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
-) -> Iterator[tuple[Any, BlockReport]]:
-    """Chain worker: `blocks_of` as tables; None in place of one without rows."""
-    for columns, report in blocks_of(loaded, plan, work, guard):
-        yield to_table(columns) if columns else None, report
 
 
 def order_within(plan: EpochPlan, shard: Shard) -> Any:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from stoker.chain.columns import to_table
 from stoker.errors import CacheError, where_raised
 from stoker.hosts import machine
 from stoker.hosts.topology import NODE_LABEL
@@ -47,7 +46,7 @@ class HostAgent:
         """Coordinator's call: address and port of the block server."""
         return self._address, self._server.port
 
-    def rows(self, block: str, start: int, stop: int) -> tuple[Any, int]:
+    def rows(self, block: str, start: int, stop: int) -> tuple[dict[str, Any], int]:
         """Where no socket is to be had: rows of a block, and the block's length.
 
         Raises:
@@ -55,7 +54,7 @@ class HostAgent:
         """
         columns = self._folder.columns(block)
         rows = {name: column[start:stop] for name, column in columns.items()}
-        return to_table(rows), min(map(len, columns.values()), default=0)
+        return rows, min(map(len, columns.values()), default=0)
 
     def look(self, unused: list[str]) -> float:
         """Service's call: drop blocks; CPU utilization of this host since the last call, in percent."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chain.columns import columns_of, schema_of
+from stoker.chain.columns import schema_of
 from stoker.config.schema import DataConfig
 from stoker.errors import DataError, SchemaError, where_raised
 from stoker.messages import BlockSlice, Directory, Schema
@@ -203,13 +203,13 @@ class Transport:
             raise OSError("its host serves no blocks")
         try:
             call = server.agent.rows.remote(part.block, part.start, part.stop)
-            table, length = ray.get(call, timeout=AGENT_S)
+            columns, length = ray.get(call, timeout=AGENT_S)
         except (FileNotFoundError, SchemaError):
             raise
         except ray.exceptions.RayError as error:
             self._ask_after = 0.0  # it may have been started again
             raise OSError(where_raised(error)) from error
-        return columns_of(table), 0, part.stop - part.start, length
+        return columns, 0, part.stop - part.start, length
 
     def _mapped(self, name: str) -> dict[str, Any]:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from stoker.chain.chain import use_one_thread
 from stoker.chain.collating import Collate, all_of, collated, seed_of
-from stoker.chain.columns import schema_of, to_table
+from stoker.chain.columns import schema_of
 from stoker.config.schema import Config
 from stoker.errors import DataError, SchemaError, root_cause
 from stoker.hosts.topology import GROUP_LABEL, label
@@ -157,7 +157,7 @@ def collate_on_host(
     except SchemaError as error:
         return Collated(failure=str(error))
     folder = transport.folder()
-    block = folder.write(to_table({PAGES: pages}))
+    block = folder.write({PAGES: pages})
     return Collated(folder.node, block, len(pages), ids, tuple(keys), time.process_time() - began)
 
 

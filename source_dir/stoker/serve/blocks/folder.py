@@ -1,6 +1,6 @@
 """The blocks that chain workers have made on a host: files that outlive the process that wrote them.
 
-A chain worker writes a block, as an Arrow file, and reports its name; the host's block server, and whoever
+A chain worker writes a block and reports its name; the host's block server, and whoever
 else runs on this host, maps it. The service decides when it goes. Removing a file never takes memory from a
 reader, and a full memory is an error of the writer alone. What shared memory has no room for lies in the
 temporary folder.
@@ -9,6 +9,7 @@ temporary folder.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stoker.chain.columns import columns_of
+from stoker.chain.columns import block_columns, block_parts
 from stoker.read.host_cache import SHARED_MEMORY
 
 PREFIX = "stoker-blocks-"
@@ -48,18 +49,18 @@ class BlockFolder:
             parents.insert(0, SHARED_MEMORY)
         self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
 
-    def write(self, table: Any) -> str:
+    def write(self, columns: dict[str, Any]) -> str:
         """Store a block; returns its name.
 
         Raises:
             OSError: there is no room for it.
         """
-        name = secrets.token_hex(12)
+        name, parts = secrets.token_hex(12), block_parts(columns)
         for root in self.roots[:-1]:
-            if _has_room(root.parent, table.nbytes):
+            if _has_room(root.parent, sum(map(len, parts))):
                 with contextlib.suppress(OSError):  # another has just taken it
-                    return _write(root, name, table)
-        return _write(self.roots[-1], name, table)
+                    return _write(root, name, parts)
+        return _write(self.roots[-1], name, parts)
 
     def columns(self, name: str) -> dict[str, Any]:
         """A block as NumPy columns: views of its file, which stay valid when that is removed.
@@ -67,12 +68,9 @@ class BlockFolder:
         Raises:
             FileNotFoundError: it is not here, or no more.
         """
-        import pyarrow as pa
-        import ray.data  # noqa: F401 - the types of its columns
-
         for root in self.roots:
-            with contextlib.suppress(FileNotFoundError), pa.memory_map(str(root / name)) as file:
-                return columns_of(pa.ipc.open_file(file).read_all())
+            with contextlib.suppress(FileNotFoundError), (root / name).open("rb") as file:
+                return block_columns(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         raise FileNotFoundError(f"block {name} is not on this host")
 
     def remove(self, names: Iterable[str]) -> None:
@@ -89,15 +87,13 @@ def _has_room(parent: Path, size: int) -> bool:
     return about.f_bavail * about.f_frsize - size >= SHARE * about.f_blocks * about.f_frsize
 
 
-def _write(root: Path, name: str, table: Any) -> str:
-    import pyarrow as pa
-
+def _write(root: Path, name: str, parts: list[Any]) -> str:
     root.mkdir(mode=0o700, exist_ok=True)
     draft = root / f"{name}.new"
     try:
         # Not mapped: a full memory would be a signal that ends the process.
-        with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+        with draft.open("wb") as file:
+            file.writelines(parts)
         draft.rename(root / name)
     except BaseException:
         with contextlib.suppress(OSError):
