@@ -8,7 +8,8 @@ import os
 import secrets
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class DataUpload:
     files: int
     bytes: int
 
+    def path_in(self, folder: str) -> str:
+        """Where hosts find the data if the target is this folder: a single file is placed in it."""
+        return folder if self.source.is_dir() else f"{folder}/{self.source.name}"
+
 
 def find_data_uploads(
     data: Mapping[str, str], uri: str, kms_key: str | None = None
@@ -75,10 +80,17 @@ def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
 
 def pack(folder: Path, archive: Path) -> None:
     """Pack the staged source as a `.tar.gz`, with files at the root."""
-    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+    with private_archive(archive) as tar:
         for name, path, _ in files_below(folder):
             tar.add(path, arcname=name)
+
+
+@contextmanager
+def private_archive(archive: Path) -> Iterator[tarfile.TarFile]:
+    """A new `.tar.gz` that only its owner can read."""
+    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+        yield tar
 
 
 def measure(

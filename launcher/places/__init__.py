@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def every_place() -> Iterator[Place]:
-    """Yield all every_place, importing them one by one."""
+    """Yield all places, importing them one by one."""
     yield from map(place_named, names())
 
 

@@ -146,7 +146,6 @@ def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
 
 
 def submit(request: LocalRequest) -> LocalRun:
-    """Stage the source and start the job's process."""
     run_dir = request.run_dir
     new = not run_dir.exists()
     shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
@@ -169,7 +168,6 @@ def submit(request: LocalRequest) -> LocalRun:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """The environment of a job's process."""
     place = {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir), LAUNCH_DIR_VARIABLE: str(Path.cwd())}
     return os.environ | place
 

@@ -131,14 +131,30 @@ def job_name(name: str, end: str) -> str:
     return f"{words[: 62 - len(end)].rstrip('-')}-{end}"
 
 
-def pruned(value: Any) -> Any:
-    """A request without None values and empty structures."""
+class Keyed(NamedTuple):
+    """A part of a request, and the configuration key that sets it."""
+
+    value: Any
+    key: str
+
+
+def pruned(value: Any, keys: dict[str, str], path: str = "") -> Any:
+    """A request without None values and empty structures; `keys` gets the key of each part's path."""
+    if isinstance(value, Keyed):
+        keys[path], value = value.key, value.value
     if isinstance(value, dict):
-        kept = {key: pruned(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item is not None and item != {}}
+        kept = {name: pruned(item, keys, f"{path}.{name}".lstrip(".")) for name, item in value.items()}
+        return {name: item for name, item in kept.items() if item is not None and item != {}}
     if isinstance(value, list):
-        return [pruned(item) for item in value]
+        return [pruned(item, keys, f"{path}[{index}]") for index, item in enumerate(value)]
     return value
+
+
+def key_of(path: str, keys: Mapping[str, str]) -> str | None:
+    """The configuration key of a part of a request, else of the nearest one around it."""
+    while path and path not in keys:
+        path = path.rpartition(".")[0]
+    return keys.get(path)
 
 
 def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
@@ -170,7 +186,6 @@ class Draft(ABC):
 
     @property
     def base_uri(self) -> str:
-        """Everything of this job alone."""
         return f"{self.root_uri}/{self.name}"
 
     @property
@@ -396,7 +411,6 @@ class WatchedRun(ABC):
 
     @property
     def label(self) -> str:
-        """The name of the job in messages."""
         return self.id
 
     @abstractmethod
@@ -422,7 +436,6 @@ class WatchedRun(ABC):
         return EXIT_CODES.get(state.partition(":")[0], 1)
 
     def detached(self) -> str:
-        """Message when the user stops watching: the job continues."""
         return detached(self.label, self.id)
 
 

@@ -1,4 +1,4 @@
-"""Laptop: plan the hosts of a rehearsal from a job and its `rehearsal` section. No side effects."""
+"""Laptop: plan a rehearsal from a job and its `rehearsal` section. No side effects."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.job import Job, examples_root
 from launcher.rehearsal import world
+from launcher.run_directory import new_run_dir
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts.machine import HOST_CPUS_VARIABLE
 from stoker.hosts.topology import Topology, TopologyError, resolve
 from stoker.place import BACKEND_VARIABLE
 
-if TYPE_CHECKING:
-    from launcher.places.rehearsal import RehearsalRequest
-
+CODE_CHANNEL = "code"
 MAX_HOSTS = 100
 _NETWORK = "10.77.0"
 
@@ -53,41 +52,123 @@ class PlannedChannel:
         return self.folder if self.source.is_dir() else f"{self.folder}/{self.source.name}"
 
 
+@dataclass(frozen=True)
+class RehearsalRequest:
+    """The hosts, channels and faults of one rehearsal."""
+
+    job: Job
+    hosts: tuple[PlannedHost, ...]
+    channels: tuple[PlannedChannel, ...]
+    faults: tuple[world.Fault, ...]
+    head: str
+    run_dir: Path
+    checkpoints: tuple[Path, ...] = ()
+    """Checkpoint folders to place on the hosts, as SageMaker restores them after a restart."""
+
+    @property
+    def shape(self) -> Shape:
+        """The service whose hosts are emulated."""
+        return shape_of(self.job.resolved.config)
+
+    @property
+    def entry(self) -> str:
+        return self.job.resolved.config.rehearsal.entry if self.shape.toolkit_version else "container"
+
+    def render(self) -> str:
+        settings = self.job.resolved.config.rehearsal
+        starter = {
+            "toolkit": f"sagemaker-training {self.shape.toolkit_version} starts train.py",
+            "container": f"train.py is process 1, as on {self.shape.service}",
+        }[self.entry]
+        rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
+        quota = f"{settings.cpu_quota:g} cores" if settings.cpu_quota else "none"
+        lines = [f"rehearsal of {self.job.name}: {len(self.hosts)} emulated hosts on this machine"]
+        for host in self.hosts:
+            role = "head" if host.name == self.head else "worker"
+            late = f"{host.delay_s:g} s late" if host.delay_s else ""
+            late = "never comes" if host.delay_s == float("inf") else late
+            columns = (host.name, host.group, host.instance_type, host.address, role, late)
+            lines.append("  " + "".join(f"{column:<16}  " for column in columns).rstrip())
+        lines += [f"  entry      {starter}", f"  link       {rate}; cpu quota {quota} per host"]
+        lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
+        lines += [f"  checkpoint {path}" for path in self.checkpoints]
+        lines += [f"  fault      {text}" for text in settings.faults]
+        lines.append(f"  results    {self.run_dir}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
+
+    service: str
+    """Its name in messages."""
+    gpu_type: str
+    cpu_type: str
+    most_groups: int
+    host_names: Callable[[Sequence[tuple[str, int]]], list[str]]
+    """Names of all hosts, given the groups with their number of hosts."""
+    resource: Callable[[tuple[PlannedHost, ...], PlannedHost], Mapping[str, Any]]
+    """All hosts and groups as the given host will find them; the input of `topology.resolve`."""
+    channel: str
+    """Where the local data of a parameter is on the hosts: `/opt/ml/input/data/{}`."""
+    prepare: Callable[[RehearsalRequest, PlannedHost, Path, bool], dict[str, Any]]
+    """Write a host's files, given the hosts' folder and whether the toolkit starts the job; returns its
+    `mount`, `folder_in_host`, `command` (empty: the toolkit's) and `environment`."""
+    collect: Callable[[RehearsalRequest, Path], list[str]]
+    """Move the outputs to the run directory; returns one line per file that several hosts wrote."""
+    failure: Callable[[RehearsalRequest, Path, PlannedHost], str]
+    """The cause that a host left; empty without one."""
+    toolkit_version: str = ""
+    """Of the service's toolkit that can start the job; empty: it has none."""
+
+
+def shape_of(config: Config) -> Shape:
+    """The shape that `rehearsal.like` names."""
+    found: Shape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
+    return found
+
+
+def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
+    """Check everything that does not require starting a host.
+
+    Args:
+        job: what to rehearse.
+        checkpoints: checkpoints of an earlier run to resume from.
+
+    Raises:
+        UsageError: every problem found in the `rehearsal` section.
+    """
+    config = job.resolved.config
+    hosts = plan_hosts(config)
+    faults = _plan_faults(config, hosts)
+    where = shape_of(config).channel
+    head = _topology(config, hosts).head
+    channels = tuple(PlannedChannel(name, Path(at), where.format(name)) for name, at in job.data.items())
+    if any(channel.parameter == CODE_CHANNEL for channel in channels):
+        raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
+    return RehearsalRequest(job, hosts, channels, faults, head, new_run_dir(job), checkpoints)
+
+
 def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     """Plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts in that order."""
-    settings = config.rehearsal
-    problems: list[str] = []
-    groups: list[tuple[str, int, str]] = []
-    for part in settings.hosts.split(","):
-        found = re.fullmatch(r"\s*([^=:]{1,64})=(\d+)(?::([\w.-]+))?\s*", part)
-        if not found or not 1 <= int(found[2]) <= MAX_HOSTS:
-            problems.append(f"rehearsal.hosts: {part!r} is not group=count or group=count:type")
-        elif found[1] in [name for name, _, _ in groups]:
-            problems.append(f"rehearsal.hosts: the group {found[1]!r} is listed twice")
-        else:
-            groups.append((found[1], int(found[2]), found[3] or ""))
-    shape = shape_of(config)
-    if len(groups) > shape.most_groups:
-        most = f"{shape.service} allows {shape.most_groups}"
-        problems.append(f"rehearsal.hosts: {len(groups)} groups; {most}")
-    if problems:
-        raise UsageError(*problems)
+    settings, shape = config.rehearsal, shape_of(config)
+    groups = _groups(settings.hosts, shape)
+    named = iter(shape.host_names([(name, count) for name, count, _ in groups]))
     hosts: list[PlannedHost] = []
-    named = shape.host_names([(name, count) for name, count, _ in groups])
-    for name, count, given in groups:
-        trains = _trains(name, groups, config.cluster.gpu_group)
-        instance_type = given or (shape.gpu_type if trains else shape.cpu_type)
+    for group, count, given in groups:
+        own = shape.gpu_type if _trains(group, groups, config.cluster.gpu_group) else shape.cpu_type
         for _ in range(count):
-            number = len(hosts) + 1
-            host = named[number - 1]
-            late = settings.join_delay.get(host, 0)
+            name = next(named)
+            late = settings.join_delay.get(name, 0)
             delay = float("inf") if late == "never" else float(late)
-            address = f"{_NETWORK}.{number + 1}"
-            hosts.append(PlannedHost(host, name, instance_type, address, delay))
+            hosts.append(PlannedHost(name, group, given or own, f"{_NETWORK}.{len(hosts) + 2}", delay))
     names = [host.name for host in hosts]
-    for host in settings.join_delay:
-        if host not in names:
-            problems.append(f"rehearsal.join_delay: no host {host!r}; use one of {', '.join(names)}")
+    problems = [
+        f"rehearsal.join_delay: no host {host!r}; use one of {', '.join(names)}"
+        for host in settings.join_delay
+        if host not in names
+    ]
     if len(hosts) > MAX_HOSTS:
         problems.append(f"rehearsal.hosts: {len(hosts)} hosts; at most {MAX_HOSTS}")
     if problems:
@@ -95,8 +176,33 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     return tuple(hosts)
 
 
-def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.Fault, ...]:
-    """Parse and check the configured faults."""
+def _groups(text: str, shape: Shape) -> list[tuple[str, int, str]]:
+    """(name, number of hosts, type or "") of each group."""
+    problems: list[str] = []
+    groups: list[tuple[str, int, str]] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([^=:]{1,64})=(\d+)(?::([\w.-]+))?\s*", part)
+        if not found or not 1 <= int(found[2]) <= MAX_HOSTS:
+            problems.append(f"rehearsal.hosts: {part!r} is not group=count or group=count:type")
+        elif found[1] in [name for name, _, _ in groups]:
+            problems.append(f"rehearsal.hosts: the group {found[1]!r} is listed twice")
+        else:
+            groups.append((found[1], int(found[2]), found[3] or ""))
+    if len(groups) > shape.most_groups:
+        most = f"{shape.service} allows {shape.most_groups}"
+        problems.append(f"rehearsal.hosts: {len(groups)} groups; {most}")
+    if problems:
+        raise UsageError(*problems)
+    return groups
+
+
+def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> bool:
+    if gpu_group is not None:
+        return name == gpu_group
+    return len(groups) == 1 or "gpu" in name.lower()
+
+
+def _plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.Fault, ...]:
     names = [host.name for host in hosts]
     planned, problems = [], []
     for text in config.rehearsal.faults:
@@ -109,8 +215,8 @@ def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.F
     return tuple(planned)
 
 
-def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
-    """Resolve the topology as the hosts will, so that a wrong group is found before the start."""
+def _topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
+    """As the hosts will resolve it, so that a wrong group is found before the start."""
     try:
         return resolve(shape_of(config).resource(hosts, hosts[0]), config.cluster.gpu_group)
     except TopologyError as error:
@@ -150,41 +256,3 @@ def masked_folders(job: Job) -> list[str]:
         if (folder.parent / "launcher").is_dir() or folder == job.source_dir
         if not any(path.is_relative_to(folder) for path in needed)
     ]
-
-
-def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> bool:
-    if gpu_group is not None:
-        return name == gpu_group
-    return len(groups) == 1 or "gpu" in name.lower()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
-
-    service: str
-    """Its name in messages."""
-    gpu_type: str
-    cpu_type: str
-    most_groups: int
-    host_names: Callable[[Sequence[tuple[str, int]]], list[str]]
-    """Names of all hosts, given the groups with their number of hosts."""
-    resource: Callable[[tuple[PlannedHost, ...], PlannedHost], Mapping[str, Any]]
-    """All hosts and groups as the given host will find them; the input of `topology.resolve`."""
-    channel: str
-    """Where the local data of a parameter is on the hosts: `/opt/ml/input/data/{}`."""
-    prepare: Callable[[RehearsalRequest, PlannedHost, Path, bool], dict[str, Any]]
-    """Write a host's files, given the hosts' folder and whether the toolkit starts the job; returns its
-    `mount`, `folder_in_host`, `command` (empty: the toolkit's) and `environment`."""
-    collect: Callable[[RehearsalRequest, Path], list[str]]
-    """Move the outputs to the run directory; returns one line per file that several hosts wrote."""
-    failure: Callable[[RehearsalRequest, Path, PlannedHost], str]
-    """The cause that a host left; empty without one."""
-    toolkit: bool = False
-    """Whether the service has a toolkit that can start the job."""
-
-
-def shape_of(config: Config) -> Shape:
-    """The shape that `rehearsal.like` names."""
-    found: Shape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
-    return found

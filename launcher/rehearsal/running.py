@@ -14,19 +14,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from launcher.rehearsal import isolation, world
-from launcher.rehearsal.plan import PlannedHost
+from launcher.rehearsal.plan import PlannedHost, RehearsalRequest
+from launcher.source import table
 from stoker.config.redaction import scrub
-from stoker.hosts.output import FAILURE_CHARACTERS
-
-if TYPE_CHECKING:
-    from launcher.places.rehearsal import RehearsalRequest
 
 HELD_LINES = 20
 END_S = 60.0
@@ -58,18 +54,13 @@ class RehearsalRun:
         cgroups: list[str],
         display: Display | None,
     ) -> None:
-        self.id = request.run_dir.name
-        self.run_dir = request.run_dir
-        hosts = request.hosts
-        self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in hosts}
+        self.id, self.run_dir = request.run_dir.name, request.run_dir
+        self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in request.hosts}
         self.failure_reason = ""
         """The FailureReason of DescribeTrainingJob."""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
-        self._request = request
-        self._process = process
-        self._cgroups = cgroups
-        self._display = display
+        self._request, self._process, self._cgroups, self._display = request, process, cgroups, display
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
         self._broken = ""
@@ -235,7 +226,6 @@ class RehearsalRun:
         (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
-        """The content of `rehearsal.json`."""
         return {
             "exit_code": self._code,
             "status": self.status(),
@@ -285,22 +275,14 @@ class Display:
         }
 
     def line(self, text: str) -> None:
-        """Print one line of a host, with its origin in colour."""
         end = text.find("]") + 1
-        origin = text[:end]
-        colour = next((c for start, c in self._colours.items() if origin.startswith(start)), None)
-        if colour is None:
-            self._console.print(Text(text))
-        else:
-            self._console.print(Text.assemble((origin, colour), text[end:]))
+        colour = next((c for start, c in self._colours.items() if text[:end].startswith(start)), "")
+        self._console.print(Text.assemble((text[:end], colour), text[end:]))
 
     def closing(self, run: RehearsalRun) -> None:
         """Print the table of hosts, forming and leaving times, and the failure reason."""
-        table = Table(title=f"rehearsal {run.id}: {run.status().split(':')[0]}")
-        for name in ("host", "group", "type", "started", "ended", "exit code", "notes"):
-            table.add_column(name)
-        for result in run.results.values():
-            table.add_row(
+        rows = [
+            (
                 result.name,
                 result.group,
                 result.instance_type,
@@ -309,11 +291,14 @@ class Display:
                 "" if result.exit_code is None else str(result.exit_code),
                 "; ".join(result.notes),
             )
-        self._console.print(table)
+            for result in run.results.values()
+        ]
+        head = ("host", "group", "type", "started", "ended", "exit code", "notes")
+        self._console.print(Text(f"\nrehearsal {run.id}: {run.status().split(':')[0]}"))
+        self._console.print(Text(table(head, rows)))
         if run.formed_after_last_host_s is not None:
-            self._console.print(
-                f"cluster formed {run.formed_after_last_host_s} s after the last host started"
-            )
+            formed = f"cluster formed {run.formed_after_last_host_s} s after the last host started"
+            self._console.print(formed)
         if run.workers_gone_s is not None:
             self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head ended")
         for clash in run.clashes:
@@ -334,12 +319,6 @@ def results(run_dir: Path, succeeded: bool) -> list[str]:
         for title, (command, name) in lines.items()
         if (run_dir / name).exists()
     ]
-
-
-def collect(hosts: dict[str, Path], run_dir: Path, given: Iterable[Path] = ()) -> list[str]:
-    """Merge model, output and checkpoints of all hosts, as SageMaker does."""
-    folders = {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
-    return merge(hosts, folders, given)
 
 
 def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Path] = ()) -> list[str]:
@@ -370,12 +349,6 @@ def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Pa
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(file, target / name)
     return clashes
-
-
-def failure_of(ml: Path) -> str:
-    """What a host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
-    file = ml / "output" / "failure"
-    return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
 
 
 def keep_ray_logs(host_folder: Path, target: Path) -> None:

@@ -12,23 +12,21 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.job import Job
-from launcher.places.sagemaker import training_job
-from launcher.rehearsal import running
-from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
+from launcher.places.sagemaker.training_job import ARCHIVE
+from launcher.rehearsal.plan import CODE_CHANNEL, PlannedHost, RehearsalRequest, Shape, host_environment
+from launcher.rehearsal.running import merge
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.hosts.output import FAILURE_CHARACTERS
 
-if TYPE_CHECKING:
-    from launcher.places.rehearsal import RehearsalRequest
-
-CODE_CHANNEL = "code"
+TOOLKIT_VERSION = "5.1.4"
+INSTALL_TIMEOUT_S = 600
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
-    """The names algo-1, algo-2, … through all groups."""
     return [f"algo-{number}" for number in range(1, sum(count for _, count in groups) + 1)]
 
 
@@ -57,7 +55,7 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
     if entry == "container":
         return given
-    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{training_job.ARCHIVE}"
+    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{ARCHIVE}"
     own = {
         "config": "job.yaml",
         "sagemaker_program": "train.py",
@@ -70,7 +68,6 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
 
 
 def environment(job: Job, config: Config) -> dict[str, str]:
-    """The environment of a host's program."""
     return {
         **host_environment(config),
         "AWS_REGION": "us-east-1",
@@ -82,31 +79,25 @@ def environment(job: Job, config: Config) -> dict[str, str]:
 
 
 def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
-    """Write the host's `/opt/ml`."""
     ml = folder / host.name / "ml"
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (ml / part).mkdir(parents=True)
     for checkpoint in request.checkpoints:
         copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
         copy(checkpoint, ml / "checkpoints" / checkpoint.name)
+    channel = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated"}
+    channel["RecordWrapperType"] = "None"
     settings = {
         "resourceconfig": resource_config(request.hosts, host),
         "hyperparameters": hyperparameters(request.job, request.entry),
-        "inputdataconfig": {
-            name: {
-                "TrainingInputMode": "File",
-                "S3DistributionType": "FullyReplicated",
-                "RecordWrapperType": "None",
-            }
-            for name in [CODE_CHANNEL, *(c.parameter for c in request.channels)]
-        },
+        "inputdataconfig": dict.fromkeys([CODE_CHANNEL, *(c.parameter for c in request.channels)], channel),
     }
     for name, content in settings.items():
         (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
     code = ml / "input" / "data" / CODE_CHANNEL
     if toolkit:
         code.mkdir()
-        shutil.copy2(folder / training_job.ARCHIVE, code / training_job.ARCHIVE)
+        shutil.copy2(folder / ARCHIVE, code / ARCHIVE)
         command = []
     else:
         shutil.copytree(folder / "staged", code)
@@ -120,14 +111,19 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 
 
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
-    """Merge model, output and checkpoints of all hosts, as SageMaker does."""
     hosts = {host.name: folder / host.name / "ml" for host in request.hosts}
-    return running.collect(hosts, request.run_dir, request.checkpoints)
+    return merge(hosts, outputs(request.run_dir), request.checkpoints)
+
+
+def outputs(run_dir: Path) -> dict[str, Path]:
+    """Folders of `/opt/ml` whose files come back, and where they go."""
+    return {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
     """What the host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
-    return running.failure_of(folder / host.name / "ml")
+    file = folder / host.name / "ml" / "output" / "failure"
+    return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
 
 
 SHAPE = Shape(
@@ -141,12 +137,8 @@ SHAPE = Shape(
     prepare=prepare,
     collect=collect,
     failure=failure,
-    toolkit=True,
+    toolkit_version=TOOLKIT_VERSION,
 )
-
-
-TOOLKIT_VERSION = "5.1.4"
-INSTALL_TIMEOUT_S = 600
 
 
 def cache_folder() -> Path:

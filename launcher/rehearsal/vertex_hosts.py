@@ -10,17 +10,14 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_variable, replicas_by_pool
-from launcher.rehearsal import running
-from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
+from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, Shape, host_environment
+from launcher.rehearsal.running import merge
 from launcher.source import pack
 from stoker.events import prices
 from stoker.hosts.services import vertex as service
-
-if TYPE_CHECKING:
-    from launcher.places.rehearsal import RehearsalRequest
 
 BUCKET = "rehearsal"
 JOB_NUMBER = "1234567890123456789"
@@ -98,7 +95,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
     """Move the outputs in the bucket to the run directory; returns files that are there twice."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
-    return running.merge(
+    return merge(
         {"the job": base},
         {
             service.RUN_FOLDER: request.run_dir,

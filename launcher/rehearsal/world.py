@@ -3,7 +3,7 @@
 The bridge, links, mounts and hosts exist only inside this process's namespaces. When it ends, for any
 reason, the kernel removes them. It ends when its standard input is closed.
 
-Standard library only. Prints events as JSON lines and reads commands (`stop`, `kill`, `fault ACTION HOST`).
+Prints events as JSON lines and reads commands (`stop`, `kill`, `fault ACTION HOST`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launcher.rehearsal.host import SPEC_VARIABLE
 
@@ -84,7 +86,6 @@ class World:
         self._linger_until: float | None = None
 
     def run(self) -> None:
-        """Run until every host has ended."""
         _run("ip", "link", "set", "lo", "up")
         # Without an address of its own, a bridge takes that of a port, and changes it when hosts come and go.
         _run("ip", "link", "add", BRIDGE, "address", BRIDGE_ADDRESS, "type", "bridge")
@@ -172,7 +173,6 @@ class World:
                 self.do(action, host)
 
     def do(self, action: str, host: Host) -> None:
-        """One action of `ACTIONS` on one host."""
         port = str(host.spec["port"])
         if action == "start":
             self._start(host)
@@ -198,11 +198,11 @@ class World:
                 _signal(process, signal.SIGSTOP if action == "pause" else signal.SIGCONT)
         if action == "crash":
             for process in _processes_of(host.init):
-                command = _command(process)
-                if any(word.endswith("train.py") for word in command[:4]):
-                    host.killed = process == host.init
-                    _signal(process, signal.SIGKILL)
-                    return
+                with contextlib.suppress(psutil.Error):
+                    if any(word.endswith("train.py") for word in psutil.Process(process).cmdline()[:4]):
+                        host.killed = process == host.init
+                        _signal(process, signal.SIGKILL)
+                        return
 
     def _renew(self, host: Host) -> None:
         """Leave nothing of the earlier machine but what SageMaker would give the new one."""
@@ -277,38 +277,23 @@ class World:
 def _child_of(parent: int) -> int:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _parent(int(entry.name)) == parent:
-                return int(entry.name)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(parent).children():
+                return child.pid
         time.sleep(0.01)
     raise RuntimeError(f"no child of process {parent}")
 
 
-def _parent(process: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
 def _processes_of(init: int) -> list[int]:
     """All processes in the PID namespace of `init`, itself first."""
-    try:
-        namespace = Path(f"/proc/{init}/ns/pid").readlink()
-    except OSError:
-        return []
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if (entry / "ns" / "pid").readlink() == namespace:
-                    found.append(int(entry.name))
-    return sorted(found)
-
-
-def _command(process: int) -> list[str]:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-    return []
+        namespace = Path(f"/proc/{init}/ns/pid").readlink()
+        for process in psutil.pids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process}/ns/pid").readlink() == namespace:
+                    found.append(process)
+    return sorted(found)
 
 
 def _signal(process: int, number: int) -> None:

@@ -57,9 +57,9 @@ def service(storage: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobServi
     with job_service() as (found, environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        google_cloud._service.cache_clear()
+        google_cloud.jobs.cache_clear()
         yield found
-    google_cloud._service.cache_clear()
+    google_cloud.jobs.cache_clear()
 
 
 def make_job(*overrides: str, data: Path | None = None) -> Job:

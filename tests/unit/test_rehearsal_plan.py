@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from launcher.job import Job
-from launcher.places.rehearsal import plan
-from launcher.rehearsal import isolation, running, world
-from launcher.rehearsal.plan import plan_hosts
-from launcher.rehearsal.running import results
-from launcher.rehearsal.sagemaker_hosts import hyperparameters, resource_config
+from launcher.rehearsal import isolation, world
+from launcher.rehearsal.plan import plan, plan_hosts
+from launcher.rehearsal.running import merge, results
+from launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.console import closing_rows
@@ -117,7 +116,7 @@ def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:
         (ml / "output" / "data" / f"{host}.txt").write_text(host)
     run_dir = tmp_path / "run"
     hosts = {host: tmp_path / host for host in ("algo-1", "algo-2")}
-    clashes = running.collect(hosts, run_dir)
+    clashes = merge(hosts, outputs(run_dir))
     assert clashes == ["model/weights: written by algo-1 and algo-2"]
     assert (run_dir / "model" / "weights").read_text() == "algo-1"
     assert (run_dir / "algo-2.txt").is_file()
@@ -148,5 +147,5 @@ def test_a_checkpoint_that_a_host_was_given_and_left_alone_is_no_conflict(
     for host, ml in hosts.items():
         (ml / "checkpoints").mkdir(parents=True)
         (ml / "checkpoints" / "last.pt").write_text("new" if host == writer else "old")
-    assert running.collect(hosts, tmp_path / "run", [given]) == []
+    assert merge(hosts, outputs(tmp_path / "run"), [given]) == []
     assert (tmp_path / "run" / "checkpoints" / "last.pt").read_text() == "new"

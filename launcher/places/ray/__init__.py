@@ -25,7 +25,7 @@ from launcher.job import COMMAND, Job
 from launcher.places import Place
 from launcher.places.ray import jobs as ray_jobs
 from launcher.places.ray.jobs import JobServer
-from launcher.places.remote import WatchedRun, stamp
+from launcher.places.remote import WatchedRun, collected, stamp
 from launcher.source import measure
 from stoker import figures
 from stoker.config.redaction import redact
@@ -119,7 +119,6 @@ class RayRun(WatchedRun):
         return self.submission_id
 
     def ask(self) -> dict[str, Any]:
-        """The job server's description of the job."""
         found: dict[str, Any] = self.server.get(self._path)
         return found
 
@@ -156,7 +155,6 @@ class RayRun(WatchedRun):
         self.server.post(f"{self._path}/stop")
 
     def closing(self) -> str:
-        """Message after the end: the outcome."""
         return f"{self.submission_id}: {self.status()}"
 
 
@@ -165,7 +163,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
 
     Args:
         job: what to run.
-        address: the dashboard's address; the default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
+        address: the dashboard's; the default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
         offline: do not query the cluster's versions.
         install: let Ray install `requirements.txt` for the job on every host.
 
@@ -185,9 +183,10 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
     )
     problems += refused
     pip = _pip(job) if install else ()
-    server, versions, warnings = _server(address, offline, problems)
-    if problems or server is None:
+    found = collected(problems, lambda: _cluster(address, offline), None)
+    if problems:
         raise UsageError(*problems)
+    server, versions, warnings = found
     warnings += [
         f"params.{parameter} = {path} must exist on the cluster's hosts too"
         for parameter, path in job.data.items()
@@ -203,22 +202,14 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
 
 
 def submit(request: RayRequest) -> RayRun:
-    """Upload the staged source and start the job.
-
-    Raises:
-        UsageError: the cluster rejected the job; one line with its reason.
-    """
+    """Upload the staged source and start the job; UsageError if the cluster rejects it."""
     uri = request.server.upload(request.package())
     request.server.post("/api/jobs/", request.body(uri))
     return RayRun(request.server, request.submission_id, submitted=True)
 
 
 def attach(run_id: str) -> RayRun:
-    """Find a run by `ray:http://head:8265/name`.
-
-    Raises:
-        UsageError: the id has another form.
-    """
+    """Find a run by `ray:http://head:8265/name`."""
     address, _, name = run_id.removeprefix("ray:").rpartition("/")
     if not address or not name:
         raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
@@ -239,24 +230,19 @@ PLACE = Place(
 )
 
 
-def _server(
-    address: str | None, offline: bool, problems: list[str]
-) -> tuple[JobServer | None, str, list[str]]:
-    warnings: list[str] = []
-    try:
-        server = ray_jobs.job_server(address)
-        place = urlsplit(server.address)
-        if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
-            warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
-        if not server.token:
-            warnings.append("no token: anyone who can reach this cluster can run code on it")
-        if offline:
-            return server, "not checked (--offline)", warnings
-        ray, python = server.versions()
-    except UsageError as error:
-        problems += error.problems
-        return None, "", warnings
-    ours = importlib.metadata.version("ray")
+def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[str]]:
+    """The server, its versions, and warnings; UsageError if the cluster cannot run the job."""
+    server, warnings = ray_jobs.job_server(address), []
+    place = urlsplit(server.address)
+    if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
+        warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
+    if not server.token:
+        warnings.append("no token: anyone who can reach this cluster can run code on it")
+    if offline:
+        return server, "not checked (--offline)", warnings
+    ray, python = server.versions()
+    ours, here = importlib.metadata.version("ray"), platform.python_version()
+    problems = []
     if not requirements.at_least(ray, requirements.OLDEST_RAY):
         problems.append(
             f"--address {server.address}: Ray {ray} there; Stoker needs {requirements.OLDEST_RAY} or newer;"
@@ -264,15 +250,20 @@ def _server(
         )
     elif ray != ours:
         warnings.append(f"Ray {ray} there and {ours} here: the job uses the cluster's")
-    if python and ".".join(python.split(".")[:2]) not in requirements.PYTHONS:
+    if python and _minor(python) not in requirements.PYTHONS:
         problems.append(
             f"--address {server.address}: Python {python} there; Stoker needs"
             f" {requirements.SUPPORTED_PYTHONS}; choose another image"
         )
-    here = platform.python_version()
-    if python and python.split(".")[:2] != here.split(".")[:2]:
+    if problems:
+        raise UsageError(*problems)
+    if python and _minor(python) != _minor(here):
         warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")
     return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _pip(job: Job) -> tuple[str, ...]:

@@ -67,7 +67,6 @@ def regions() -> frozenset[str]:
 
 
 def account_id(region: str) -> str:
-    """The account whose credentials are in use."""
     sts = client("sts", region)
     with readable_errors("credentials"):
         return str(sts.get_caller_identity()["Account"])
@@ -131,46 +130,43 @@ def readable_errors(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {error.filename}: {error.strerror}") from None
 
 
+_SIGN_IN = "sign in again (`aws sso login`) or check AWS_PROFILE"
+_REMEDIES = {
+    "AccessDenied": "docs/iam/launcher.json lists the permissions that the launcher needs",
+    "Expired": _SIGN_IN,
+    "InvalidClientToken": _SIGN_IN,
+    "UnrecognizedClient": _SIGN_IN,
+    "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
+    "ResourceInUse": "a job with this name exists; submit again to get a new name",
+}
+"""Part of an error's code → remedy."""
+
+
 def _remedy(code: str) -> str:
-    if "AccessDenied" in code:
-        return "; docs/iam/launcher.json lists the permissions that the launcher needs"
-    if "Expired" in code or "InvalidClientToken" in code or "UnrecognizedClient" in code:
-        return "; sign in again (`aws sso login`) or check AWS_PROFILE"
-    if code == "ResourceLimitExceeded":
-        return "; request the quota in Service Quotas, or choose another instance type"
-    if code == "ResourceInUse":
-        return "; a job with this name exists; submit again to get a new name"
-    return ""
+    return next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
 
 
 def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
     from botocore.exceptions import ClientError
 
     try:
-        answer = s3.head_bucket(Bucket=bucket)
+        found = s3.head_bucket(Bucket=bucket).get("BucketRegion")
     except ClientError as error:
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        found = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
-        if status == 404:
-            yield (
-                f"sagemaker.s3_uri: bucket {bucket!r} does not exist; create it"
-                f" (`aws s3 mb s3://{bucket} --region {region}`) or name another"
-            )
+        about = error.response.get("ResponseMetadata", {})
+        found = about.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        if about.get("HTTPStatusCode") == 404:
+            create = f"create it (`aws s3 mb s3://{bucket} --region {region}`) or name another"
+            yield f"sagemaker.s3_uri: bucket {bucket!r} does not exist; {create}"
             return
-        if status == 403:
-            yield (
-                f"sagemaker.s3_uri: no access to bucket {bucket!r}; see docs/iam/launcher.json for the policy"
-            )
+        if about.get("HTTPStatusCode") == 403:
+            remedy = "see docs/iam/launcher.json for the policy"
+            yield f"sagemaker.s3_uri: no access to bucket {bucket!r}; {remedy}"
             return
-        if status != 301:
+        if about.get("HTTPStatusCode") != 301:
             raise
-    else:
-        found = answer.get("BucketRegion")
     if found and found != region:
-        yield (
-            f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; use a bucket in"
-            " the job's region"
-        )
+        remedy = "use a bucket in the job's region"
+        yield f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; {remedy}"
 
 
 def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
@@ -205,7 +201,6 @@ class S3Store:
 
     @property
     def protection(self) -> dict[str, str]:
-        """Options of every upload."""
         found = {"ExpectedBucketOwner": self.owner}
         if self.kms_key is not None:
             found |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
@@ -268,14 +263,9 @@ def findings(config: Config) -> Iterator[Row]:
 
 def has_credentials() -> bool:
     """Whether this machine names any, without asking the network whether it is one of Amazon's."""
-    names = (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_PROFILE",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    )
+    names = ("ACCESS_KEY_ID", "PROFILE", "WEB_IDENTITY_TOKEN_FILE", "CONTAINER_CREDENTIALS_FULL_URI")
     files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
-    return any(os.environ.get(name) for name in names) or any(
+    return any(os.environ.get(f"AWS_{name}") for name in names) or any(
         Path(os.environ.get(variable) or Path.home() / ".aws" / file).is_file() for variable, file in files
     )
 
@@ -290,17 +280,13 @@ def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[Row]:
         return
     for name, instance in names.items():
         have, need = found.get(name), wanted[instance]
+        about = f"{name}: {have:g}, the job needs {need}" if have is not None else ""
         if have is None:
             yield "note", "quotas", f"{name}: AWS lists none in {region}", "look at Service Quotas, SageMaker"
         elif have < need:
-            yield (
-                "FAIL",
-                "quotas",
-                f"{name}: {have:g}, the job needs {need}",
-                (f"ask for it in Service Quotas, SageMaker, {region}"),
-            )
+            yield "FAIL", "quotas", about, f"ask for it in Service Quotas, SageMaker, {region}"
         else:
-            yield "ok", "quotas", f"{name}: {have:g}, the job needs {need}", ""
+            yield "ok", "quotas", about, ""
 
 
 def _values(names: set[str], region: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from launcher.places.remote import shared_problems, training_group
+from launcher.places.remote import key_of, shared_problems, training_group
 from launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
@@ -332,13 +332,12 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
             if "." not in plain:
                 break
             plain = plain.rpartition(".")[0]
-        key = _key_of(path, keys) or section or path
+        key = key_of(path, keys) or section or path
         got = "" if value is None else f" (got {_short(value)})"
         yield f"{key}: {message}{got}" + (f"; {remedy}" if remedy else "")
 
 
 def instance_types() -> list[str]:
-    """All training instance types in the service model."""
     return list(shapes()["TrainingInstanceType"]["enum"])
 
 
@@ -413,12 +412,6 @@ def _python_pattern(pattern: str) -> str | None:
     except re.error:
         return None
     return pattern
-
-
-def _key_of(path: str, keys: dict[str, str]) -> str | None:
-    while path and path not in keys:
-        path = path.rpartition(".")[0]
-    return keys.get(path)
 
 
 def _join(path: str, member: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
-from launcher.places.remote import Draft, Group, pruned, training_group, with_training_group
+from launcher.places.remote import Draft, Group, Keyed, pruned, training_group, with_training_group
 from launcher.source import DataUpload, find_data_uploads, pack
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
@@ -94,7 +94,6 @@ def group(name: str, type_: str, count: int, key: str = "") -> Group:
 
 
 def groups_of(config: Config) -> tuple[Group, ...]:
-    """The groups in the configuration, in its order."""
     settings = config.sagemaker
     found = [
         group(name, hosts.type, hosts.count, f"sagemaker.{name}")
@@ -149,20 +148,28 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> TrainingJobDraft:
         settings.kms_key,
     )
     keys: dict[str, str] = {}
-    channels = _channels(settings, data, f"{s3_uri}/{name}/code", groups, keys)
+    code_uri = f"{s3_uri}/{name}/code"
     body = {
         "TrainingJobName": name,
         "RoleArn": settings.role,
         "AlgorithmSpecification": _algorithm(job, settings, region),
-        "HyperParameters": _hyperparameters(settings, f"{s3_uri}/{name}/code", keys),
-        "Environment": dict(settings.environment) or None,
-        "InputDataConfig": channels or None,
+        "HyperParameters": _hyperparameters(settings, code_uri),
+        "Environment": {
+            name: Keyed(value, f"sagemaker.environment.{name}")
+            for name, value in settings.environment.items()
+        },
+        "InputDataConfig": _channels(settings, data, code_uri, groups) or None,
         "OutputDataConfig": {"S3OutputPath": s3_uri, "KmsKeyId": settings.kms_key},
         "CheckpointConfig": {
             "S3Uri": f"{s3_uri}/{name}/checkpoints",
             "LocalPath": "/opt/ml/checkpoints",
         },
-        "ResourceConfig": _resources(settings, groups, keys),
+        "ResourceConfig": {
+            "VolumeSizeInGB": settings.volume_gb,
+            "VolumeKmsKeyId": settings.volume_kms_key,
+            "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
+            **_instances(groups),
+        },
         "StoppingCondition": {
             "MaxRuntimeInSeconds": settings.max_runtime_s,
             "MaxWaitTimeInSeconds": _max_wait_s(settings),
@@ -175,12 +182,14 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> TrainingJobDraft:
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
         "EnableNetworkIsolation": settings.network_isolation,
         "RetryStrategy": {"MaximumRetryAttempts": settings.max_retries},
-        "Tags": _tags(config.name, settings, keys),
+        "Tags": [
+            Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
+            for name, value in {"stoker-job": config.name, **settings.tags}.items()
+        ],
     }
-    keys.update((f"Environment.{key}", f"sagemaker.environment.{key}") for key in settings.environment)
-    data_at = _data_at(job, data)
     taken: list[str] = []
-    body = overlaid(pruned(body), settings.request, keys, taken)
+    body = overlaid(pruned(body, keys), settings.request, keys, taken)
+    data_at = _data_at(job, data)
     return TrainingJobDraft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
 
 
@@ -212,16 +221,15 @@ def metrics_of(job: Job) -> dict[str, str]:
     return found
 
 
-def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, str]) -> dict[str, str]:
-    found = {"config": COMMAND[-1]}
+def _hyperparameters(settings: SageMakerConfig, code_uri: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"config": COMMAND[-1]}
     if settings.entry == "script-mode":
         found["sagemaker_program"] = COMMAND[1]
         found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
     for key, value in settings.hyperparameters.items():
+        text = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
         # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
-        name = key.replace(".", "__")
-        found[name] = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
-        keys[f"HyperParameters.{name}"] = f"sagemaker.hyperparameters.{key}"
+        found[key.replace(".", "__")] = Keyed(text, f"sagemaker.hyperparameters.{key}")
     return found
 
 
@@ -234,12 +242,8 @@ def is_json(text: str) -> bool:
 
 
 def _channels(
-    settings: SageMakerConfig,
-    data: tuple[DataUpload, ...],
-    code_uri: str,
-    groups: tuple[Group, ...],
-    keys: dict[str, str],
-) -> list[dict[str, Any]]:
+    settings: SageMakerConfig, data: tuple[DataUpload, ...], code_uri: str, groups: tuple[Group, ...]
+) -> list[Keyed]:
     asked = dict(settings.channels)
     origins = {name: f"sagemaker.channels.{name}" for name in asked}
     if settings.entry == "container":
@@ -249,59 +253,42 @@ def _channels(
         asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
         origins[item.parameter] = f"params.{item.parameter}"
     # SageMaker requires groups on all channels or on none.
-    by_group = any(channel.groups for channel in asked.values())
-    found = []
-    for index, (name, channel) in enumerate(asked.items()):
-        where = f"InputDataConfig[{index}]"
-        keys[where] = keys[f"{where}.ChannelName"] = origins[name]
-        for path, key in (
-            ("DataSource.S3DataSource.S3Uri", "uri"),
-            ("DataSource.S3DataSource.S3DataDistributionType", "distribution"),
-            ("DataSource.S3DataSource.InstanceGroupNames", "groups"),
-            ("ContentType", "content_type"),
-            ("InputMode", "input_mode"),
-        ):
-            own = name in settings.channels
-            keys[f"{where}.{path}"] = f"{origins[name]}.{key}" if own else origins[name]
-        source = {
-            "S3DataType": "S3Prefix",
-            "S3Uri": channel.uri,
-            "S3DataDistributionType": channel.distribution,
-            "InstanceGroupNames": (channel.groups or [group.name for group in groups]) if by_group else None,
+    by_group = [group.name for group in groups] if any(one.groups for one in asked.values()) else None
+    return [
+        Keyed(_channel(name, channel, by_group, name in settings.channels), origins[name])
+        for name, channel in asked.items()
+    ]
+
+
+def _channel(name: str, channel: ChannelConfig, by_group: list[str] | None, own: bool) -> dict[str, Any]:
+    def keyed(value: Any, key: str) -> Any:
+        return Keyed(value, f"sagemaker.channels.{name}.{key}") if own else value
+
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": keyed(channel.uri, "uri"),
+        "S3DataDistributionType": keyed(channel.distribution, "distribution"),
+        "InstanceGroupNames": keyed(by_group and (channel.groups or by_group), "groups"),
+    }
+    return {
+        "ChannelName": name,
+        "DataSource": {"S3DataSource": source},
+        "ContentType": keyed(channel.content_type, "content_type"),
+        "InputMode": keyed(channel.input_mode, "input_mode"),
+    }
+
+
+def _instances(groups: tuple[Group, ...]) -> dict[str, Any]:
+    def instances(one: Group) -> dict[str, Any]:
+        return {
+            "InstanceType": Keyed(one.type, f"{one.key}.type"),
+            "InstanceCount": Keyed(one.count, f"{one.key}.count"),
         }
-        found.append(
-            {
-                "ChannelName": name,
-                "DataSource": {"S3DataSource": source},
-                "ContentType": channel.content_type,
-                "InputMode": channel.input_mode,
-            }
-        )
-    return found
 
-
-def _resources(settings: SageMakerConfig, groups: tuple[Group, ...], keys: dict[str, str]) -> dict[str, Any]:
-    resources: dict[str, Any] = {
-        "VolumeSizeInGB": settings.volume_gb,
-        "VolumeKmsKeyId": settings.volume_kms_key,
-        "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
-    }
     if len(groups) == 1:
-        keys["ResourceConfig.InstanceType"] = f"{groups[0].key}.type"
-        keys["ResourceConfig.InstanceCount"] = f"{groups[0].key}.count"
-        return resources | {"InstanceType": groups[0].type, "InstanceCount": groups[0].count}
-    keys["ResourceConfig.InstanceGroups"] = "sagemaker.groups"
-    for index, group in enumerate(groups):
-        where = f"ResourceConfig.InstanceGroups[{index}]"
-        keys[f"{where}.InstanceGroupName"] = f"{group.key}.name"
-        keys[f"{where}.InstanceType"] = f"{group.key}.type"
-        keys[f"{where}.InstanceCount"] = f"{group.key}.count"
-    return resources | {
-        "InstanceGroups": [
-            {"InstanceGroupName": group.name, "InstanceType": group.type, "InstanceCount": group.count}
-            for group in groups
-        ]
-    }
+        return instances(groups[0])
+    listed = [{"InstanceGroupName": Keyed(one.name, f"{one.key}.name"), **instances(one)} for one in groups]
+    return {"InstanceGroups": Keyed(listed, "sagemaker.groups")}
 
 
 def _max_wait_s(settings: SageMakerConfig) -> int | None:
@@ -310,19 +297,9 @@ def _max_wait_s(settings: SageMakerConfig) -> int | None:
     return 2 * settings.max_runtime_s
 
 
-def _tags(job_tag: str, settings: SageMakerConfig, keys: dict[str, str]) -> list[dict[str, str]]:
-    tags = {"stoker-job": job_tag, **settings.tags}
-    for index, name in enumerate(tags):
-        keys[f"Tags[{index}].Key"] = keys[f"Tags[{index}].Value"] = f"sagemaker.tags.{name}"
-    return [{"Key": name, "Value": value} for name, value in tags.items()]
-
-
 def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     config = job.resolved.config
-    found = {}
-    for item in data:
-        folder = f"{INPUT}/{item.parameter}"
-        found[item.parameter] = folder if item.source.is_dir() else f"{folder}/{item.source.name}"
+    found = {item.parameter: item.path_in(f"{INPUT}/{item.parameter}") for item in data}
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))

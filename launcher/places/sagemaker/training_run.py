@@ -33,7 +33,6 @@ class SageMakerRun(CloudRun):
         return self.name
 
     def ask(self) -> dict[str, Any]:
-        """The answer of DescribeTrainingJob."""
         with aws.readable_errors(f"job {self.name}"):
             found: dict[str, Any] = aws.client("sagemaker", self.region).describe_training_job(
                 TrainingJobName=self.name
@@ -112,7 +111,6 @@ class SageMakerRun(CloudRun):
 
 
 def described_groups(description: dict[str, Any]) -> tuple[Group, ...]:
-    """The instance groups of an existing job."""
     resources = description.get("ResourceConfig", {})
     if listed := resources.get("InstanceGroups"):
         return tuple(

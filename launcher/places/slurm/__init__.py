@@ -43,7 +43,6 @@ class SlurmRequest:
     notes: tuple[str, ...]
 
     def render(self) -> str:
-        """The batch script, and what the user should know."""
         rows = [f"results   {self.run_dir}", *(f"note: {line}" for line in self.notes)]
         return f"{self.script}\n" + "\n".join(rows)
 
@@ -168,7 +167,6 @@ class SlurmRun(PastRun):
         return int(self.job_id.partition("_")[0]) if self.state().active else None
 
     def state(self) -> State:
-        """The job's state in Slurm's queue."""
         return slurm_commands.state_of(self.job_id)
 
     def status(self) -> str:
@@ -268,5 +266,4 @@ class SlurmRun(PastRun):
         return "\n".join(lines)
 
     def detached(self) -> str:
-        """Message when the user stops watching: the job continues."""
         return detached(self.id, str(self.run_dir))

@@ -40,7 +40,6 @@ OURS = (
 
 
 def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
-    """The text of the batch script."""
     both = config.cpu.nodes > 0
     common = _common(config)
     lines = ["#!/bin/bash", *_sbatch(f"--job-name={name}", f"--output={run_dir / LOG}", "--open-mode=append")]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.job import COMMAND, Job
-from launcher.places.remote import Draft, Group, pruned, training_group, with_training_group
-from launcher.source import DataUpload, find_data_uploads, pack
+from launcher.places.remote import Draft, Group, Keyed, pruned, training_group, with_training_group
+from launcher.source import find_data_uploads, pack, private_archive
 from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
 from stoker.events import prices
@@ -25,6 +24,7 @@ CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
 ARCHIVE = "code.tar.gz"
 PACKAGE = "stoker_job-1.0.tar.gz"
 PACKAGE_MODULE = "stoker_job.task"
+One = TypeVar("One")
 PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
 """Part of the names of Google's prebuilt training containers."""
 _SETUP = f"""from setuptools import setup
@@ -76,7 +76,7 @@ def pools_of(config: Config) -> tuple[Pool, ...]:
     return tuple(_pool(name, hosts, key) for name, hosts, key in listed if hosts.machine_type)
 
 
-def replicas_by_pool(sizes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def replicas_by_pool(sizes: Sequence[tuple[One, int]]) -> list[tuple[One, int]]:
     """Groups with their number of hosts as worker pools: the first pool has exactly one replica.
 
     >>> replicas_by_pool([("gpu", 3), ("cpu", 4)])
@@ -85,12 +85,6 @@ def replicas_by_pool(sizes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     (first, count), *others = sizes
     rest = [(first, count - 1)] if count > 1 else []
     return [(first, 1), *rest, *others]
-
-
-def worker_pools(pools: Sequence[Pool]) -> list[tuple[Pool, int]]:
-    """The job's worker pools in order, each with its number of replicas."""
-    numbered = replicas_by_pool([(str(index), pool.count) for index, pool in enumerate(pools)])
-    return [(pools[int(index)], replicas) for index, replicas in numbered]
 
 
 def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
@@ -116,7 +110,6 @@ class CustomJobDraft(Draft):
 
     @property
     def parent(self) -> str:
-        """The resource in which the job is created."""
         return f"projects/{self.project}/locations/{self.region}"
 
     @property
@@ -140,8 +133,7 @@ def _pack_package(folder: Path, archive: Path) -> None:
         f"{package}/{module}.py": _TASK.encode(),
         f"{package}/{ARCHIVE}": content,
     }
-    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+    with private_archive(archive) as tar:
         for name, data in files.items():
             member = tarfile.TarInfo(f"{PACKAGE.removesuffix('.tar.gz')}/{name}")
             member.size = len(data)
@@ -165,102 +157,74 @@ def draft(job: Job, name: str, project: str, gcs_uri: str) -> CustomJobDraft:
     if trains := training_group(config, pools):
         job = with_training_group(job, trains)
     data = find_data_uploads(job.data, gcs_uri)
-    made = CustomJobDraft(job, name, region, gcs_uri, pools, {}, {}, data, _data_at(data), project)
-    made.body.update(_body(made))
+    data_at = {item.parameter: item.path_in(str(folder_of(item.uri))) for item in data}
+    made = CustomJobDraft(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project)
+    made.body.update(pruned(_body(made), made.keys))
     return made
 
 
 def _body(made: CustomJobDraft) -> dict[str, Any]:
-    settings, keys = made.settings, made.keys
-    keys.update(
-        {
-            "displayName": "name",
-            "labels": "vertex.labels",
-            "encryptionSpec": "vertex.kms_key",
-            "jobSpec.scheduling.timeout": "vertex.max_runtime_s",
-            "jobSpec.baseOutputDirectory": "vertex.gcs_uri",
-        }
-    )
-    for field, key in (
-        ("serviceAccount", "service_account"),
-        ("persistentResourceId", "persistent_resource"),
-        ("network", "network"),
-        ("tensorboard", "tensorboard"),
-    ):
-        keys[f"jobSpec.{field}"] = f"vertex.{key}"
-    body: dict[str, Any] = pruned(
-        {
-            "displayName": made.name,
-            "jobSpec": {
-                "workerPoolSpecs": _pool_specs(made),
-                "scheduling": {
-                    "timeout": f"{settings.max_runtime_s}s",
-                    "restartJobOnWorkerRestart": settings.restart,
-                    "strategy": "SPOT" if settings.spot else "STANDARD",
-                },
-                "serviceAccount": settings.service_account,
-                "network": settings.network,
-                "persistentResourceId": settings.persistent_resource,
-                "tensorboard": settings.tensorboard,
-                "baseOutputDirectory": {"outputUriPrefix": made.base_uri},
-            },
-            "labels": {"stoker-job": _label(made.job.name), **settings.labels},
-            "encryptionSpec": {"kmsKeyName": settings.kms_key},
-        }
-    )
-    return body
+    settings = made.settings
+
+    def own(key: str) -> Keyed:
+        return Keyed(getattr(settings, key), f"vertex.{key}")
+
+    scheduling = {
+        "timeout": Keyed(f"{settings.max_runtime_s}s", "vertex.max_runtime_s"),
+        "restartJobOnWorkerRestart": settings.restart,
+        "strategy": "SPOT" if settings.spot else "STANDARD",
+    }
+    return {
+        "displayName": Keyed(made.name, "name"),
+        "jobSpec": {
+            "workerPoolSpecs": _pool_specs(made),
+            "scheduling": scheduling,
+            "serviceAccount": own("service_account"),
+            "network": own("network"),
+            "persistentResourceId": own("persistent_resource"),
+            "tensorboard": own("tensorboard"),
+            "baseOutputDirectory": Keyed({"outputUriPrefix": made.base_uri}, "vertex.gcs_uri"),
+        },
+        "labels": Keyed({"stoker-job": _label(made.job.name), **settings.labels}, "vertex.labels"),
+        "encryptionSpec": Keyed({"kmsKeyName": settings.kms_key}, "vertex.kms_key"),
+    }
 
 
 def _pool_specs(made: CustomJobDraft) -> list[dict[str, Any]]:
     settings = made.settings
     if not made.groups:
         return []
-    listed = worker_pools(made.groups)
+    listed = replicas_by_pool([(pool, pool.count) for pool in made.groups])
     told = pools_variable([(pool.name, pool.type, pool.gpus or 0) for pool, _ in listed])
     variables = {BACKEND_VARIABLE: "vertex", **told, **settings.environment}
     env = [{"name": name, "value": value} for name, value in variables.items()]
-    specs = []
-    for number, (pool, replicas) in enumerate(listed):
-        where = f"jobSpec.workerPoolSpecs[{number}]"
-        made.keys[f"{where}.replicaCount"] = f"{pool.key}.replicas"
-        made.keys[f"{where}.machineSpec.machineType"] = f"{pool.key}.machine_type"
-        made.keys[f"{where}.machineSpec.acceleratorType"] = f"{pool.key}.accelerator"
-        made.keys[f"{where}.machineSpec.acceleratorCount"] = f"{pool.key}.count"
-        made.keys[f"{where}.diskSpec"] = "vertex.boot_disk_gb"
-        spec: dict[str, Any] = {
-            "machineSpec": {
-                "machineType": pool.type,
-                "acceleratorType": pool.gpu_name or None,
-                "acceleratorCount": pool.gpus or None,
-            },
-            "replicaCount": replicas,
-            "diskSpec": {
-                "bootDiskType": settings.boot_disk_type,
-                "bootDiskSizeGb": settings.boot_disk_gb,
-            },
-        }
-        if settings.entry == "container":
-            made.keys[f"{where}.containerSpec.imageUri"] = "vertex.image"
-            command = container_command(made.code_uri)
-            spec["containerSpec"] = {"imageUri": settings.image, "command": command, "env": env}
-        else:
-            made.keys[f"{where}.pythonPackageSpec.executorImageUri"] = "vertex.image"
-            spec["pythonPackageSpec"] = {
-                "executorImageUri": settings.image,
+    image = Keyed(settings.image, "vertex.image")
+    program: dict[str, Any] = {
+        "containerSpec": {"imageUri": image, "command": container_command(made.code_uri), "env": env}
+    }
+    if settings.entry == "package":
+        program = {
+            "pythonPackageSpec": {
+                "executorImageUri": image,
                 "packageUris": [made.code_uri],
                 "pythonModule": PACKAGE_MODULE,
                 "env": env,
             }
-        specs.append(spec)
-    return specs
-
-
-def _data_at(data: tuple[DataUpload, ...]) -> dict[str, str]:
-    found = {}
-    for item in data:
-        folder = str(folder_of(item.uri))
-        found[item.parameter] = folder if item.source.is_dir() else f"{folder}/{item.source.name}"
-    return found
+        }
+    disk = {"bootDiskType": settings.boot_disk_type, "bootDiskSizeGb": settings.boot_disk_gb}
+    return [
+        {
+            "machineSpec": {
+                "machineType": Keyed(pool.type, f"{pool.key}.machine_type"),
+                "acceleratorType": Keyed(pool.gpu_name or None, f"{pool.key}.accelerator"),
+                "acceleratorCount": Keyed(pool.gpus or None, f"{pool.key}.count"),
+            },
+            "replicaCount": Keyed(replicas, f"{pool.key}.replicas"),
+            "diskSpec": Keyed(disk, "vertex.boot_disk_gb"),
+            **program,
+        }
+        for pool, replicas in listed
+    ]
 
 
 def _label(name: str) -> str:

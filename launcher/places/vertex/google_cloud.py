@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any
 
 from launcher.places.remote import LogEntry
 from stoker.errors import UsageError, nearest
-from stoker.storage.filesystems import filesystem_of
+from stoker.storage.filesystems import filesystem_of, is_file
 
 ABSENT = (
     "--on vertex: needs google-cloud-aiplatform, which is not installed here: pip install 'stoker[vertex]'"
@@ -69,13 +70,21 @@ def credentials() -> tuple[Any, str | None]:
     return found
 
 
+@cache
 def jobs(region: str) -> Any:
     """A client of the job service of a region."""
-    return _service("JobServiceClient", region)
+    _types()
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.aiplatform_v1 import JobServiceClient
+
+    endpoint = os.environ.get(ENDPOINT_VARIABLE, "").rstrip("/") or f"{region}-aiplatform.googleapis.com"
+    account: Any = credentials()[0] if not _plain_endpoint() else AnonymousCredentials()
+    kind: Any = JobServiceClient
+    # REST passes proxies that gRPC does not.
+    return kind(credentials=account, transport="rest", client_options={"api_endpoint": endpoint})
 
 
 def create(parent: str, region: str, body: dict[str, Any]) -> str:
-    """Create a custom job; returns its resource name."""
     job = _types().CustomJob.from_json(json.dumps(body))
     with readable_errors("job"):
         made = jobs(region).create_custom_job(parent=parent, custom_job=job, timeout=CALL_TIMEOUT_S)
@@ -83,7 +92,6 @@ def create(parent: str, region: str, body: dict[str, Any]) -> str:
 
 
 def log_entries(job: str, since_s: float) -> list[LogEntry]:
-    """A job's lines in Cloud Logging from a time on; UsageError if they cannot be read."""
     from google.auth.transport.requests import AuthorizedSession
     from requests import Session
 
@@ -102,18 +110,13 @@ def log_entries(job: str, since_s: float) -> list[LogEntry]:
     found = []
     while True:
         with readable_errors("logs"):
-            answer = session.post(
-                f"{given or 'https://logging.googleapis.com'}/v2/entries:list",
-                json=query,
-                timeout=CALL_TIMEOUT_S,
-            )
+            url = f"{given or 'https://logging.googleapis.com'}/v2/entries:list"
+            answer = session.post(url, json=query, timeout=CALL_TIMEOUT_S)
             page = answer.json()
         if not answer.ok:
             told = page.get("error", {}) if isinstance(page, dict) else {}
-            remedy = (
-                "; docs/iam/vertex-launcher.yaml lists the permissions" if answer.status_code == 403 else ""
-            )
-            raise UsageError(f"Cloud Logging: {told.get('status')}: {_line(told.get('message'))}{remedy}")
+            why = f"{told.get('status')}: {_line(told.get('message'))}"
+            raise UsageError(f"Cloud Logging: {why}{_REMEDIES.get(answer.status_code, '')}")
         found += [_entry(entry) for entry in page.get("entries", [])]
         if not (token := page.get("nextPageToken")):
             return found
@@ -143,24 +146,18 @@ def readable_errors(what: str) -> Iterator[None]:
         raise UsageError(f"Google Cloud {what}: {_line(error)}; sign in again{_HOW}") from None
     except GoogleAPICallError as error:
         status = getattr(error, "reason", None) or error.code
-        name = getattr(status, "name", status)
-        raise UsageError(f"Vertex AI {what}: {name}: {_line(error.message)}{_remedy(error)}") from None
+        name, remedy = getattr(status, "name", status), _REMEDIES.get(int(error.code or 0), "")
+        raise UsageError(f"Vertex AI {what}: {name}: {_line(error.message)}{remedy}") from None
     except (RetryError, RequestException) as error:
         raise UsageError(f"Vertex AI {what}: cannot be reached: {_line(error)}") from None
 
 
 _HOW = " (`gcloud auth application-default login`)"
-
-
-def _remedy(error: Any) -> str:
-    code = int(error.code or 0)
-    if code == 403:
-        return "; docs/iam/vertex-launcher.yaml lists the permissions that the launcher needs"
-    if code == 401:
-        return f"; sign in again{_HOW}"
-    if code == 429:
-        return "; request the quota of the machine type, or choose another"
-    return ""
+_REMEDIES = {
+    401: f"; sign in again{_HOW}",
+    403: "; docs/iam/vertex-launcher.yaml lists the permissions that the launcher needs",
+    429: "; request the quota of the machine type, or choose another",
+}
 
 
 def _line(text: Any) -> str:
@@ -171,19 +168,6 @@ def _plain_endpoint() -> str:
     """The configured endpoint if it is not encrypted, as only a stand-in on this machine is."""
     given = os.environ.get(ENDPOINT_VARIABLE, "").rstrip("/")
     return given if given.startswith("http://") else ""
-
-
-@cache
-def _service(name: str, region: str) -> Any:
-    _types()
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud import aiplatform_v1
-
-    endpoint = os.environ.get(ENDPOINT_VARIABLE, "").rstrip("/") or f"{region}-aiplatform.googleapis.com"
-    account: Any = credentials()[0] if not _plain_endpoint() else AnonymousCredentials()
-    kind: Any = getattr(aiplatform_v1, name)
-    # REST passes proxies that gRPC does not.
-    return kind(credentials=account, transport="rest", client_options={"api_endpoint": endpoint})
 
 
 @cache
@@ -199,16 +183,12 @@ class CloudStorage:
     """Where a job's uploads go."""
 
     def exists(self, uri: str) -> bool:
-        from pyarrow import fs
-
-        filesystem, path = filesystem_of(uri)
-        return bool(filesystem.get_file_info(path).type == fs.FileType.File)
+        return is_file(uri)
 
     def send(self, file: Path, uri: str) -> None:
         filesystem, path = filesystem_of(uri)
         with file.open("rb") as source, filesystem.open_output_stream(path) as target:
-            while chunk := source.read(16 * 2**20):
-                target.write(chunk)
+            shutil.copyfileobj(source, target, 16 * 2**20)
 
     def put(self, content: bytes, uri: str) -> None:
         filesystem, path = filesystem_of(uri)

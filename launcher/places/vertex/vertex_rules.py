@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from launcher.places.remote import shared_problems, training_group
+from launcher.places.remote import key_of, shared_problems, training_group
 from launcher.places.vertex import google_cloud
 from launcher.places.vertex.custom_job import PREBUILT, CustomJobDraft
 from stoker.errors import nearest
@@ -246,14 +246,7 @@ def _image(draft: CustomJobDraft) -> Iterator[str]:
 
 def _types(draft: CustomJobDraft) -> Iterator[str]:
     for path, message in google_cloud.rejected(draft.body):
-        key = next((draft.keys[p] for p in _parents(path) if p in draft.keys), path)
-        yield f"{key}: {message}"
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
+        yield f"{key_of(path, draft.keys) or path}: {message}"
 
 
 RULES: tuple[Callable[[CustomJobDraft], Iterator[str]], ...] = (

@@ -39,7 +39,6 @@ class VertexRun(CloudRun):
         return self.name
 
     def ask(self) -> Any:
-        """The CustomJob as the service describes it."""
         with google_cloud.readable_errors(f"job {self.name}"):
             service = google_cloud.jobs(self.region)
             return service.get_custom_job(name=self.name, timeout=google_cloud.CALL_TIMEOUT_S)
@@ -108,7 +107,6 @@ def read(uri: str) -> str:
 
 
 def base_of(job: Any) -> str:
-    """The job's output directory."""
     return str(job.job_spec.base_output_directory.output_uri_prefix).rstrip("/")
 
 
