@@ -60,7 +60,7 @@ class Receiver:
     """GPU host: the process that receives in place of a train worker."""
 
     def __init__(self) -> None:
-        from stoker.serve.blocks.buffers import BufferPool
+        from stoker.serve.blocks.batches import BufferPool
 
         # A training process allocates its batch buffers once, in the first seconds.
         self.buffers = BufferPool(pinned=False)

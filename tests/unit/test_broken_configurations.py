@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -17,247 +18,142 @@ from tests.command_line import type_command
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
 
-CASES = {
-    "misspelt section": ("trian: {epochs: 3}", [], "job.yaml: trian: unknown key; did you mean train?"),
-    "misspelt key": ("train: {epoch: 3}", [], "train.epoch: unknown key; did you mean epochs?"),
-    "key of another section": (
-        "batch_size: 3",
-        [],
-        "batch_size: unknown key; did you mean train.batch_size?",
-    ),
-    "wrong type": ("train: {epochs: many}", [], "train.epochs: input should be a valid integer"),
-    "not one of": ("data: {order: exakt}", [], "data.order: input should be 'any' or 'exact' (got 'exakt')"),
-    "out of range": ("data: {bad_record_budget: 2}", [], "should be less than or equal to 1 (got 2)"),
-    "sharing blocks": (
-        "data: {share: sweep}",
-        [],
-        "data: share was removed: each run preprocesses its own blocks; remove the key",
-    ),
-    "bad name": ("name: 'two words'", [], "job.yaml: name: "),
-    "twice the same key": ("seed: 1\nseed: 2", [], "the key 'seed' stands twice"),
-    "no YAML": ("train: [1, 2", [], "job.yaml: not valid YAML: line "),
-    "an alias of itself": ("args: &a [*a]", [], "job.yaml: not valid YAML: an alias refers to itself"),
-    "an alias of what holds it": (
-        "train: &t {epochs: 3, early_stopping: *t}",
-        [],
-        "an alias refers to itself",
-    ),
-    "a merge with itself": ("params: {a: &a {b: {<<: *a}}}", [], "an alias refers to itself"),
-    "aliases that grow": (
-        "params:\n  a: &a [x,x,x,x,x,x,x,x,x,x]\n"
-        + "".join(
-            f"  {n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in ("ab", "bc", "cd", "de", "ef", "fg")
-        ),
-        [],
-        "or it holds more than 1,000,000 values",
-    ),
-    "an alias of itself in params": ("params: {a: &a {b: *a}}", [], "an alias refers to itself"),
-    "an unknown alias": ("params: {a: *b}", [], "not valid YAML: line 1, column 13: found undefined alias"),
-    "too deep": ("params: " + "[" * 3000 + "]" * 3000, [], "not valid YAML: it is nested too deeply"),
-    "no such day": ("params: {day: 2024-02-30}", [], "job.yaml: not valid YAML: "),
-    "no such number": ("params: {x: !!int ''}", [], "job.yaml: not valid YAML: "),
-    "an object in params": (
-        "params: {x: !!python/object:os.system {}}",
-        [],
-        "could not determine a constructor for the tag",
-    ),
-    "keys that are no text": ("1: x", [], "job.yaml: "),
-    "an alias of itself on the command line": ("seed: 1", ["export=[&a [*a]]"], "export: must be a list"),
-    "a variable that is not set": ("output_dir: $NO_SUCH/x", [], "output_dir: $NO_SUCH is not set"),
-    "a folder of nobody": (
-        "params: {data: ~nobody-here/x}",
-        [],
-        "params.data: ~nobody-here is no user's home",
-    ),
-    "an option with a variable": (
-        "seed: 1",
-        ["--source-dir=$NO_SUCH"],
-        "--source-dir=$NO_SUCH: $NO_SUCH is not",
-    ),
-    "a list": ("- train", [], "holds a list, not keys and values"),
-    "an override without a value": (
-        "seed: 1",
-        ["train.epochs"],
-        "'train.epochs' is not of the form key=value",
-    ),
-    "an override into a value": ("seed: 1", ["seed.x=1"], "seed is a value, not a section"),
-    "an override of the wrong type": ("seed: 1", ["train.lr=fast"], "command line: train.lr: "),
-    "no such place": ("seed: 1", ["--on", "sagemakr"], "--on sagemakr: no such place"),
-    "no such source folder": ("seed: 1", ["--source-dir", "nowhere"], "nowhere: no such folder"),
-    "no such strategy": (
-        "seed: 1",
-        ["train.strategy=fdsp"],
-        "train.strategy: has the wrong form: ddp: replicate the model",
-    ),
-    "a negative number": (
-        "seed: 1",
-        ["train.epochs=-1"],
-        "train.epochs: input should be greater than or equal",
-    ),
-    "an override without a key": ("seed: 1", ["=3"], "command line: '=3': the key has an empty part"),
-    "tabs": ("train:\n\tepochs: 3", [], "not valid YAML: line 2, column 1: found character '\\t'"),
-    "arguments without a script": ("seed: 1", ["--", "--lr", "3"], "args: args require a script"),
-    "no such option": ("seed: 1", ["--dryrun"], "No such option: --dryrun (Possible options: --dry-run)"),
-    "an option of other places": (
-        "seed: 1",
-        ["--address", "http://h:1"],
-        "--address: is not supported with --on",
-    ),
-    "an option of old": ("seed: 1", ["--hosts", "gpu=1"], "--hosts: write rehearsal.hosts=gpu=1,cpu=2"),
-    "no address": (
-        "output_dir: /shared\nparams: {data: s3://b/x}",
-        ["--on", "ray"],
-        "--address: needed with --on ray",
-    ),
-    "an address of another kind": (
-        "output_dir: /shared\nparams: {data: s3://b/x}",
-        ["--on", "ray", "--address", "head:8265"],
-        "use http://<head>:8265",
-    ),
-    "wrong hosts": (
-        "params: {data: s3://b/x}",
-        ["--on", "rehearsal", "rehearsal.hosts=gpu"],
-        "'gpu' is not group=count",
-    ),
-    "a wrong fault": (
-        "params: {data: s3://b/x}",
-        ["--on", "rehearsal", "rehearsal.faults=explode:algo-1"],
-        "'explode:algo-1' is not action:host@20s",
-    ),
-    "an unwritable output folder": ("output_dir: /proc/x", [], "output_dir: /proc/x cannot be written"),
-    "a file as output folder": ("output_dir: /etc/passwd", [], "output_dir: /etc/passwd cannot be written"),
-    "no checkpoint to resume": ("seed: 1", ["--resume", "nowhere"], "--resume nowhere: no such folder"),
-    "a wrong folder to resume": (
-        "seed: 1",
-        ["--resume", "/proc/sys"],
-        "neither a run directory nor a folder",
-    ),
-    "no preparing function": (
-        "seed: 1",
-        ["data.prepare=recipes.digits_data:wirte"],
-        "has no wirte; did you mean write?",
-    ),
-    "no such preparation": ("data: {prepare: 'recipes.none:write'}", [], "no module recipes.none"),
-    "a number as the name": ("name: 3", [], "name: input should be a valid string (got 3)"),
-    "a folder in the name": ("name: a/b", [], "up to 63 letters, digits, - _ and ., beginning with"),
-    "a seed that is no number": ("seed: x", [], "seed: input should be a valid integer"),
-    "a negative seed": ("seed: -1", [], "seed: input should be greater than or equal to 0"),
-    "a fraction as the seed": ("seed: 1.5", [], "got a number with a fractional part (got 1.5)"),
-    "no recipe": ("recipe: ''", [], "recipe: '' is not of the form package.module:name"),
-    "no script": ("script: ''", [], "script: must not be empty"),
-    "no output folder": ("output_dir: ''", [], "output_dir: must not be empty"),
-    "an argument that is no list": ("args: 3", [], "args: must be a list, such as [a, b] (got 3)"),
-    "params that are a list": ("params: [1]", [], "params: input should be a valid dictionary"),
-    "a number for a section": ("train: 3", [], "train: has keys of its own: epochs, max_steps, batch_size"),
-    "a type for hosts": ("sagemaker: {gpu: ml.g5.xlarge}", [], "gpu: has keys of its own: type, count"),
-    "an infinite rate": ("train: {lr: inf}", [], "train.lr: input should be a finite number"),
-    "no learning rate": ("train: {lr: 0}", [], "train.lr: input should be greater than 0"),
-    "true for a number": ("train: {epochs: true}", [], "train.epochs: must be a number (got True)"),
-    "no batch": (
-        "train: {batch_size: 0}",
-        [],
-        "train.batch_size: input should be greater than or equal to 1",
-    ),
-    "half a record": ("train: {batch_size: 1.5}", [], "got a number with a fractional part"),
-    "no worker": ("train: {workers: 0}", [], "train.workers: input should be greater than or equal to 1"),
-    "automatic workers": ("train: {workers: auto}", [], "train.workers: input should be a valid integer"),
-    "another precision": ("train: {precision: bfloat16}", [], "input should be 'fp32', 'bf16' or 'fp16'"),
-    "another schedule": ("train: {scheduler: consine}", [], "'none', 'cosine', 'step' or 'linear'"),
-    "negative warm-up": ("train: {warmup_epochs: -1}", [], "train.warmup_epochs: input should be greater"),
-    "a decay above one": ("train: {ema_decay: 2}", [], "train.ema_decay: input should be less than 1"),
-    "all of it smoothed": ("train: {label_smoothing: 1.0}", [], "label_smoothing: input should be less than"),
-    "negative mixing": (
-        "train: {mixup: -0.1}",
-        [],
-        "train.mixup: input should be greater than or equal to 0",
-    ),
-    "no accumulation": ("train: {accumulate_steps: 0}", [], "accumulate_steps: input should be greater"),
-    "a gradient of zero": (
-        "train: {clip_grad_norm: 0}",
-        [],
-        "clip_grad_norm: input should be greater than 0",
-    ),
-    "no steps": ("train: {max_steps: 0}", [], "train.max_steps: input should be greater than or equal to 1"),
-    "patience without a metric": ("train: {early_stopping: {patience: 5}}", [], "monitor is required"),
-    "empty blocks": ("data: {block_records: 0}", [], "data.block_records: input should be greater"),
-    "no prefetching": ("data: {prefetch_s: -1}", [], "data.prefetch_s: input should be greater than 0"),
-    "another cache": ("data: {cache: ram}", [], "data.cache: input should be 'none', 'memory' or 'disk'"),
-    "a relative cache": (
-        "data: {cache: disk, cache_folder: x}",
-        [],
-        "cache_folder requires cache: disk and an",
-    ),
-    "an empty cache": ("data: {cache_gb: 0}", [], "data.cache_gb: input should be greater than 0"),
-    "another transport": ("data: {transport: rdma}", [], "data.transport: input should be 'direct' or 'ray'"),
-    "a group that is no list": (
-        "data: {preprocess_on: cpu}",
-        [],
-        "must be a list, such as [a, b] (got 'cpu')",
-    ),
-    "no patience": ("data: {stall_timeout_s: 0}", [], "data.stall_timeout_s: input should be greater than 0"),
-    "another remainder": ("data: {remainder: keep}", [], "data.remainder: must be drop, pad or a number"),
-    "a port out of range": ("cluster: {port: 99999}", [], "cluster.port: input should be less than or equal"),
-    "a port of root's": ("cluster: {port: 80}", [], "cluster.port: input should be greater than or equal"),
-    "no CPU": ("cluster: {cpus: 0}", [], "cluster.cpus: input should be greater than or equal to 1"),
-    "hosts between three and two": (
-        "cluster: {cpu_hosts: {min: 3, max: 2}}",
-        [],
-        "cluster.cpu_hosts: min (3) is larger than max (2)",
-    ),
-    "half of the prices": (
-        "cluster: {cpu_hosts: {max: 2, usd_per_hour: 1}}",
-        [],
-        "set both usd_per_hour and rest_usd_per_hour",
-    ),
-    "hosts added on this machine": (
-        "cluster: {cpu_hosts: {max: 2}}",
-        [],
-        "cluster.cpu_hosts: with --on local hosts cannot be added",
-    ),
-    "fewer than no hosts": ("cluster: {min_cpu_hosts: -2}", [], "cluster.min_cpu_hosts: input should be"),
-    "no checkpoint kept": ("checkpoint: {keep: 0}", [], "checkpoint.keep: input should be greater than or"),
-    "no step between": (
-        "checkpoint: {every_steps: 0}",
-        [],
-        "checkpoint.every_steps: input should be greater",
-    ),
-    "no minute between": ("checkpoint: {every_minutes: 0}", [], "checkpoint.every_minutes: input should be"),
-    "an empty checkpoint folder": ("checkpoint: {dir: ''}", [], "checkpoint.dir: must not be empty"),
-    "another mode": ("checkpoint: {mode: lower}", [], "checkpoint.mode: input should be 'auto', 'min' or"),
-    "a password in an address": (
-        "tracking: {mlflow: {uri: 'http://me:secret@host'}}",
-        [],
-        "tracking.mlflow.uri: contains a user name or password",
-    ),
-    "an address of no server": (
-        "tracking: {mlflow: {uri: 'host:5000'}}",
-        [],
-        "tracking.mlflow.uri: must be an address: http://host:5000",
-    ),
-    "MLflow as a switch": ("tracking: {mlflow: true}", [], "tracking.mlflow: has keys of its own: uri, "),
-    "no step between logs": (
-        "tracking: {log_every_steps: 0}",
-        [],
-        "log_every_steps: input should be greater",
-    ),
-    "a sink without a class": ("tracking: {sinks: [nope]}", [], "has the wrong form: additional event sinks"),
-    "a format that is no list": ("export: onnx", [], "export: must be a list, such as [a, b] (got 'onnx')"),
-    "another format": ("export: [onxx]", [], "input should be 'safetensors', 'torch_export', 'onnx' or"),
-    "a list as a key": ("? [a]\n: b", [], "not valid YAML: line 1, column 3: a key must be text"),
-    "an object": ("!!python/object:os.system x", [], "could not determine a constructor for the tag"),
+FILES = {
+    "trian: {epochs: 3}": "job.yaml: trian: unknown key; did you mean train?",
+    "train: {epoch: 3}": "train.epoch: unknown key; did you mean epochs?",
+    "batch_size: 3": "batch_size: unknown key; did you mean train.batch_size?",
+    "train: {epochs: many}": "train.epochs: input should be a valid integer",
+    "data: {order: exakt}": "data.order: input should be 'any' or 'exact' (got 'exakt')",
+    "data: {bad_record_budget: 2}": "should be less than or equal to 1 (got 2)",
+    "data: {share: sweep}": "data: share was removed: each run preprocesses its own blocks; remove the key",
+    "name: 'two words'": "job.yaml: name: ",
+    "seed: 1\nseed: 2": "the key 'seed' stands twice",
+    "train: [1, 2": "job.yaml: not valid YAML: line ",
+    "args: &a [*a]": "job.yaml: not valid YAML: an alias refers to itself",
+    "train: &t {epochs: 3, early_stopping: *t}": "an alias refers to itself",
+    "params: {a: &a {b: {<<: *a}}}": "an alias refers to itself",
+    "params: {a: &a {b: *a}}": "an alias refers to itself",
+    "params: {a: *b}": "not valid YAML: line 1, column 13: found undefined alias",
+    "params: {day: 2024-02-30}": "job.yaml: not valid YAML: ",
+    "params: {x: !!int ''}": "job.yaml: not valid YAML: ",
+    "params: {x: !!python/object:os.system {}}": "could not determine a constructor for the tag",
+    "1: x": "job.yaml: ",
+    "output_dir: $NO_SUCH/x": "output_dir: $NO_SUCH is not set",
+    "params: {data: ~nobody-here/x}": "params.data: ~nobody-here is no user's home",
+    "- train": "holds a list, not keys and values",
+    "train:\n\tepochs: 3": "not valid YAML: line 2, column 1: found character '\\t'",
+    "output_dir: /proc/x": "output_dir: /proc/x cannot be written",
+    "output_dir: /etc/passwd": "output_dir: /etc/passwd cannot be written",
+    "data: {prepare: 'recipes.none:write'}": "no module recipes.none",
+    "name: 3": "name: input should be a valid string (got 3)",
+    "name: a/b": "up to 63 letters, digits, - _ and ., beginning with",
+    "seed: x": "seed: input should be a valid integer",
+    "seed: -1": "seed: input should be greater than or equal to 0",
+    "seed: 1.5": "got a number with a fractional part (got 1.5)",
+    "recipe: ''": "recipe: '' is not of the form package.module:name",
+    "script: ''": "script: must not be empty",
+    "output_dir: ''": "output_dir: must not be empty",
+    "args: 3": "args: must be a list, such as [a, b] (got 3)",
+    "params: [1]": "params: input should be a valid dictionary",
+    "train: 3": "train: has keys of its own: epochs, max_steps, batch_size",
+    "sagemaker: {gpu: ml.g5.xlarge}": "gpu: has keys of its own: type, count",
+    "train: {lr: inf}": "train.lr: input should be a finite number",
+    "train: {lr: 0}": "train.lr: input should be greater than 0",
+    "train: {epochs: true}": "train.epochs: must be a number (got True)",
+    "train: {batch_size: 0}": "train.batch_size: input should be greater than or equal to 1",
+    "train: {batch_size: 1.5}": "got a number with a fractional part",
+    "train: {workers: 0}": "train.workers: input should be greater than or equal to 1",
+    "train: {workers: auto}": "train.workers: input should be a valid integer",
+    "train: {precision: bfloat16}": "input should be 'fp32', 'bf16' or 'fp16'",
+    "train: {scheduler: consine}": "'none', 'cosine', 'step' or 'linear'",
+    "train: {warmup_epochs: -1}": "train.warmup_epochs: input should be greater",
+    "train: {ema_decay: 2}": "train.ema_decay: input should be less than 1",
+    "train: {label_smoothing: 1.0}": "label_smoothing: input should be less than",
+    "train: {mixup: -0.1}": "train.mixup: input should be greater than or equal to 0",
+    "train: {accumulate_steps: 0}": "accumulate_steps: input should be greater",
+    "train: {clip_grad_norm: 0}": "clip_grad_norm: input should be greater than 0",
+    "train: {max_steps: 0}": "train.max_steps: input should be greater than or equal to 1",
+    "train: {early_stopping: {patience: 5}}": "monitor is required",
+    "data: {block_records: 0}": "data.block_records: input should be greater",
+    "data: {prefetch_s: -1}": "data.prefetch_s: input should be greater than 0",
+    "data: {cache: ram}": "data.cache: input should be 'none', 'memory' or 'disk'",
+    "data: {cache: disk, cache_folder: x}": "cache_folder requires cache: disk and an",
+    "data: {cache_gb: 0}": "data.cache_gb: input should be greater than 0",
+    "data: {transport: rdma}": "data.transport: input should be 'direct' or 'ray'",
+    "data: {preprocess_on: cpu}": "must be a list, such as [a, b] (got 'cpu')",
+    "data: {stall_timeout_s: 0}": "data.stall_timeout_s: input should be greater than 0",
+    "data: {remainder: keep}": "data.remainder: must be drop, pad or a number",
+    "cluster: {port: 99999}": "cluster.port: input should be less than or equal",
+    "cluster: {port: 80}": "cluster.port: input should be greater than or equal",
+    "cluster: {cpus: 0}": "cluster.cpus: input should be greater than or equal to 1",
+    "cluster: {cpu_hosts: {min: 3, max: 2}}": "cluster.cpu_hosts: min (3) is larger than max (2)",
+    "cluster: {cpu_hosts: {max: 2, usd_per_hour: 1}}": "set both usd_per_hour and rest_usd_per_hour",
+    "cluster: {cpu_hosts: {max: 2}}": "cluster.cpu_hosts: with --on local hosts cannot be added",
+    "cluster: {min_cpu_hosts: -2}": "cluster.min_cpu_hosts: input should be",
+    "checkpoint: {keep: 0}": "checkpoint.keep: input should be greater than or",
+    "checkpoint: {every_steps: 0}": "checkpoint.every_steps: input should be greater",
+    "checkpoint: {every_minutes: 0}": "checkpoint.every_minutes: input should be",
+    "checkpoint: {dir: ''}": "checkpoint.dir: must not be empty",
+    "checkpoint: {mode: lower}": "checkpoint.mode: input should be 'auto', 'min' or",
+    "tracking: {mlflow: {uri: 'http://me:secret@host'}}": "mlflow.uri: contains a user name or password",
+    "tracking: {mlflow: {uri: 'host:5000'}}": "tracking.mlflow.uri: must be an address: http://host:5000",
+    "tracking: {mlflow: true}": "tracking.mlflow: has keys of its own: uri, ",
+    "tracking: {log_every_steps: 0}": "log_every_steps: input should be greater",
+    "tracking: {sinks: [nope]}": "has the wrong form: additional event sinks",
+    "export: onnx": "export: must be a list, such as [a, b] (got 'onnx')",
+    "export: [onxx]": "input should be 'safetensors', 'torch_export', 'onnx' or",
+    "? [a]\n: b": "not valid YAML: line 1, column 3: a key must be text",
+    "!!python/object:os.system x": "could not determine a constructor for the tag",
+    "params:\n  a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+    + "".join(
+        f"  {n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in ("ab", "bc", "cd", "de", "ef", "fg")
+    ): "or it holds more than 1,000,000 values",
+    "params: " + "[" * 3000 + "]" * 3000: "not valid YAML: it is nested too deeply",
 }
+"""What is in the job's file → the end of the line."""
+
+REMOTE = "output_dir: /shared\nparams: {data: s3://b/x}"
+COMMANDS = {
+    "'export=[&a [*a]]'": "export: must be a list",
+    "--source-dir=$NO_SUCH": "--source-dir=$NO_SUCH: $NO_SUCH is not",
+    "train.epochs": "'train.epochs' is not of the form key=value",
+    "seed.x=1": "seed is a value, not a section",
+    "train.lr=fast": "command line: train.lr: ",
+    "--on sagemakr": "--on sagemakr: no such place",
+    "--source-dir nowhere": "nowhere: no such folder",
+    "train.strategy=fdsp": "train.strategy: has the wrong form: ddp: replicate the model",
+    "train.epochs=-1": "train.epochs: input should be greater than or equal",
+    "=3": "command line: '=3': the key has an empty part",
+    "-- --lr 3": "args: args require a script",
+    "--dryrun": "No such option: --dryrun (Possible options: --dry-run)",
+    "--address http://h:1": "--address: is not supported with --on",
+    "--hosts gpu=1": "--hosts: write rehearsal.hosts=gpu=1,cpu=2",
+    "--on ray": "--address: needed with --on ray",
+    "--on ray --address head:8265": "use http://<head>:8265",
+    "--on rehearsal rehearsal.hosts=gpu": "'gpu' is not group=count",
+    "--on rehearsal rehearsal.faults=explode:algo-1": "'explode:algo-1' is not action:host@20s",
+    "--resume nowhere": "--resume nowhere: no such folder",
+    "--resume /proc/sys": "neither a run directory nor a folder",
+    "data.prepare=recipes.digits_data:wirte": "has no wirte; did you mean write?",
+}
+"""What stands behind the job's file → the line."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        *((text, "", expected) for text, expected in FILES.items()),
+        *(("seed: 1" if "--on r" not in words else REMOTE, words, said) for words, said in COMMANDS.items()),
+    ],
+    ids=range(len(FILES) + len(COMMANDS)),
+)
 def test_one_clear_line_and_exit_code_2(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, arguments, expected = CASES[case]
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    code, lines, _ = type_command([str(path), *arguments, "--dry-run"], capsys)
-    assert code == 2
-    assert len(lines) == 1
+    code, lines, _ = type_command([str(path), "--dry-run", *shlex.split(words)], capsys)
+    assert (code, len(lines)) == (2, 1), lines
     assert expected in lines[0]
 
 

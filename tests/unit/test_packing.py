@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
-from stoker.serve.blocks.packing import PAGE, pack, unpack
-from stoker.serve.blocks.room import Room
+from stoker.serve.blocks.packing import PAGE, Room, pack, unpack
 
 
 @dataclasses.dataclass

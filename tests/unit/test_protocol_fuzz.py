@@ -27,7 +27,7 @@ from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
 FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
-SECRET, TOKEN, NAME = b"s" * 32, "the job's token", b"w" * wire.NONCE_BYTES
+SECRET, TOKEN = b"s" * 32, "the job's token"
 MOST_MB = 64
 """More memory than this after all frames is a leak."""
 
@@ -92,7 +92,7 @@ def add(folder: BlockFolder) -> str:
 def hello(nonce: bytes) -> bytes:
     """A whole greeting of a train worker, which holds the key."""
     ours = b"o" * wire.NONCE_BYTES
-    return ours + NAME + wire._proof(wire.run_key(SECRET), b"train worker", nonce, ours, NAME)
+    return ours + wire._proof(wire.run_key(SECRET), b"train worker", nonce, ours)
 
 
 @pytest.mark.long
@@ -120,7 +120,7 @@ def test_a_block_server_answers_no_greeting_but_the_right_one(
 def fetched(server: BlockServer, block: str) -> list[int]:
     """Rows as a train worker gets them."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        wire.greet_server(connection, wire.run_key(SECRET), NAME)
+        wire.greet_server(connection, wire.run_key(SECRET))
         wire.send_message(connection, {"take": [block, 0, 4], "done": []})
         assert wire.receive_message(connection)["rows"] == 4
         return np.frombuffer(wire.receive(connection, 32), np.int64).tolist()
@@ -139,7 +139,7 @@ def test_a_block_server_survives_requests_that_are_none(
     frames = [struct.pack(">I", len(deep)) + deep, struct.pack(">I", 2**32 - 1), *wrong_requests()]
     frames += [mutated(frame, chance) for _ in range(FRAMES // 4)]
     for each in frames:
-        answers(server.port, each, lambda c: wire.greet_server(c, wire.run_key(SECRET), NAME))
+        answers(server.port, each, lambda c: wire.greet_server(c, wire.run_key(SECRET)))
     assert not failed, failed[0]
     assert (folder.roots[0].parent / "secret").exists(), "no name leads out of the folder"
     assert fetched(server, add(folder)) == [0, 1, 2, 3]

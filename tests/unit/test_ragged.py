@@ -20,9 +20,8 @@ from stoker.errors import DataError, SchemaError, UsageError
 from stoker.messages import BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks import wire
-from stoker.serve.blocks.batches import BatchBuilder, as_batch
-from stoker.serve.blocks.buffers import BufferPool
-from stoker.serve.blocks.connections import Request
+from stoker.serve.blocks.batches import BatchBuilder, BufferPool, as_batch
+from stoker.serve.blocks.client import Request
 from stoker.serve.opening import open_data
 
 LENGTHS = [3, 0, 5, 1, 2, 0, 4, 4, 1, 0, 7, 2]

@@ -9,7 +9,7 @@ from recorded import record
 
 from stoker.events.advice import verdict
 from stoker.events.console import PlainConsole, report
-from stoker.events.kinds import event_of
+from stoker.events.kinds import HostCpu, event_of
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
@@ -93,6 +93,20 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     console.line = shown.append  # type: ignore[method-assign]
     report(after, console, tmp_path, 0, recorder.took_s)
     assert f"; with earlier starts {after.seconds:.0f} s" in shown[0]
+
+
+def test_cpu_use_counts_from_the_first_step_on(tmp_path: Path) -> None:
+    recorder, summary = start(tmp_path, steps=0)
+    cpu = Host(host="c", group="cpu", cpus=8, gpus=0, ip="")
+    summary.cluster.hosts = [cpu.model_copy(update={"host": "here", "group": "gpu"}), cpu]
+    step = event_of({**STEP, "elapsed_s": 4.0})
+    for event in ({"here": 100}, step, {"here": 10, "c": 50}, {"here": 30}):
+        recorder.on_event(HostCpu(hosts=event) if isinstance(event, dict) else event)
+    recorder.close(summary)
+    assert summary.host_cpu == [
+        {"host": "here", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
+        {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
+    ]
 
 
 def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:

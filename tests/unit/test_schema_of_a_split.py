@@ -23,8 +23,7 @@ from stoker.data import Pad, read_torch, read_webdataset
 from stoker.errors import STATED, DataError, SchemaError, UsageError
 from stoker.messages import BadRecord, BlockSlice
 from stoker.read.sources import record_id
-from stoker.serve.blocks.batches import BatchBuilder
-from stoker.serve.blocks.buffers import BufferPool
+from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 
 EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "2000"))
 

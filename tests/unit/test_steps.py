@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.events.advice import bottleneck
-from stoker.events.recorder import HostLoad
 from stoker.events.summary import Host, Summary
 from stoker.train.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 
@@ -80,6 +79,10 @@ HOSTS = [
 ]
 
 
+def used(**percent: float) -> list[dict[str, Any]]:
+    return [{"host": host, "mean_pct": mean} for host, mean in percent.items()]
+
+
 @pytest.mark.parametrize(
     ("waits", "gpu_pct", "cpu_pct", "fetch_cpu_s", "expected"),
     [
@@ -95,10 +98,8 @@ HOSTS = [
 def test_what_binds(
     waits: dict[str, float], gpu_pct: float, cpu_pct: float, fetch_cpu_s: float, expected: str
 ) -> None:
-    load = HostLoad()
-    load.take({"g": 100, "c": 100}, training=False)
-    load.take({"g": gpu_pct, "c": cpu_pct}, training=True)
-    summary = Summary(chain_tasks_by_host={"c": 9}, train_workers_by_host={"g": 1}, host_cpu=load.rows(HOSTS))
+    summary = Summary(chain_tasks_by_host={"c": 9}, train_workers_by_host={"g": 1})
+    summary.host_cpu = used(g=gpu_pct, c=cpu_pct)
     times: dict[str, Any] = {f"{name}_s": 0.0 for name in TERMS} | waits
     summary.speed.input_wait_pct = sum(waits.values())
     times |= {"fetch_s": 10, "fetch_cpu_s": fetch_cpu_s}
@@ -113,29 +114,16 @@ def test_busy_cpus_bind_only_if_the_chain_keeps_them_busy(
     chain_ms: float, gpu_pct: float, expected: str
 ) -> None:
     """100 samples/s on 12 CPUs of two hosts, of which one trains, too."""
-    load = HostLoad()
-    load.take({"g": gpu_pct, "c": 99}, training=True)
     summary = Summary(
         chain_tasks_by_host={"g": 1, "c": 9},
         train_workers_by_host={"g": 1},
-        host_cpu=load.rows(HOSTS),
+        host_cpu=used(g=gpu_pct, c=99),
         chain=[{"stage": "read", "cpu_ms_per_sample": chain_ms}],
     )
     summary.cluster.hosts = HOSTS
     summary.speed.input_wait_pct, summary.speed.steady_samples_per_s = 50, 100
     times: dict[str, Any] = {f"{name}_s": 0.0 for name in TERMS} | {"fetch_s": 10, "fetch_cpu_s": 1}
     assert bottleneck(summary, times | {"wait_production_s": 50}) == expected
-
-
-def test_cpu_use_counts_from_the_first_step_on() -> None:
-    load = HostLoad()
-    load.take({"g": 100}, training=False)
-    load.take({"g": 10, "c": 50}, training=True)
-    load.take({"g": 30}, training=True)
-    assert load.rows(HOSTS) == [
-        {"host": "g", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
-        {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
-    ]
 
 
 def test_lost_hosts_explain_a_wait_of_a_minute_each_and_no_more() -> None:

@@ -24,7 +24,7 @@ from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
-SECRET, NAME = b"s" * 32, b"w" * wire.NONCE_BYTES
+SECRET = b"s" * 32
 FOLDER = BlockFolder("test", "far")
 Server = BlockServer | LifelineServer
 SERVERS: dict[str, tuple[str, str, Callable[[], Server]]] = {
@@ -110,7 +110,7 @@ def test_handshakes_at_the_same_time_are_limited(which: str, monkeypatch: pytest
 def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> None:
     server = BlockServer("127.0.0.1", SECRET, FOLDER)
     with connect(server) as connection:
-        wire.greet_server(connection, wire.run_key(SECRET), NAME)
+        wire.greet_server(connection, wire.run_key(SECRET))
         connection.settimeout(20)
         connection.sendall(struct.pack(">I", 2**20 + 1))
         assert ended(connection)
@@ -122,11 +122,11 @@ def test_a_recorded_or_reflecting_block_server_is_not_believed() -> None:
     key = wire.run_key(SECRET)
     ours, theirs = socket.socketpair()
     with connect(server) as host, ours:
-        thread = threading.Thread(target=wire.greet_server, args=(theirs, key, NAME))
+        thread = threading.Thread(target=wire.greet_server, args=(theirs, key))
         thread.start()
         nonce = wire.receive(host, wire.NONCE_BYTES)
         ours.sendall(nonce)
-        host.sendall(wire.receive(ours, 2 * wire.NONCE_BYTES + wire.PROOF_BYTES))
+        host.sendall(wire.receive(ours, wire.NONCE_BYTES + wire.PROOF_BYTES))
         proof = wire.receive(host, wire.PROOF_BYTES)
         ours.sendall(proof)
         thread.join(20)
@@ -142,7 +142,7 @@ def refused_by_a_worker(key: bytes, nonce: bytes, answer: Callable[[bytes], byte
 
     def greet() -> None:
         try:
-            wire.greet_server(worker, key, NAME)
+            wire.greet_server(worker, key)
         except wire.WireError as error:
             found.append(str(error))
 
@@ -150,7 +150,7 @@ def refused_by_a_worker(key: bytes, nonce: bytes, answer: Callable[[bytes], byte
     thread.start()
     with worker, fake:
         fake.sendall(nonce)
-        fake.sendall(answer(wire.receive(fake, 2 * wire.NONCE_BYTES + wire.PROOF_BYTES)))
+        fake.sendall(answer(wire.receive(fake, wire.NONCE_BYTES + wire.PROOF_BYTES)))
         thread.join(20)
     return "".join(found)
 

@@ -19,8 +19,7 @@ from stoker.errors import UsageError
 from stoker.messages import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
 from stoker.recipe import Batch, code_digest
 from stoker.serve.accounting import EpochAccount
-from stoker.serve.blocks.batches import BatchBuilder
-from stoker.serve.blocks.buffers import BufferPool
+from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.cursor import Trail, about, arrival, refuse_other_data
 from stoker.serve.datasets import DatasetSource
 from stoker.serve.items import ReadyBlock

@@ -7,7 +7,6 @@ import json
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from stoker.events import kinds
 from stoker.events.advice import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import STEP_TERMS, Host, Records, Summary, read_summary
+from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
 from stoker.figures import count_of
 
 NOTABLE = (
@@ -39,29 +38,6 @@ WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 
 REFRESH_S = 2.0
 """Interval between writes of summary.json during the run."""
-
-
-class HostLoad:
-    """CPU use of each host over a run."""
-
-    def __init__(self) -> None:
-        self._samples: dict[bool, defaultdict[str, list[float]]] = {
-            training: defaultdict(list) for training in (False, True)
-        }
-
-    def take(self, hosts: Mapping[str, float], training: bool) -> None:
-        """Add one sample per host; samples before the first step count only if there are no others."""
-        for host, used in hosts.items():
-            self._samples[training][host].append(used)
-
-    def rows(self, hosts: list[Host]) -> list[dict[str, Any]]:
-        rows = []
-        for host in hosts:
-            used = self._samples[True].get(host.host) or self._samples[False].get(host.host)
-            if used:
-                mean = round(sum(used) / len(used), 1)
-                rows.append({"host": host.host, "group": host.group, "mean_pct": mean, "max_pct": max(used)})
-        return rows
 
 
 class Recorder(Sink):
@@ -104,7 +80,8 @@ class Recorder(Sink):
         self.pass_from = self.told_step = 0
         """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
-        self.load = HostLoad()
+        self.cpu: dict[bool, defaultdict[str, list[float]]] = {n: defaultdict(list) for n in (False, True)}
+        """CPU use by host; whether training had begun."""
 
     def on_event(self, event: kinds.Event) -> None:
         if isinstance(event, kinds.RecordIds):
@@ -114,7 +91,8 @@ class Recorder(Sink):
             self._write_output(event)
             return
         if isinstance(event, kinds.HostCpu):
-            self.load.take(event.hosts, training=self.summary.steps > 0)
+            for host, used in event.hosts.items():
+                self.cpu[self.summary.steps > 0][host].append(used)
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
@@ -249,17 +227,12 @@ class Recorder(Sink):
 
     def refresh(self) -> None:
         self.refreshed = time.monotonic()
-        self._fill_cpu()
-        self._fill_speed()
-        self._fill_seconds()
+        self._fill()
         self.summary.model_copy(update=self._kept()).write(self.run_dir)
 
-    def _fill_cpu(self) -> None:
-        # A host that came back under its name counts once.
-        hosts = {host.host: host for host in self.summary.cluster.hosts}
-        self.summary.host_cpu = self.load.rows(list(hosts.values()))
-
-    def _fill_seconds(self) -> None:
+    def _fill(self) -> None:
+        self.summary.host_cpu = self._cpu_use()
+        self._fill_speed()
         self.took_s = round(time.monotonic() - self.started, 2)
         self.summary.seconds = round(self.summary.earlier_s + self.took_s, 2)
         if self.prices is not None:
@@ -270,6 +243,16 @@ class Recorder(Sink):
         if self.totals["steps"] + self.running["steps"]:
             self.earlier = None  # for good: a restart of the train workers forgets running steps
         return self.summary.measured_by(self.earlier) if self.earlier else {}
+
+    def _cpu_use(self) -> list[dict[str, Any]]:
+        """Per host; what was measured before the first step counts only if there is nothing else."""
+        rows = []
+        # A host that came back under its name counts once.
+        for host in {host.host: host for host in self.summary.cluster.hosts}.values():
+            if used := self.cpu[True].get(host.host) or self.cpu[False].get(host.host):
+                mean = round(sum(used) / len(used), 1)
+                rows.append({"host": host.host, "group": host.group, "mean_pct": mean, "max_pct": max(used)})
+        return rows
 
     def _fill_speed(self) -> None:
         speed, total = self.summary.speed, _together(self.totals, self.running)
@@ -303,9 +286,7 @@ class Recorder(Sink):
                 same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()
                 if not any(same <= booked.items() for booked in records.epochs):
                     records.add(books)
-        self._fill_cpu()
-        self._fill_speed()
-        self._fill_seconds()
+        self._fill()
         for name, value in self._kept().items():
             setattr(self.summary, name, value)
         self.summary.write(self.run_dir)

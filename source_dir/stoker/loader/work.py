@@ -24,8 +24,7 @@ from stoker.loader.modules import reload
 from stoker.loader.output import Said, heard
 from stoker.messages import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
-from stoker.serve.blocks.packing import PAGES, pack, unpack
-from stoker.serve.blocks.room import Room
+from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
 
 BATCHES = "__batches"
 """How many batches the pages hold."""

@@ -1,4 +1,4 @@
-"""An agent on every other host that serves blocks and measures CPU utilization."""
+"""Head and CPU hosts: an agent on every other host, which serves blocks and measures CPU utilization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESTART_AFTER_S = 6.0
 
 
 class HostAgent:
-    """CPU host: one per host and run, zero CPUs, an actor that lives as long as the coordinator."""
+    """One per host and run, zero CPUs, an actor that lives as long as the service."""
 
     def __init__(self, run: str, secret: bytes, cache: CacheSpec | None = None) -> None:
         import ray
@@ -43,7 +43,7 @@ class HostAgent:
         self._cpu = CpuMeter()
 
     def where(self) -> tuple[str, int]:
-        """Coordinator's call: address and port of the block server."""
+        """Address and port of the block server."""
         return self._address, self._server.port
 
     def rows(self, block: str, start: int, stop: int) -> tuple[dict[str, Any], int]:
@@ -57,13 +57,13 @@ class HostAgent:
         return rows, min(map(len, columns.values()), default=0)
 
     def look(self, unused: list[str]) -> float:
-        """Service's call: drop blocks; CPU utilization of this host since the last call, in percent."""
+        """Drop blocks; CPU utilization of this host since the last call, in percent."""
         self._folder.remove(unused)
         return self._cpu.sample()
 
 
 def clean_up(folder: BlockFolder, cache: CacheSpec | None) -> list[Cleaner]:
-    """Every host: remove the run's files on this host when this process ends."""
+    """Remove the run's files on this host when this process ends."""
     cleaners = []
     for root in folder.roots:
         root.mkdir(mode=0o700, exist_ok=True)
@@ -76,7 +76,7 @@ def clean_up(folder: BlockFolder, cache: CacheSpec | None) -> list[Cleaner]:
 
 
 class CpuMeter:
-    """Every host: the share of the CPUs it may use that is busy, between two samples."""
+    """The share of the CPUs that this process may use that is busy, between two samples."""
 
     def __init__(self) -> None:
         self._last = machine.cpu_times()
@@ -90,7 +90,7 @@ class CpuMeter:
 
 
 class Agents:
-    """Head: runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
+    """Runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
     no other host gets blocks from there.

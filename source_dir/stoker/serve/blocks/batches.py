@@ -1,17 +1,71 @@
-"""Coordinator and train worker: which rows make up a step's batch, and the batch being assembled."""
+"""Train worker: the memory of batches, and the batch being assembled from rows of blocks."""
 
 from __future__ import annotations
 
+import math
+import weakref
+from collections import defaultdict, deque
 from typing import Any
 
 from stoker.chain.columns import Ragged, padded, refuse_bad_offsets, schema_of
 from stoker.errors import SchemaError
 from stoker.messages import TEXT, BlockSlice, Column, Schema
-from stoker.serve.blocks.buffers import BufferPool
+
+POOLED_FROM_BYTES = 64 * 2**10
+"""Smaller arrays are not pooled unless they must be pinned."""
+CLASSES_PER_DOUBLING = 8
+"""Sizes are rounded up to one of these, which wastes at most 9 % and lets slightly shorter batches reuse a
+buffer."""
+
+
+class BufferPool:
+    """Allocates arrays and reclaims their memory when the last user releases it.
+
+    Holding a batch, or a view of it, keeps its memory: nothing is overwritten. New memory costs a page fault
+    per 4 KiB, and pinning costs more; in steady state a feed allocates none.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self.allocated_bytes = 0
+        self._free: defaultdict[int, deque[Any]] = defaultdict(deque)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An uninitialized C-ordered NumPy array."""
+        import numpy as np
+
+        dtype = np.dtype(dtype)
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        if not size or (size < POOLED_FROM_BYTES and not self.pinned):
+            return np.empty(shape, dtype)
+        free = self._free[size_class(size)]
+        try:
+            memory = free.popleft()
+        except IndexError:
+            memory = self._allocate(size_class(size))
+        # Wrap a memoryview, not an array: otherwise NumPy lets views of views refer past this array to the
+        # memory below, and this array's finalizer would no longer mean that the memory is unused.
+        array = np.frombuffer(memoryview(memory), dtype, count)
+        # May be called from any thread, even during garbage collection: appending takes no lock.
+        weakref.finalize(array, free.append, memory).atexit = False
+        return array.reshape(shape)
+
+    def _allocate(self, size: int) -> Any:
+        import torch
+
+        self.allocated_bytes += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned).numpy()
+
+
+def size_class(size: int) -> int:
+    """The buffer size for an array of `size` bytes."""
+    step = CLASSES_PER_DOUBLING
+    return max(4096, math.ceil(2 ** (math.ceil(math.log2(size) * step) / step)))
 
 
 class BatchBuilder:
-    """Train worker: assembles a batch from several blocks.
+    """Assembles a batch from several blocks.
 
     Args:
         buffers: source of its memory, which is not initialized, so `finish` counts what was written.
@@ -29,10 +83,6 @@ class BatchBuilder:
             for name, column in schema.columns.items()
             if name not in self._ragged
         }
-
-    def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
-        """Refuse a block that does not match its report and the split's schema; see `refuse_other_block`."""
-        refuse_other_block(part, self.schema, found, rows)
 
     def target(self, name: str, at: int, rows: int) -> Any:
         """Memory for rows from row `at` on; call `wrote` when they are in place."""
@@ -77,7 +127,7 @@ class BatchBuilder:
         Raises:
             SchemaError: the block does not match its report.
         """
-        self.check(part, schema_of(columns), min(map(len, columns.values()), default=0))
+        refuse_other_block(part, self.schema, schema_of(columns), min(map(len, columns.values()), default=0))
         rows, size = part.stop - part.start, 0
         for name, column in columns.items():
             values = column[part.start : part.stop]
@@ -107,7 +157,7 @@ class BatchBuilder:
 
 
 def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: int) -> None:
-    """Anywhere: refuse a block that does not match its report and the split's schema.
+    """Refuse a block that does not match its report and the split's schema.
 
     Args:
         part: the requested rows.
@@ -128,7 +178,7 @@ def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: in
 
 
 def as_batch(columns: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """Anywhere: a whole block as one batch."""
+    """A whole block as one batch."""
     rows = min(map(len, columns.values()), default=0)
     batch = BatchBuilder(BufferPool(pinned=False), rows, schema)
     batch.take(BlockSlice("", 0, rows, of=rows), columns, 0)

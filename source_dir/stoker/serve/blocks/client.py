@@ -8,20 +8,22 @@ the service says where.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from stoker.chain.columns import schema_of
 from stoker.config.schema import DataConfig
 from stoker.errors import DataError, SchemaError, where_raised
-from stoker.messages import BlockSlice, Directory, Schema
-from stoker.serve.blocks.batches import BatchBuilder, refuse_other_block
-from stoker.serve.blocks.buffers import BufferPool
-from stoker.serve.blocks.connections import DirectHosts, Request
+from stoker.messages import TEXT, BlockSlice, Column, Directory, Schema, Server
+from stoker.serve.blocks import wire
+from stoker.serve.blocks.batches import BatchBuilder, BufferPool, refuse_other_block
 from stoker.serve.blocks.folder import BlockFolder
 
 KEPT_BLOCKS = 8
@@ -30,10 +32,167 @@ ASK_AGAIN_S = 5.0
 """Minimum interval between queries for new block servers."""
 AGENT_S, SERVICE_S = 60.0, 60.0
 AGAIN_S = 0.5
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 20.0
+"""A host that sends nothing for this long is avoided."""
+AVOID_S = 30.0
+"""How long to avoid it; meanwhile its agent answers through Ray."""
 
+Found = TypeVar("Found")
 Moved = Callable[[BlockSlice, bool], BlockSlice | str]
 """Where a block is now, after some seconds at most, or why it will not come. The flag tells that its host
 does not have it."""
+
+
+@dataclass
+class HostLink:
+    """One host's block server, as its clients in this process know it."""
+
+    server: Server
+    idle: list[socket.socket] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    """Blocks that the server may remove."""
+    avoided_until: float = 0.0
+
+
+@dataclass
+class Request:
+    """Requested rows that are in flight."""
+
+    hosts: DirectHosts
+    link: HostLink
+    connection: socket.socket
+    part: BlockSlice
+
+    def receive(self, batch: BatchBuilder, at: int) -> int | None:
+        """Receive the rows in place.
+
+        Returns:
+            the number of bytes; None if the rows must come another way.
+
+        Raises:
+            FileNotFoundError: the host does not have the block.
+            SchemaError: they are not the requested ones, so fetching them another way would not help.
+        """
+        try:
+            header = wire.receive_message(self.connection)
+            refused = header.get("missing") or header.get("damaged")
+            if "error" in header and not refused:
+                raise wire.WireError(str(header["error"]))
+            size = 0 if refused else self._take(header, batch, at)
+        except OSError as error:
+            self.hosts.avoid(self.link, error, self.connection)
+            return None
+        with self.hosts.lock:
+            self.link.idle.append(self.connection)
+        if refused:
+            raise (FileNotFoundError if header.get("missing") else SchemaError)(str(header["error"]))
+        return size
+
+    def _take(self, header: dict[str, Any], batch: BatchBuilder, at: int) -> int:
+        rows, size = self.part.stop - self.part.start, 0
+        arrays, text = header["columns"], header["text"]
+        found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
+        found |= dict.fromkeys(text, Column(TEXT))
+        found |= {name: Column(dtype, (-1, *shape)) for name, dtype, shape, _ in header["ragged"]}
+        refuse_other_block(self.part, batch.schema, Schema(found), header["rows"])
+        for name, values in text.items():
+            if len(values) != rows:
+                raise SchemaError(f"received {len(values)} values of column {name!r} for {rows} rows")
+            batch.text(name, values, at)
+        for name, _, _ in arrays:
+            size += self._fill(batch.target(name, at, rows))
+        for name, _, _, count in header["ragged"]:
+            size += self._take_ragged(batch, name, at, count)
+        for name in found:
+            batch.wrote(name, rows)
+        return size
+
+    def _take_ragged(self, batch: BatchBuilder, name: str, at: int, values: int) -> int:
+        import numpy as np
+
+        offsets = np.empty(self.part.stop - self.part.start + 1, np.int64)
+        size = self._fill(offsets)
+        return size + self._fill(batch.ragged(name, at, offsets, values))
+
+    def _fill(self, target: Any) -> int:
+        if target.nbytes:
+            wire.receive_into(self.connection, memoryview(target.reshape(-1).view("u1")))
+        return int(target.nbytes)
+
+
+class DirectHosts:
+    """Connections to the block servers of other hosts."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.lock = threading.Lock()
+        self._links: dict[str, HostLink] = {}
+        self._key = b""
+
+    def update(self, directory: Directory) -> None:
+        """Learn the present block servers; one that was started again has another port."""
+        self._key = directory.secret
+        with self.lock:
+            for node, server in directory.servers.items():
+                if node not in self._links or self._links[node].server != server:
+                    self._links[node] = HostLink(server)
+
+    def knows(self, node: str) -> bool:
+        """Whether the host's server is known and answers."""
+        link = self._links.get(node)
+        return link is not None and not link.avoided_until
+
+    def ask(self, part: BlockSlice) -> Request | None:
+        """Request rows; None if they must come another way."""
+        link = self._links.get(part.node)
+        if link is None or link.avoided_until > time.monotonic():
+            return None
+        connection = None
+        try:
+            connection = self._connect(link)
+            with self.lock:
+                done, link.done = link.done, []
+            wire.send_message(connection, {"take": [part.block, part.start, part.stop], "done": done})
+        except OSError as error:
+            self.avoid(link, error, connection)
+            return None
+        return Request(self, link, connection, part)
+
+    def done(self, part: BlockSlice) -> None:
+        """A block that only this process knows of may go."""
+        if (link := self._links.get(part.node)) is not None:
+            with self.lock:
+                link.done.append(part.block)
+
+    def _connect(self, link: HostLink) -> socket.socket:
+        with self.lock:
+            if link.idle:
+                return link.idle.pop()
+        address = (link.server.address, link.server.port)
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+        try:
+            wire.greet_server(connection, wire.run_key(self._key))
+            wire.set_timeouts(connection, SILENCE_TIMEOUT_S)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def avoid(self, link: HostLink, error: OSError, connection: socket.socket | None) -> None:
+        """Avoid a failed host for a while."""
+        with self.lock:
+            first = link.avoided_until == 0
+            link.avoided_until = time.monotonic() + AVOID_S
+            closing = [*link.idle, *([connection] if connection else [])]
+            link.idle.clear()
+        for each in closing:
+            with contextlib.suppress(OSError):
+                each.close()
+        if first:
+            where = f"{link.server.address}:{link.server.port}"
+            reason = error.strerror or str(error)
+            self._note(f"block server {where}: {reason}; its blocks come another way")
 
 
 @dataclass
@@ -88,26 +247,21 @@ class Transport:
             SchemaError: a block does not match its report or the columns of its split.
         """
         batch = BatchBuilder(self.buffers, sum(part.stop - part.start for part in parts), schema)
-        starts = [sum(p.stop - p.start for p in parts[:i]) for i in range(len(parts))]
         # Send requests to all hosts before reading from the first.
         asked = [self._ask(part) for part in parts]
-        left = []
-        for part, at, request in zip(parts, starts, asked, strict=True):
-            missing = False
-            if request is not None:
-                try:
-                    self._receive(request, batch, at)
-                    continue
-                except FileNotFoundError:
-                    missing = True
-                except OSError as error:
-                    request.failed(error)
-            left.append((part, at, missing))
+        at, left = 0, []
+        for part, request in zip(parts, asked, strict=True):
+            try:
+                if not self._receive(request, batch, at):
+                    left.append((part, at, False))
+            except FileNotFoundError:
+                left.append((part, at, True))
+            at += part.stop - part.start
         arrived = time.perf_counter()
         for part, at, missing in left:
             if part.node != self._node:
                 arrived = 0.0
-            self._bring(part, batch, at, missing)
+            self._insist(part, partial(self._bring, batch=batch, at=at), missing)
         return Fetched(batch.finish(), arrived or time.perf_counter())
 
     def rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
@@ -116,14 +270,7 @@ class Transport:
         Raises:
             DataError: the block is not available.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return self._rows(part)
-            except FileNotFoundError:
-                part = self._where(part, True, deadline)
-            except OSError as error:
-                part = self._where(part, False, deadline, error)
+        return self._insist(part, self._rows)
 
     def drop(self, part: BlockSlice) -> None:
         """Remove a block that only this process knows of."""
@@ -138,12 +285,24 @@ class Transport:
         with self._lock:
             self._own.clear()
 
+    def folder(self) -> BlockFolder:
+        if not self._known.run:
+            self._known = self._directory()
+            self.hosts.update(self._known)
+        return BlockFolder(self._known.run, self._node)
+
     def _ask(self, part: BlockSlice) -> Request | None:
         if not self._direct or part.node in ("", self._node):
             return None
         if not self.hosts.knows(part.node):
             self._learn()
         return self.hosts.ask(part)
+
+    def _receive(self, request: Request | None, batch: BatchBuilder, at: int) -> bool:
+        """Whether the rows came over a socket."""
+        size = request.receive(batch, at) if request is not None else None
+        self.bytes_by["direct"] += size or 0
+        return size is not None
 
     def _learn(self) -> None:
         """Ask for the block servers, but not all the time."""
@@ -155,34 +314,28 @@ class Transport:
             self._known = self._directory()
             self.hosts.update(self._known)
 
-    def _receive(self, request: Request, batch: BatchBuilder, at: int) -> None:
-        self.bytes_by["direct"] += request.receive(batch, at)
-
-    def _bring(self, part: BlockSlice, batch: BatchBuilder, at: int, missing: bool) -> None:
-        """The rows of a part that did not come over a socket."""
+    def _insist(self, part: BlockSlice, get: Callable[[BlockSlice], Found], missing: bool = False) -> Found:
+        """What `get` finds of a part, wherever it is by now."""
         deadline = time.monotonic() + self._timeout_s
         if missing:
             part = self._where(part, True, deadline)
         while True:
             try:
-                if (request := self._ask(part)) is not None:
-                    try:
-                        self._receive(request, batch, at)
-                        return
-                    except FileNotFoundError:
-                        raise
-                    except OSError as error:
-                        request.failed(error)
-                columns, start, stop, length = self._rows(part)
-                refuse_other_block(part, batch.schema, schema_of(columns), length)
-                own = part._replace(start=start, stop=stop, of=min(map(len, columns.values()), default=0))
-                kind = "own" if part.node == self._node else "ray"
-                self.bytes_by[kind] += batch.take(own, columns, at)
-                return
+                return get(part)
             except FileNotFoundError:
                 part = self._where(part, True, deadline)
             except OSError as error:
                 part = self._where(part, False, deadline, error)
+
+    def _bring(self, part: BlockSlice, batch: BatchBuilder, at: int) -> None:
+        """The rows of a part that did not come over a socket at first."""
+        if self._receive(self._ask(part), batch, at):
+            return
+        columns, start, stop, length = self._rows(part)
+        refuse_other_block(part, batch.schema, schema_of(columns), length)
+        own = part._replace(start=start, stop=stop, of=min(map(len, columns.values()), default=0))
+        kind = "own" if part.node == self._node else "ray"
+        self.bytes_by[kind] += batch.take(own, columns, at)
 
     def _rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
         """As `rows`, once.
@@ -221,12 +374,6 @@ class Transport:
                 del self._own[oldest]
         return columns
 
-    def folder(self) -> BlockFolder:
-        if not self._known.run:
-            self._known = self._directory()
-            self.hosts.update(self._known)
-        return BlockFolder(self._known.run, self._node)
-
     def _where(
         self, part: BlockSlice, missing: bool, deadline: float, cause: BaseException | None = None
     ) -> BlockSlice:
@@ -250,7 +397,7 @@ class Transport:
 
 
 def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
-    """Open the transport of a train worker for all its passes."""
+    """The transport of a train worker for all its passes."""
     return connect(
         service,
         pinned=device.type == "cuda",

@@ -32,7 +32,7 @@ MOST_AT_ONCE = 16
 
 
 class Job(NamedTuple):
-    """Train worker → CPU host: what all batches of a pass share."""
+    """What all batches of a pass share."""
 
     collate: Collate
     seed: int
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """CPU host → train worker: about a batch."""
+    """A CPU host's answer about a batch."""
 
     node: str = ""
     """Where it lies."""
@@ -56,7 +56,7 @@ class Collated(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Train worker: a batch in this host's memory."""
+    """A batch in this host's memory."""
 
     batch: Batch
     ids: Any
@@ -70,16 +70,7 @@ class Arrived(NamedTuple):
 
 
 class Collator:
-    """Train worker: one per pass, used by the threads of its feed.
-
-    Args:
-        config: names the recipe; its stall timeout is the deadline for a batch.
-        split: of the pass.
-        epoch: of the pass.
-        ranks: number of train workers.
-        transport: fetches the result.
-        service: the actor that knows where blocks are.
-    """
+    """One per pass, used by the threads of its feed; `data.stall_timeout_s` is the deadline for a batch."""
 
     def __init__(
         self, config: Config, split: str, epoch: int, ranks: int, transport: Transport, service: Any
@@ -173,7 +164,7 @@ def _transport(service: Any, timeout_s: float) -> Transport:
 
 
 class Hosts:
-    """Train worker: which host makes the next batch: one that has its records, unless it has enough to do.
+    """Which host makes the next batch: one that has its records, unless it has enough to do.
 
     Args:
         nodes: those that preprocess; empty: any.
@@ -198,14 +189,13 @@ class Hosts:
             return node
 
     def done(self, node: str) -> None:
-        """The batch is ready, or failed."""
         with self._lock:
             if node in self._busy:
                 self._busy[node] -= 1
 
 
 def preprocessing_nodes(groups: list[str]) -> list[str]:
-    """Train worker: nodes that may make batches: those of `data.preprocess_on`, else those without GPUs."""
+    """Nodes that may make batches: those of `data.preprocess_on`, else those without GPUs."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]

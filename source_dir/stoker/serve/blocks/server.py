@@ -19,7 +19,7 @@ MOST_GREETINGS = 128
 
 
 class BlockServer:
-    """CPU host: one per host and run, in the host's agent; one thread per connection."""
+    """One per host and run, in the host's agent; one thread per connection."""
 
     def __init__(self, address: str, secret: bytes, folder: BlockFolder) -> None:
         self._key, self._folder = wire.run_key(secret), folder
@@ -29,7 +29,6 @@ class BlockServer:
         threading.Thread(target=self._accept, name="block-server", daemon=True).start()
 
     def close(self) -> None:
-        """CPU host: stop accepting connections."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -97,11 +96,7 @@ def _send(connection: socket.socket, block: str, columns: dict[str, Any], start:
 
 
 def _checked(request: dict[str, Any]) -> tuple[list[str], tuple[str, int, int] | None]:
-    """Blocks that may go, and the rows to send.
-
-    Raises:
-        WireError: the request is not part of the protocol.
-    """
+    """Blocks that may go, and the rows to send."""
     done, take = request.get("done", []), request.get("take")
     if isinstance(done, list) and all(_is_name(block) for block in done):
         if take is None:
@@ -120,7 +115,7 @@ def _is_name(block: Any) -> bool:
 def pick(
     columns: dict[str, Any], start: int, stop: int
 ) -> tuple[dict[str, Any], dict[str, Ragged], dict[str, list[str]]]:
-    """CPU host: rows of a block as contiguous arrays, variable-length rows, and lists of strings.
+    """Rows of a block as contiguous arrays, rows of variable length, and lists of strings.
 
     Raises:
         SchemaError: invalid row offsets.
