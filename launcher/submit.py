@@ -294,9 +294,9 @@ def check(
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Measure how long your script waits for data, and suggest fixes."""
-    from launcher.advise import checking as check
+    from launcher.advise.check import command
 
-    raise typer.Exit(check.check(script, given_to(check.CheckOptions, ctx)))
+    raise typer.Exit(command.check(script, given_to(command.CheckOptions, ctx)))
 
 
 @app.command(epilog="Example: python launcher/submit.py doctor job.yaml")

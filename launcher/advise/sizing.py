@@ -1,33 +1,56 @@
-"""Laptop: `submit.py size`: recommends host types and counts, and estimates the cost of a job."""
+"""`submit.py size`: recommends hosts by the figures of a short run here, or of a finished run."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.advise.size import measure
-from launcher.advise.size.advice_table import Advice, advise
-from launcher.advise.size.candidates import MAX_CPU_HOSTS, Candidate, Measured, Wanted
-from launcher.job import open_job
+from launcher.advise.advice import (
+    BINDS,
+    MAX_CPU_HOSTS,
+    RUN_SPREAD,
+    Advice,
+    Candidate,
+    Measured,
+    Wanted,
+    advise,
+    table_name,
+)
+from launcher.job import COMMAND, Job, open_job
+from launcher.places.local import environment
+from launcher.run_directory import PastRun
 from stoker.config.loading import Resolved, load
+from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError, nearest
 from stoker.events import prices
+from stoker.events.advice import MIN_STEPS
 from stoker.events.prices import price_list
+from stoker.events.summary import Summary, read_summary
 from stoker.figures import duration
+from stoker.hosts.raynode import end_with_parent
 
 DEFAULT_GPU = "ml.g5.xlarge"
 DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")
 SHOWN = 14
+RUN_SECONDS = 45.0
+"""Of training; with the start of Ray and the end of the run about a minute."""
+LONGEST_S = 900.0
+"""For a job whose steps take longer: until there are enough of them."""
+CLOSING_S = 120.0
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Laptop: the command-line options that name candidate hosts."""
+    """The command-line options that name candidate hosts."""
 
     gpu: list[str] = field(default_factory=list)
     cpu: list[str] = field(default_factory=list)
@@ -54,7 +77,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class SizeOptions(HostOptions):
-    """Laptop: the command-line options of `size`."""
+    """The command-line options of `size`."""
 
     from_run: Path | None = None
     source_dir: Path | None = None
@@ -63,7 +86,7 @@ class SizeOptions(HostOptions):
 
 
 def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int:
-    """Laptop: measure the job, evaluate the candidates, and print the table and the recommendation.
+    """Measure the job, evaluate the candidates, and print the table and the recommendation.
 
     Returns:
         0, or 1 without a recommendation because no GPU's rate is known.
@@ -95,15 +118,14 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
 def measure_job(
     resolved: Resolved, options: SizeOptions, rates: dict[str, float], tell: Callable[[str], None]
 ) -> Measured:
-    """The measurements of a run: the given one, or a short one on this machine."""
     if options.from_run is not None:
-        return measure.from_run(options.from_run, resolved.config, rates)
-    with measure.short_run(open_job(resolved, options.source_dir), tell) as run_dir:
-        return measure.from_run(run_dir, resolved.config, rates, here=True)
+        return from_run(options.from_run, resolved.config, rates)
+    with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
+        return from_run(run_dir, resolved.config, rates, here=True)
 
 
 def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Laptop: parse `400` or `A10G=400` into samples/s by GPU name, and list the problems."""
+    """Parse `400` or `A10G=400` into samples/s by GPU name, and list the problems."""
     names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
     rates: dict[str, float] = {}
     problems = []
@@ -135,7 +157,7 @@ def _type_problems(options: HostOptions) -> Iterator[str]:
 
 
 def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
-    """Laptop: the instance types to evaluate: requested, else configured, else the defaults."""
+    """The instance types to evaluate: requested, else configured, else the defaults."""
     settings = resolved.config.sagemaker
     own_gpu, own_cpu = settings.gpu.type, settings.cpu.type
     gpus = options.gpu or [own_gpu if own_gpu and prices.machine(own_gpu) else DEFAULT_GPU]
@@ -151,8 +173,182 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
 
 
 @contextmanager
+def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
+    """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards.
+
+    Nothing of it is kept or sent: no checkpoints, exports or tracking.
+
+    Raises:
+        UsageError: the job is wrong or failed, or takes too few steps in `LONGEST_S`.
+    """
+    with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
+        run_dir = Path(scratch) / job.name
+        _alone(job, scratch).stage(run_dir / "code")
+        with (Path(scratch) / "screen.txt").open("w+") as screen:
+            process = subprocess.Popen(
+                [sys.executable, *COMMAND[1:]],
+                cwd=run_dir / "code",
+                env=environment(run_dir),
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
+            )
+            try:
+                stopped = _train(process, run_dir, tell)
+            finally:
+                process.terminate()
+                process.wait()
+            screen.seek(0)
+            _refuse_failed(process.returncode, stopped, run_dir, screen.read())
+        yield run_dir
+
+
+def _alone(job: Job, scratch: str) -> Job:
+    """The job without anything that it would keep or send elsewhere."""
+    config = job.resolved.config
+    changes = {
+        "output_dir": scratch,
+        "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
+        "tracking": TrackingConfig(tensorboard=False, log_every_steps=config.tracking.log_every_steps),
+        "export": [],
+    }
+    return replace(job, resolved=replace(job.resolved, config=config.model_copy(update=changes)))
+
+
+def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: Callable[[str], None]) -> bool:
+    """Wait for enough steps, then end the run; whether it was ended, not by itself."""
+    run, began, first = PastRun(run_dir), time.monotonic(), 0.0
+    tell("a short run of the job on this machine: starting")
+    while process.poll() is None:
+        now, steps = time.monotonic(), int(run.summary().get("steps") or 0)
+        if steps and not first:
+            first = now
+            tell(f"a short run of the job on this machine: training for {RUN_SECONDS:.0f} s")
+        if (first and now > first + RUN_SECONDS and steps >= MIN_STEPS) or now > began + LONGEST_S:
+            process.terminate()
+            try:
+                process.wait(CLOSING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _refuse_failed(code: int, stopped: bool, run_dir: Path, screen: str) -> None:
+    errors = [line.removeprefix("error: ") for line in screen.splitlines() if line.startswith("error: ")]
+    if code == 2:
+        raise UsageError(*errors or ["size: the short run was refused"])
+    if code and not (stopped and code == 143):
+        summary = PastRun(run_dir).summary()
+        why = str(summary.get("error") or "") or "; ".join(errors) or f"exit code {code}"
+        raise UsageError(f"size: the short run failed: {why}")
+
+
+def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool = False) -> Measured:
+    """The figures of a run's summary.json.
+
+    Args:
+        run: its directory.
+        config: the job to size; provides the epochs.
+        rates: G by GPU name, "" for all; others are taken from the run.
+        here: whether it was a short run on this machine.
+
+    Raises:
+        UsageError: there is no run, it was too short, or its chain was not measured.
+    """
+    name = "the short run" if here else f"--from {run}"
+    file = run if run.is_file() else run / "summary.json"
+    if not file.is_file():
+        raise UsageError(f"{name}: no run there (no summary.json)")
+    summary = read_summary(file)
+    speed, records = summary.speed, summary.records
+    if summary.steps < MIN_STEPS or not speed.steady_samples_per_s:
+        elsewhere = "; run the job where it trains faster, or for more epochs, and pass --from RUN"
+        raise UsageError(
+            f"{name}: too short to judge ({summary.steps} steps; at least {MIN_STEPS} are needed)"
+            + (elsewhere if here else "")
+        )
+    cpu_s = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000
+    if cpu_s <= 0:
+        raise UsageError(f"{name}: its summary.json has no cost of the chain")
+    found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
+    if not rates:
+        found, note = _rate_here(summary) if here else rate_of_run(summary)
+    passes = max(sum("trained" in epoch for epoch in records.epochs), 1)
+    source = f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
+    if here:
+        source = (
+            "chain and bytes: from a short run on this machine, on local data, without waiting for S3; one"
+            " vCPU counts as one core here, correct it with --cpu-speed"
+        )
+    return Measured.received(
+        speed.bytes_per_sample,
+        [source, *([note] if note else []), *_uncounted(file)],
+        cpu_s=cpu_s,
+        gpu_samples_per_s=found,
+        gpu_spread=0.0 if rates else RUN_SPREAD,
+        stages=list(summary.chain),
+        samples=job_samples(config, round((records.read - records.quarantined) / passes) or None),
+    )
+
+
+def _uncounted(summary: Path) -> list[str]:
+    """A note if the run read a `ray.data.Dataset`, which its data plan names in place of a fingerprint."""
+    events = summary.with_name("events.jsonl")
+    lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
+    attempts = [json.loads(line) for line in lines if '"event": "attempt"' in line]
+    plans = [attempt.get("start", {}).get("plan") or {} for attempt in attempts]
+    if not any(str(plan.get("fingerprint", "")).endswith("Dataset") for plan in plans):
+        return []
+    return [
+        "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are needed"
+    ]
+
+
+def rate_of_run(summary: Summary) -> tuple[dict[str, float], str]:
+    """G of one GPU, under its name, and a note; empty if the run had no GPUs."""
+    gpus = sum(host.gpus for host in summary.cluster.at_once())
+    if not gpus:
+        return {}, ""
+    terms = summary.speed.step_terms_ms
+    total = sum(terms.values())
+    waits = 1 - terms.get("compute", 0.0) / total if total else summary.speed.input_wait_pct / 100
+    rate = summary.speed.steady_samples_per_s / max(1 - waits, 0.02) / gpus
+    types = {host.type for host in summary.cluster.hosts if host.gpus}
+    known = prices.machine(types.pop() or "") if len(types) == 1 else None
+    name = known.gpu_name if known else ""
+    return {name: rate}, "samples/s of the GPU: from the run, without its waiting"
+
+
+def _rate_here(summary: Summary) -> tuple[dict[str, float], str]:
+    """As `rate_of_run`, under the name of this machine's GPU."""
+    rates = rate_of_run(summary)[0]
+    if not rates:
+        return {}, ""
+    import torch
+
+    device, rate = torch.cuda.get_device_name(0), next(iter(rates.values()))
+    if name := table_name(device):
+        return {name: rate}, f"samples/s of the GPU: {rate:,.0f} on this machine's {device}, without waiting"
+    what = f"{rate:,.0f} samples/s on this machine's {device}"
+    return {}, f"the training step: {what}; no instance type in the table has this GPU"
+
+
+def job_samples(config: Config, records: int | None) -> int | None:
+    """Samples of the whole job; None if unknown."""
+    limit = config.train.max_steps
+    if limit is not None:
+        limit *= config.train.batch_size * config.train.accumulate_steps * (config.train.workers or 1)
+    if records is None:
+        return limit
+    whole = records * config.train.epochs
+    return whole if limit is None else min(whole, limit)
+
+
+@contextmanager
 def told(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Laptop: report progress on stderr, with a spinner on a terminal."""
+    """Report progress on stderr, with a spinner on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)
         return
@@ -163,12 +359,19 @@ def told(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def show(advice: Advice) -> None:
-    """Laptop: print the table, the recommendation, other remedies and the assumptions."""
+    """Print the table, the recommendation, other remedies and the assumptions."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    table = Table(box=None, padding=(0, 1), title=advice.title, title_justify="left")
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        title="hosts for this job, cheapest per sample first"
+        if advice.best
+        else "capacity of the CPU side (no GPU's rate is known)",
+        title_justify="left",
+    )
     for name, side in (("", "left"), ("hosts", "left"), ("samples/s", "right"), ("binds", "left")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
     for name in ("$/h", "$/1M", *(("time", "$ job") if advice.measured.samples else ())):
@@ -185,7 +388,7 @@ def show(advice: Advice) -> None:
 def _cells(one: Candidate, advice: Advice) -> list[str]:
     mark = "▶" if one == advice.best else "now" if advice.is_configured(one) else ""
     spread = max(one.high - one.samples_per_s, one.samples_per_s - one.low) / one.samples_per_s
-    cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", advice.binds(one)]
+    cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", BINDS[one.binds][0]]
     cells += [f"{one.usd_per_hour:.2f}", f"{one.usd_per_million_samples:.2f}"]
     if one.hours is not None and one.usd is not None:
         cells += [duration(3600 * one.hours), f"{one.usd:.2f}"]
@@ -193,7 +396,7 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Laptop: the advice for programs."""
+    """The advice for programs."""
     measured = asdict(advice.measured)
     return {
         "measured": measured,
@@ -207,7 +410,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def write(config: Path, best: Candidate) -> None:
-    """Laptop: write the recommended hosts to the configuration and change nothing else."""
+    """Write the recommended hosts to the configuration and change nothing else."""
     from launcher.yaml_edit import with_values
 
     changes: dict[str, Any] = {

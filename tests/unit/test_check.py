@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from launcher.advise.advice import Wanted, advise
 from launcher.advise.check import fetching as fetching_module
-from launcher.advise.check.gpu_clock import GpuClock
-from launcher.advise.check.help import help_here
 from launcher.advise.check.timeline import (
     Loader,
     Share,
@@ -25,10 +24,16 @@ from launcher.advise.check.timeline import (
     training,
     waiting,
 )
-from launcher.advise.check.verdict import Checked, Fetched, checked, fetched_of, headline, measured
-from launcher.advise.check.watch import Watch, about
-from launcher.advise.size.advice_table import advise
-from launcher.advise.size.candidates import Wanted
+from launcher.advise.check.verdict import (
+    Checked,
+    Fetched,
+    checked,
+    fetched_of,
+    headline,
+    help_here,
+    measured,
+)
+from launcher.advise.check.watch import GpuClock, Watch, about
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 
@@ -137,7 +142,7 @@ class TestEnough:
 
     def test_one_that_varies_takes_more_steps(self) -> None:
         varied = [
-            replace(step, whole=0.1 if i % 7 else 1.5, wait=0.05 if i % 7 else 1.4)
+            step._replace(whole=0.1 if i % 7 else 1.5, wait=0.05 if i % 7 else 1.4)
             for i, step in enumerate(self.even)
         ]
         assert waiting(varied[3:23]).spread > 0.02
@@ -212,7 +217,7 @@ def test_each_stage_is_booked_its_own_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
     monkeypatch.setattr(Work, "spent", 0.0)
     counted = fetching_module.Fetching(tmp_path / "fetch.json", 0, lambda: Work.spent)
-    fetching_module.observe_fetchers(_DatasetKind, lambda: counted)
+    fetching_module.observe_fetchers(lambda: counted)
     chain = Compose(Resize(8), Compose(flip, Resize(16)))
     dataset = Subset(Rows(chain), range(40))  # type: ignore[arg-type]
     for _ in range(2):
@@ -245,10 +250,8 @@ def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None
 
 def test_a_validation_that_comes_first_is_not_taken_for_the_training(tmp_path: Path) -> None:
     """A `for` over the validation is no trace of gradients switched off: it seems to train once."""
-    import torch
-
     watch = Watch(tmp_path, None)
-    watch.hooked = torch.is_grad_enabled()
+    watch.cpu.append((0.0, 0.0))  # the hook stands
     watch.loaders += [replace(TRAINS, place=place, batches=0, trained=0, optimizer_steps=0) for place in "vt"]
     now = 0.0
 
@@ -272,7 +275,7 @@ def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
     watch = Watch(tmp_path, None)
     watch.loaders.append(replace(TRAINS, batches=10, trained=0, optimizer_steps=0))
     for _ in range(10):
-        watch.since_step.add(0)
+        watch.since_step[0] = threading.get_ident()
         for _ in range(4):
             watch.stepped()
     assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
@@ -418,7 +421,7 @@ def test_batches_taken_in_another_thread_are_refused(tmp_path: Path) -> None:
     watch = Watch(tmp_path, None)
     watch.loaders.append(replace(TRAINS, trained=0, optimizer_steps=0))
     for own in (True, False):
-        watch.since_step, watch.threads = {0}, {0: threading.get_ident() + (not own)}
+        watch.since_step = {0: threading.get_ident() + (not own)}
         watch.stepped()
         assert watch.loaders[0].in_thread is not own
     with pytest.raises(UsageError, match=r"another thread than the one that trains .* \(train.py:9\)"):

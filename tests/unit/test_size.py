@@ -12,9 +12,8 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
-from launcher.advise.size.advice_table import Advice, advise
-from launcher.advise.size.candidates import Candidate, Measured, Wanted
-from launcher.advise.size.measure import job_samples, table_name
+from launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
+from launcher.advise.sizing import job_samples
 from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError

@@ -1,7 +1,8 @@
 """Loader's workers and script's process: measures CPU seconds per batch, by transform.
 
 Times torch's fetcher (`__getitem__` of every index, then `collate_fn`) and, within it, the dataset's
-transforms and well-known decoders. Sums go to one file per process, because workers may be killed any time.
+transforms and well-known decoders. Workers start by the loader's `worker_init_fn`. Sums go to one file per
+process, because workers may be killed any time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-WRITE_S = 0.5
+WRITE_S = 0.2
 DEPTH = 8
 """Depth to which nested datasets and transforms are followed."""
 WRAPPED = ("dataset", "datasets", "source", "data")
@@ -31,47 +32,45 @@ DECODERS = {
     "soundfile": ("read",),
     "torchaudio": ("load",),
 }
-DRAWS = ("random", "jitter", "augment", "trivial", "augmix", "erasing", "elastic", "mixup", "cutmix", "noise")
-"""Words in the names of random transforms."""
-_now = threading.local()
+_thread = threading.local()
 
 
 class Fetching:
-    """Loader's worker: the cost of one loader's batches in this process."""
+    """The cost of one loader's batches in this process."""
 
     def __init__(self, file: Path, loader: int, clock: Callable[[], float]) -> None:
         self.file, self.loader, self.clock = file, loader, clock
-        self.calls = 0
-        self.first: dict[str, Any] = {}
-        self.sums = dict.fromkeys(("fetches", "samples", "cpu_s", "wall_s", "delay_s"), 0.0)
-        self.stages: dict[str, float] = {}
-        self.pending: dict[str, float] = {}
-        self.inner = 0.0
-        self.written = 0.0
+        self.batches = 0
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.stages: defaultdict[str, float] = defaultdict(float)
+        self.pending: defaultdict[str, float] = defaultdict(float)
+        self.inner = self.written = 0.0
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
         """Time a batch; the first one is counted separately, because it imports modules and opens files."""
-        if self.calls < 2:
+        if self.batches < 2:
             time_decoders()
-        self.pending, self.inner = {}, 0.0
+        self.pending.clear()
+        self.inner = 0.0
         started = time.monotonic(), self.clock(), queued_s()
-        _now.fetching = self
+        _thread.fetching = self
         try:
             data = original(index)
         finally:
-            _now.fetching = None
-        wall, cpu, delay = time.monotonic() - started[0], self.clock() - started[1], queued_s() - started[2]
+            _thread.fetching = None
+        wall, cpu, queued = time.monotonic() - started[0], self.clock() - started[1], queued_s() - started[2]
         self.pending["__getitem__"] = max(cpu - self.inner, 0.0)
-        counted: dict[str, float] = {"fetches": 1, "samples": rows(index, data)}
-        counted |= {"cpu_s": cpu, "wall_s": wall, "delay_s": min(delay, max(wall - cpu, 0.0))}
-        self.calls += 1
-        if self.calls == 1:
-            self.first = {**counted, "stages": self.pending}
-        else:
-            self.sums = {name: self.sums[name] + counted[name] for name in self.sums}
-            for name, spent in self.pending.items():
-                self.stages[name] = self.stages.get(name, 0.0) + spent
-        if self.calls < 3 or time.monotonic() - self.written > WRITE_S:
+        if self.batches == 1:
+            self.sums.clear()
+            self.stages.clear()
+        self.batches += 1
+        rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
+        counted: dict[str, float] = {"fetches": 1, "samples": rows, "cpu_s": cpu, "wall_s": wall}
+        counted["delay_s"] = min(queued, max(wall - cpu, 0.0))
+        for sums, added in ((self.sums, counted), (self.stages, self.pending)):
+            for name, spent in added.items():
+                sums[name] += spent
+        if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
             self.write()
         return data
 
@@ -83,61 +82,57 @@ class Fetching:
             return function(*args, **kwargs)
         finally:
             spent = self.clock() - started
-            self.pending[name] = self.pending.get(name, 0.0) + max(spent - self.inner, 0.0)
+            self.pending[name] += max(spent - self.inner, 0.0)
             self.inner = outer + spent
 
     def write(self) -> None:
         """Write atomically, because the file may be read at any time."""
         self.written = time.monotonic()
-        running = self.sums["fetches"] > 0
-        sums = {**self.sums, "stages": self.stages} if running else {**self.first, "first": True}
+        found = {"loader": self.loader, **self.sums, "stages": self.stages, "first": self.batches == 1}
         draft = self.file.with_suffix(".draft")
-        try:
-            draft.write_text(json.dumps({"loader": self.loader, **sums}))
+        with contextlib.suppress(OSError):  # the check has ended and removed its folder
+            draft.write_text(json.dumps(found))
             draft.replace(self.file)
-        except OSError:
-            return  # The check has ended and removed its folder.
 
 
-torch_loop: Callable[..., None] | None = None
-"""torch's worker loop, once replaced in this process or in its parent before a fork."""
+def fetching_now() -> Fetching | None:
+    """What counts the batch that this thread fetches."""
+    return getattr(_thread, "fetching", None)
 
 
-def worker_loop(folder: str, loader: int, *args: Any, **kwargs: Any) -> None:
-    """Loader's worker: run torch's worker loop with observed fetchers, forked or spawned."""
-    from torch.utils.data._utils.worker import _worker_loop
-    from torch.utils.data.dataloader import _DatasetKind
+class WorkerStart:
+    """A loader's `worker_init_fn` that also starts to observe its workers, forked or spawned."""
 
-    fetching = Fetching(Path(folder) / f"fetch-{loader}-{os.getpid()}.json", loader, time.process_time)
-    observe_fetchers(_DatasetKind, lambda: fetching)
-    try:
-        (torch_loop or _worker_loop)(*args, **kwargs)
-    finally:
-        if fetching.calls:
-            fetching.write()
+    def __init__(self, folder: Path, loader: int, given: Callable[[int], None] | None) -> None:
+        self.folder, self.loader = folder, loader
+        # A loader made from another one has that one's function.
+        self.given: Callable[[int], None] | None = given.given if isinstance(given, WorkerStart) else given
+
+    def __call__(self, worker: int) -> None:
+        if self.given is not None:
+            self.given(worker)
+        file = self.folder / f"fetch-{self.loader}-{os.getpid()}.json"
+        fetching = Fetching(file, self.loader, time.process_time)
+        observe_fetchers(lambda: fetching)
 
 
-def observe_fetchers(kinds: Any, current: Callable[[], Fetching | None]) -> None:
-    """Loader's worker and script's process: time every fetcher that torch creates from now on.
-
-    Args:
-        kinds: torch's `_DatasetKind`.
-        current: returns the counter for the next fetcher.
-    """
+def observe_fetchers(current: Callable[[], Fetching | None]) -> None:
+    """Time every fetcher that torch creates from now on in this process by the counter of that moment."""
+    kinds = sys.modules["torch.utils.data.dataloader"]._DatasetKind
     original = getattr(kinds.create_fetcher, "__wrapped__", kinds.create_fetcher)
 
     @functools.wraps(original)
     def create_fetcher(kind: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         # A loader within a dataset is part of the cost of the batch.
-        creating = getattr(_now, "creating", False)
-        fetching = None if creating or getattr(_now, "fetching", None) else current()
+        creating = getattr(_thread, "creating", False)
+        fetching = None if creating or fetching_now() else current()
         if fetching is not None:
             time_transforms(dataset)
-        _now.creating = True
+        _thread.creating = True
         try:
             fetcher = original(kind, dataset, *args, **kwargs)
         finally:
-            _now.creating = creating
+            _thread.creating = creating
         if fetching is not None:
             fetcher.collate_fn = timed("collate", fetcher.collate_fn)
             fetcher.fetch = functools.partial(fetching.fetch, fetcher.fetch)
@@ -146,90 +141,79 @@ def observe_fetchers(kinds: Any, current: Callable[[], Fetching | None]) -> None
     kinds.create_fetcher = staticmethod(create_fetcher)
 
 
-def timed(name: str, function: Callable[..., Any], names: dict[int, str] | None = None) -> Any:
-    """Loader's worker: wrap a function to time it as a stage during a fetch.
-
-    Args:
-        name: name of the stage.
-        function: function to wrap; returned unchanged if already timed.
-        names: names of the objects by id, if `function` is the `__call__` of their class.
-    """
-    if getattr(function, "stoker_timed", False):
-        return function
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        fetching: Fetching | None = getattr(_now, "fetching", None)
-        if fetching is None:
-            return function(*args, **kwargs)
-        return fetching.stage(names.get(id(args[0]), name) if names else name, function, args, kwargs)
-
-    functools.update_wrapper(call, function, updated=())
-    call.stoker_timed = True  # type: ignore[attr-defined]
-    return call
-
-
-_names: dict[int, str] = {}
-_kept: list[Any] = []
-"""References to the named transforms, so that their ids are not reused."""
-
-
 def time_transforms(dataset: Any) -> None:
-    """Loader's worker: find and time the transforms of a dataset and its wrapped datasets."""
+    """Time the transforms of a dataset and of the datasets within."""
     alike: Counter[type] = Counter()
     for holder, key, stage in list(stages_of(dataset)):
-        cls = type(stage)
-        if cls.__module__ in ("builtins", "functools"):
+        kind = type(stage)
+        if kind.__module__ in ("builtins", "functools"):
             wrapped = timed(function_name(stage), stage)
             if isinstance(holder, list):
                 holder[key] = wrapped
             else:
                 setattr(holder, key, wrapped)
             continue
-        alike[cls] += 1
-        if id(stage) not in _names:
-            _kept.append(stage)
-            _names[id(stage)] = f"{cls.__name__} {alike[cls]}" if alike[cls] > 1 else cls.__name__
+        alike[kind] += 1
+        _names.setdefault(id(stage), (f"{kind.__name__} {alike[kind]}".removesuffix(" 1"), stage))
         with contextlib.suppress(TypeError):  # a class written in C cannot be patched
-            cls.__call__ = timed(cls.__name__, cls.__call__, _names)
+            kind.__call__ = timed("", kind.__call__)
 
 
-def stages_of(dataset: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Loader's worker: yield (holder, attribute or index, transform)."""
-    seen: set[int] = set()
+_names: dict[int, tuple[str, Any]] = {}
+"""By id: the name of a transform, and itself, so that its id is not reused."""
+
+
+def timed(name: str, function: Callable[..., Any]) -> Any:
+    """Wrap a function to time it as a stage during a fetch.
+
+    Args:
+        name: of the stage; empty if `function` is the `__call__` of a class, whose objects have names.
+        function: returned unchanged if already timed.
+    """
+    if hasattr(function, "stoker_timed"):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (fetching := fetching_now()) is None:
+            return function(*args, **kwargs)
+        own = name or _names.get(id(args[0]), (type(args[0]).__name__,))[0]
+        return fetching.stage(own, function, args, kwargs)
+
+    functools.update_wrapper(call, function, updated=())
+    call.stoker_timed = True  # type: ignore[attr-defined]
+    return call
+
+
+def stages_of(
+    holder: Any, inside: bool = False, depth: int = 0, seen: set[int] | None = None
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (holder, attribute or index, transform) of a dataset, or of a transform if `inside`."""
+    seen = set() if seen is None else seen
+    if id(holder) in seen or depth > DEPTH or not hasattr(holder, "__dict__"):
+        return
+    seen.add(id(holder))
     dataset_class = sys.modules["torch.utils.data.dataset"].Dataset
-
-    def visit(holder: Any, inside: bool, depth: int) -> Iterator[tuple[Any, Any, Any]]:
-        if id(holder) in seen or depth > DEPTH or not hasattr(holder, "__dict__"):
-            return
-        seen.add(id(holder))
-        for key, value in {**vars(holder), **(vars(holder).get("_modules") or {})}.items():
-            if (key in WRAPPED or isinstance(value, dataset_class)) and not inside:
-                for one in value if isinstance(value, list | tuple) else [value]:
-                    yield from visit(one, False, depth + 1)
-            elif isinstance(value, list) and (inside or is_transform(key, value)):
-                for number, one in enumerate(value):
-                    if callable(one) and not isinstance(one, type):
-                        yield value, number, one
-                        yield from visit(one, True, depth + 1)
-            elif callable(value) and is_transform(key, value) and not isinstance(value, type):
-                yield holder, key, value
-                yield from visit(value, True, depth + 1)
-
-    yield from visit(dataset, False, 0)
+    for key, value in {**vars(holder), **(vars(holder).get("_modules") or {})}.items():
+        if not inside and (key in WRAPPED or isinstance(value, dataset_class)):
+            for one in value if isinstance(value, list | tuple) else [value]:
+                yield from stages_of(one, False, depth + 1, seen)
+        elif is_transform(key, value) or (inside and isinstance(value, list)):
+            places = enumerate(value) if isinstance(value, list) else [(key, value)]
+            for at, one in list(places):
+                if callable(one) and not isinstance(one, type):
+                    yield value if isinstance(value, list) else holder, at, one
+                    yield from stages_of(one, True, depth + 1, seen)
 
 
 def is_transform(key: str, value: Any) -> bool:
-    """Loader's worker: whether an attribute is a transform, by its name or its module."""
+    """Whether an attribute is a transform, by its name or its module."""
     made_by = type(value).__module__
-    return (
-        "transform" in key.lower()
-        or "augment" in key.lower()
-        or made_by.startswith(("torchvision.transforms", "albumentations"))
-    )
+    named = "transform" in key.lower() or "augment" in key.lower()
+    return named or made_by.startswith(("torchvision.transforms", "albumentations"))
 
 
 def function_name(function: Any) -> str:
-    """Loader's worker: `resize`, or `lambda (train.py:12)`."""
+    """`resize`, or `lambda (train.py:12)`."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
@@ -240,29 +224,17 @@ def function_name(function: Any) -> str:
 
 
 def time_decoders() -> None:
-    """Loader's worker: time the decoders of the imported libraries."""
+    """Time the decoders of the imported libraries."""
     for module, paths in DECODERS.items():
-        if (holder := sys.modules.get(module)) is None:
-            continue
-        for path in paths:
+        for path in paths if module in sys.modules else ():
             *outer, name = path.split(".")
-            owner = functools.reduce(getattr, outer, holder)
+            owner = functools.reduce(getattr, outer, sys.modules[module])
             if hasattr(owner, name):
                 setattr(owner, name, timed("decode", getattr(owner, name)))
 
 
-def draws(stage: str) -> bool:
-    """Anywhere: guess from its name whether a transform is random."""
-    return any(word in stage.lower() for word in (*DRAWS, "lambda", "dropout", "gaussianblur"))
-
-
-def rows(index: Any, data: Any) -> int:
-    """Loader's worker: number of samples of a fetch: its indices, or the rows of its result."""
-    return len(index) if isinstance(index, list | tuple) else first_length(data) or 1
-
-
 def first_length(data: Any) -> int | None:
-    """Script's process: first dimension of the first tensor or array in a batch."""
+    """First dimension of the first tensor or array in a batch."""
     if hasattr(data, "shape"):
         return int(data.shape[0]) if len(data.shape) else None
     if isinstance(data, Mapping):
@@ -273,7 +245,7 @@ def first_length(data: Any) -> int | None:
 
 
 def queued_s() -> float:
-    """Loader's worker: seconds that this thread waited for a CPU; 0 if unknown."""
+    """Seconds that this thread waited for a CPU; 0 if unknown."""
     try:
         with open("/proc/thread-self/schedstat") as file:  # noqa: PTH123 - read for every batch
             return int(file.read().split()[1]) / 1e9

@@ -1,4 +1,4 @@
-"""Anywhere: computes the waiting share of a step from the times of batch requests. Pure.
+"""Computes the waiting share of a step from the times of batch requests. Pure.
 
 asked ──wait── got ──────── compute ──────── asked ──wait── got …
   └──────────────── one step ─────────────────┘
@@ -10,7 +10,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LEAST_STEPS = 10
 """Smallest number of steps for a verdict."""
@@ -29,7 +30,7 @@ TRAINS, TRAINED = 0.2, 3
 
 @dataclass
 class Take:
-    """Script's process: one call of a loader's next()."""
+    """One call of a loader's next()."""
 
     loader: int
     epoch: int
@@ -41,9 +42,8 @@ class Take:
     """Whether it returned no batch because the epoch ended."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """Anywhere: the time from one batch request to the next."""
+class Step(NamedTuple):
+    """The time from one batch request to the next."""
 
     epoch: int
     number: int
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass
 class Loader:
-    """Script's process: one loader of the script, described by its attributes."""
+    """One loader of the script, described by its attributes."""
 
     place: str
     """Where the script iterates over it: `train.py:31`."""
@@ -84,7 +84,6 @@ class Loader:
 
     @property
     def trains(self) -> bool:
-        """Whether its batches are followed by optimizer steps."""
         return self.trained >= max(TRAINED, TRAINS * self.optimizer_steps)
 
     @property
@@ -100,7 +99,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class Share:
-    """Anywhere: a share of time with its uncertainty."""
+    """A share of time with its uncertainty."""
 
     value: float
     spread: float
@@ -108,35 +107,30 @@ class Share:
 
 
 def training(loaders: Sequence[Loader]) -> int | None:
-    """Anywhere: the index of the training loader, by optimizer steps, then gradients, then batches."""
+    """The index of the training loader, by optimizer steps, then gradients, then batches."""
     seen = [n for n, loader in enumerate(loaders) if loader.batches]
     key = lambda n: (loaders[n].trains, loaders[n].with_grad, loaders[n].batches)  # noqa: E731
     return max(seen, key=key) if seen else None
 
 
 def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[Step]:
-    """Anywhere: the steps of a loader's loop.
+    """The steps of a loader's loop.
 
     Includes waiting for other training loaders, as with two zipped ones. Skips steps in which a loader that
     does not train was iterated or an epoch ended.
     """
-    own = [i for i, take in enumerate(takes) if take.loader == of]
+    along = [n == of or (loader.trains and loaders[of].trains) for n, loader in enumerate(loaders)]
     steps = []
-    for here, there in itertools.pairwise(own):
-        first, last = takes[here], takes[there]
-        inside = takes[here:there]
-        foreign = any(
-            t.loader != of and not (loaders[of].trains and loaders[t.loader].trains) for t in inside
-        )
-        if first.ended or foreign or first.epoch != last.epoch:
-            continue
-        wait = sum(take.got - take.asked for take in inside)
-        steps.append(Step(first.epoch, first.number, last.asked - first.asked, wait))
+    for here, there in itertools.pairwise(i for i, take in enumerate(takes) if take.loader == of):
+        first, last, inside = takes[here], takes[there], takes[here:there]
+        if not first.ended and first.epoch == last.epoch and all(along[take.loader] for take in inside):
+            wait = sum(take.got - take.asked for take in inside)
+            steps.append(Step(first.epoch, first.number, last.asked - first.asked, wait))
     return steps
 
 
 def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steps of the steady state.
+    """The steps of the steady state.
 
     Workers deliver in turn, and late ones together, so only whole rounds of each epoch count.
     """
@@ -149,7 +143,7 @@ def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
 
 
 def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steady steps, or all but the script's first if epochs are too short.
+    """The steady steps, or all but the script's first if epochs are too short.
 
     The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
     """
@@ -158,18 +152,18 @@ def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
         return found
     starts = {(epoch, 0): spent for epoch, spent in enumerate(loader.starts)}
     return [
-        replace(step, whole=step.whole + started, wait=step.wait + started)
+        step._replace(whole=step.whole + started, wait=step.wait + started)
         for step in steps[STARTING:]
         for started in [starts.get((step.epoch, step.number), 0.0)]
     ]
 
 
 def waiting(steps: Sequence[Step]) -> Share:
-    """Anywhere: the share of step time spent waiting for data."""
+    """The share of step time spent waiting for data."""
     whole = sum(step.whole for step in steps)
+    value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
     if len(steps) < LEAST_STEPS or whole <= 0:
-        return Share(sum(step.wait for step in steps) / whole if whole > 0 else 0.0, 1.0)
-    value = sum(step.wait for step in steps) / whole
+        return Share(value, 1.0)
     # Block jackknife, because neighbouring steps are correlated.
     edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
     without = []
@@ -181,26 +175,20 @@ def waiting(steps: Sequence[Step]) -> Share:
 
 
 def enough(steps: Sequence[Step], loader: Loader, wanted: int | None) -> bool:
-    """Script's process: whether there are enough steps for a verdict.
-
-    Args:
-        steps: the loader's steps so far.
-        loader: a training loader.
-        wanted: requested number of steps; None: until the share is certain.
-    """
+    """Whether the steps so far are enough: `wanted` ones, or None: until the share is certain."""
     found = steady(steps, loader)
     if not found and steps and steps[-1].epoch >= 2:
         found = judged(steps, loader)
     if wanted is not None:
         return len(found) >= wanted
-    if len(found) < max(STEPS, 3 * loader.num_workers):
-        return len(found) >= LEAST_STEPS and sum(step.whole for step in found) > LONG_S
     long = sum(step.whole for step in found) > LONG_S
+    if len(found) < max(STEPS, 3 * loader.num_workers):
+        return len(found) >= LEAST_STEPS and long
     return long or len(found) >= MOST_STEPS or waiting(found).spread <= SURE
 
 
 def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:
-    """Anywhere: typical seconds from the start of an epoch to its first batch; None if unknown."""
+    """Typical seconds from the start of an epoch to its first batch; None if unknown."""
     firsts = {take.epoch: take.got - take.asked for take in takes if take.loader == of and take.number == 0}
     found = [first + loader.starts[epoch] for epoch, first in firsts.items() if epoch < len(loader.starts)]
     # A persistent loader starts processes only once.

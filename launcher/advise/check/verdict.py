@@ -1,12 +1,15 @@
-"""Laptop: the verdict on an observed training script, and what would help. Pure."""
+"""The verdict on an observed training script, and what would help on this machine. Pure."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.advise.advice import Measured, table_name
 from launcher.advise.check.timeline import (
     LEAST_STEPS,
     STARTING,
@@ -20,30 +23,35 @@ from launcher.advise.check.timeline import (
     training,
     waiting,
 )
-from launcher.advise.size.candidates import Measured
-from launcher.advise.size.measure import (
-    ASSUMED_SPREAD,
-    FEED_S,
-    RECEIVE_BYTES,
-    RECEIVE_S,
-    RUN_SPREAD,
-    efficiency_note,
-    table_name,
-)
 from stoker.errors import UsageError
 from stoker.events import prices
-from stoker.events.advice import INPUT_BOUND
+from stoker.events.advice import DEAR_STAGE, INPUT_BOUND
 from stoker.figures import count_of
 
 UNSURE, UNCERTAIN = 0.05, 0.15
 """A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
 promise anything between 1.5 and 2.9 times the speed."""
 ADVISED_STEPS = 1000
+AROUND = ("__getitem__", "collate")
+"""Stages of every loader."""
+DRAWS = ("random", "jitter", "augment", "trivial", "augmix", "erasing", "elastic", "mixup", "cutmix", "noise")
+"""Words in the names of random transforms."""
+SLACK = 1.05
+"""Spare workers, because batches vary."""
+FAIR = 0.5
+"""CPUs that another process gets on a busy machine."""
+BLOCKED = 0.2
+"""From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
+QUEUED = 0.1
+"""From this share of a fetch on, queueing means that there are too few CPUs here."""
+CACHEABLE = 0.2
+SLOW_START = 0.05
+"""From this share of an epoch on, its start is mentioned."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Laptop: the cost of fetching a sample, in the processes that do it."""
+    """The cost of fetching a sample, in the processes that do it."""
 
     cpu_s: float
     blocked_s: float
@@ -60,10 +68,15 @@ class Fetched:
         """Seconds per sample for which a worker is occupied if CPUs are free."""
         return self.cpu_s + self.blocked_s
 
+    @property
+    def whole_s(self) -> float:
+        """Seconds per sample for which a worker was occupied."""
+        return self.slot_s + self.queued_s
+
 
 @dataclass(frozen=True)
 class Checked:
-    """Laptop: the assessment of one loader of the script."""
+    """The assessment of one loader of the script."""
 
     number: int
     """In the order in which the script first used its loaders."""
@@ -96,32 +109,25 @@ class Checked:
 
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
-    """Laptop: totals of all processes that fetched for one loader; None if there were none."""
+    """Totals of all processes that fetched for one loader; None if there were none."""
     # The first fetch of a process imports and opens things; it counts only if there is nothing else.
     sums = [one for one in sums if not one.get("first")] or sums
-    samples = sum(one["samples"] for one in sums)
-    fetches = sum(one["fetches"] for one in sums)
+    samples, fetches, cpu, wall, queued = (
+        sum(one[name] for one in sums) for name in ("samples", "fetches", "cpu_s", "wall_s", "delay_s")
+    )
     if not samples:
         return None
-    cpu, wall, queued = (sum(one[name] for one in sums) for name in ("cpu_s", "wall_s", "delay_s"))
-    stages: dict[str, float] = {}
-    for one in sums:
-        for name, spent in one["stages"].items():
-            stages[name] = stages.get(name, 0.0) + spent
-    return Fetched(
-        cpu_s=cpu / samples,
-        blocked_s=max(wall - cpu - queued, 0.0) / samples,
-        queued_s=queued / samples,
-        stages={name: spent / samples for name, spent in stages.items()},
-        samples_per_batch=samples / fetches,
-        batches=int(fetches),
-    )
+    stages: defaultdict[str, float] = defaultdict(float)
+    for name, spent in itertools.chain.from_iterable(one["stages"].items() for one in sums):
+        stages[name] += spent / samples
+    blocked_s, queued_s = max(wall - cpu - queued, 0.0) / samples, queued / samples
+    return Fetched(cpu / samples, blocked_s, queued_s, dict(stages), samples / fetches, int(fetches))
 
 
 def checked(
     seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: str, wanted: int | None = None
 ) -> list[Checked]:
-    """Laptop: all loaders of a script, starting with the one for training.
+    """All loaders of a script, starting with the one for training.
 
     Args:
         seen: records of the script's process about its loaders.
@@ -140,22 +146,23 @@ def checked(
             f"{script}: no torch DataLoader was iterated in its process; `check` needs a script that reads"
             " its batches from one (torch.utils.data.DataLoader or a subclass)"
         )
-    found = [
-        judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]), wanted)
-        for number in sorted(range(len(loaders)), key=lambda n: n != main)
-        if loaders[number].batches
-    ]
+    place = loaders[main].place
     if loaders[main].ours:
         raise UsageError(
-            f"{script}: its DataLoader ({loaders[main].place}) is already stoker's: read its waiting in"
+            f"{script}: its DataLoader ({place}) is already stoker's: read its waiting in"
             " the report of its job, or check the script with torch's DataLoader"
         )
     if loaders[main].in_thread:
         raise UsageError(
             f"{script}: another thread than the one that trains takes batches from its DataLoader"
-            f" ({loaders[main].place}), so the time in next() is not the time that training waits; run check"
+            f" ({place}), so the time in next() is not the time that training waits; run check"
             " without that thread"
         )
+    found = [
+        judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]), wanted)
+        for number in sorted(range(len(loaders)), key=lambda n: n != main)
+        if loaders[number].batches
+    ]
     if found[0].steps < LEAST_STEPS:
         raise UsageError(
             f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least"
@@ -167,7 +174,7 @@ def checked(
 def judge(
     loaders: Sequence[Loader], takes: Sequence[Take], number: int, fetched: Fetched | None, wanted: int | None
 ) -> Checked:
-    """Laptop: assess one loader, from at most the requested number of steps."""
+    """Assess one loader, from at most the requested number of steps."""
     loader = loaders[number]
     steps = steps_of(takes, loaders, number)
     kept = judged(steps, loader)[:wanted]
@@ -187,7 +194,7 @@ def judge(
 
 
 def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measured | None:
-    """Laptop: the limits model's input; None if the cost of fetching was not observed.
+    """The limits model's input; None if the cost of fetching was not observed.
 
     Args:
         one: the loader for training.
@@ -196,52 +203,42 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
     """
     if one.fetched is None or one.compute_s <= 0:
         return None
-    own = one.samples_per_step / one.compute_s
-    spread = 0.0
+    found, spread = dict(rates), 0.0
     note = "samples/s of the GPU: from --gpu-samples-per-s"
-    found = dict(rates)
-    if not found:
+    if not rates:
+        own = one.samples_per_step / one.compute_s
         known = table_name(gpu) if gpu else None
         found, spread = {known or "": own}, one.share.spread / (1 - one.share.value)
-        what = f"its {gpu}" if gpu else "its CPUs"
-        note = f"assumes a GPU there trains as fast as this machine ({what}), {own:,.0f} samples/s"
-        note = note if known is None else f"samples/s of the GPU: {own:,.0f} as here, on {what}"
-        note += "" if known else "; correct it with --gpu-samples-per-s"
-    size = one.bytes_per_step / one.samples_per_step
-    scale = size / RECEIVE_BYTES
-    return Measured(
+        note = f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"
+        if known is None:
+            note = (
+                f"assumes a GPU there trains as fast as this machine (its {gpu or 'CPUs'}), {own:,.0f}"
+                " samples/s; correct it with --gpu-samples-per-s"
+            )
+    return Measured.received(
+        one.bytes_per_step / one.samples_per_step,
+        ["one vCPU counts as one core of this machine; correct it with --cpu-speed", note],
         cpu_s=max(one.fetched.slot_s, 1e-9),
-        cpu_spread=RUN_SPREAD,
-        bytes_per_sample=size,
-        receive_s=RECEIVE_S * scale,
-        other_s=FEED_S * scale,
-        serial_s=FEED_S * scale / 3,
-        receive_spread=ASSUMED_SPREAD,
         gpu_samples_per_s=found,
         gpu_spread=spread,
-        notes=[
-            "one vCPU counts as one core of this machine; correct it with --cpu-speed",
-            note,
-            f"receiving: assumed {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %",
-            efficiency_note(),
-        ],
     )
 
 
 def usual_gpu_host(gpu: str | None, default: str) -> str:
-    """Laptop: the smallest instance with this machine's GPU, else the default."""
+    """The smallest instance with this machine's GPU, else the default."""
     name = table_name(gpu) if gpu else None
     return next((m.type for m in prices.MACHINES.values() if name and m.gpu_name == name), default)
 
 
 def headline(one: Checked) -> list[str]:
-    """Laptop: the verdict."""
-    percent = f"{100 * one.share.value:.0f} % (± {100 * one.share.spread:.0f})"
+    """The verdict."""
+    share = one.share
+    percent = f"{100 * share.value:.0f} % (± {100 * share.spread:.0f})"
     of = f"{one.steps} steps of {duration(one.step_s)}"
     if not one.certain:
-        low, high = (100 * min(max(one.share.value + side * one.share.spread, 0), 1) for side in (-1, 1))
+        low, high = (100 * min(max(share.value + side * share.spread, 0), 1) for side in (-1, 1))
         # The spread falls with the square root of the number of steps.
-        steps = min(math.ceil(one.steps * (one.share.spread / UNSURE) ** 2 / 100) * 100, ADVISED_STEPS)
+        steps = min(math.ceil(one.steps * (share.spread / UNSURE) ** 2 / 100) * 100, ADVISED_STEPS)
         return [
             f"too uncertain to judge: {low:.0f} to {high:.0f} % of each step waits for data ({of}); measure"
             f" more: --steps {max(steps, 2 * one.steps)}, with enough data or epochs for it"
@@ -252,12 +249,12 @@ def headline(one: Checked) -> list[str]:
     return [
         f"input-bound: {percent} of each step waits for data ({of})",
         f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
-        f" {now:,.0f}, {speed_up(one.share)} as fast",
+        f" {now:,.0f}, {speed_up(share)} as fast",
     ]
 
 
 def speed_up(share: Share) -> str:
-    """Laptop: how much faster training would be if data were never late, at both ends of the uncertainty."""
+    """How much faster training would be if data were never late, at both ends of the uncertainty."""
     low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
     least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
     if share.value + share.spread >= 1:
@@ -266,5 +263,97 @@ def speed_up(share: Share) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Laptop: `2.5 s`, `120 ms`."""
+    """`2.5 s`, `120 ms`."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
+    """What would help without further hosts.
+
+    Args:
+        one: the loader for training.
+        cpus: available to the script here.
+        idle: share of this machine's CPU time that was unused.
+    """
+    fetched = one.fetched if one.waits else None
+    workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
+    return [*workers, *_restarts(one), *(_cheaper(fetched.stages) if fetched else [])]
+
+
+def _workers(one: Checked, fetched: Fetched, cpus: float, idle: float | None) -> str:
+    """Whether more workers here would remove the wait."""
+    batch, now = one.samples_per_step, one.loader.num_workers
+    needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
+    cpus_needed = fetched.cpu_s * batch / one.compute_s
+    used = fetched.cpu_s * batch / one.step_s
+    # One CPU is for the script itself; CPUs used by other work are not available, except for a fair share.
+    most = max(cpus - 1, 1)
+    free = most if idle is None else min(most, max(idle * cpus + used, FAIR))
+    blocked, queued = (part / max(fetched.whole_s, 1e-9) for part in (fetched.blocked_s, fetched.queued_s))
+    if cpus_needed > free:
+        late = 100 * (1 - free / cpus_needed)
+        return (
+            f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
+            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
+        )
+    if needed > now:
+        few = " of a fetch (storage, network), so they need few CPUs"
+        why = f"; a worker itself waits {100 * blocked:.0f} %{few}" if blocked > BLOCKED else ""
+        return (
+            f"num_workers={needed} instead of {now} would fix this on this machine:"
+            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch{why}"
+        )
+    if queued > QUEUED:
+        return (
+            f"{now} workers would be enough if CPUs were free: a fetch waits {100 * queued:.0f} % of its time"
+            f" for one of the {cpus:g} here"
+        )
+    return (
+        f"{now} workers should be enough for this cost of fetching: some batches take much longer than"
+        " others, or their transfer to the script is slow; try a larger prefetch_factor"
+    )
+
+
+def _restarts(one: Checked) -> list[str]:
+    """Whether each epoch spends much on starting workers."""
+    loader, start, length = one.loader, one.start_s or 0.0, one.loader.length
+    if not loader.num_workers or loader.persistent or one.whole_epochs or not length:
+        return []
+    share = start / (start + length * one.step_s)
+    if share < SLOW_START or (len(loader.starts) <= 1 and loader.batches > length):
+        return []
+    return [
+        f"each epoch of {length} batches spends {duration(start)} on starting workers,"
+        f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
+    ]
+
+
+def _cheaper(stages: Mapping[str, float]) -> list[str]:
+    """What would make fetching itself cheaper."""
+    total = sum(stages.values())
+    if total <= 0:
+        return []
+    lines, decode = [], stages.get("decode", 0.0)
+    own = {name: spent for name, spent in stages.items() if name not in (*AROUND, "decode")}
+    if decode >= DEAR_STAGE * total:
+        lines.append(
+            f"decoding takes {100 * decode / total:.0f} % of the CPU time: a faster decoder (simplejpeg,"
+            " torchvision.io), or files no larger than the script needs"
+        )
+    fixed = [*(["decode"] if decode else []), *itertools.takewhile(lambda name: not draws(name), own)]
+    share = sum(stages[name] for name in fixed) / total
+    if share >= CACHEABLE:
+        takes, names = ("take", "their names, they draw") if fixed[1:] else ("takes", "its name, it draws")
+        lines.append(
+            f"a cache: {', '.join(fixed)} {takes} {100 * share:.0f} % of the CPU time; judging by {names}"
+            " nothing random, so the result is the same in every epoch"
+        )
+    name = max(own, key=lambda n: own[n], default="")
+    if name and own[name] >= DEAR_STAGE * total:
+        lines.append(f"{name} takes {100 * own[name] / total:.0f} % of the CPU time: make it cheaper first")
+    return lines
+
+
+def draws(stage: str) -> bool:
+    """Guess from its name whether a transform is random."""
+    return any(word in stage.lower() for word in (*DRAWS, "lambda", "dropout", "gaussianblur"))

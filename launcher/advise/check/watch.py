@@ -1,15 +1,21 @@
-"""Script's process: records every next() of every loader, and ends the script after enough steps.
+"""Script's process: `python watch.py FOLDER STEPS SCRIPT [arguments]`.
 
-Patches torch's `DataLoader.__iter__` and iterators in this process, not the script. Subclasses and the
-loaders of Accelerate and Lightning use these, too; any other iterator is wrapped.
+Runs a training script like `python SCRIPT`, records every next() of every loader once torch is imported, and
+ends the script after enough steps. STEPS is a number or `auto`. Patches torch's `DataLoader.__iter__` and
+iterators in this process, not the script. Subclasses and the loaders of Accelerate and Lightning use these,
+too; any other iterator is wrapped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import json
 import os
+import runpy
+import signal
 import sys
 import threading
 import time
@@ -21,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import stoker
-from launcher.advise.check import fetching
-from launcher.advise.check.fetching import Fetching, first_length, observe_fetchers
-from launcher.advise.check.gpu_clock import GpuClock
+from launcher.advise.check.fetching import Fetching, WorkerStart, first_length, observe_fetchers
 from launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 from stoker.hosts.machine import cpu_times, cpus
 
 RESULT = "result.json"
+OBSERVED = "torch.utils.data.dataloader"
 SIZED = 20
 """Number of batches whose samples and bytes are counted."""
 UNTRAINED_S = 30.0
@@ -38,65 +43,82 @@ IGNORED = 3
 
 
 class Enough(BaseException):
-    """Script's process: ends the script; a BaseException, so that `except Exception` does not catch it."""
+    """Ends the script; a BaseException, so that `except Exception` does not catch it."""
+
+
+class GpuClock:
+    """Timestamps on the current CUDA stream, without synchronising steps.
+
+    An event recorded before next() completes once the GPU has finished all earlier work. The time between it
+    and the event after next() is the time that the GPU waited, however far ahead of it the script runs.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        torch.cuda.synchronize()
+        self.zero, self.base = time.monotonic(), self.mark()
+        self.name = str(torch.cuda.get_device_name())
+
+    def mark(self) -> Any:
+        """Record an event."""
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, moments: list[Any], wait: bool) -> list[float | None]:
+        """Events as seconds on this process's clock; None for events that the GPU has not reached."""
+        if wait:
+            self.torch.cuda.synchronize()
+        return [moment if isinstance(moment, float) else self._seconds(moment, wait) for moment in moments]
+
+    def _seconds(self, event: Any, reached: bool) -> float | None:
+        return self.zero + self.base.elapsed_time(event) / 1000 if reached or event.query() else None
 
 
 class Watch:
-    """Script's process: observations of its loaders."""
+    """Observations of the script's loaders."""
 
     def __init__(self, folder: Path, wanted: int | None) -> None:
         self.folder, self.wanted = folder, wanted
         self.loaders: list[Loader] = []
         self.takes: list[Take] = []
+        self.fetchings: list[Fetching] = []
+        """One per loader, for what this process fetches itself."""
+        self.fetching: Fetching | None = None
         self.clock: GpuClock | None = None
-        self.since_step: set[int] = set()
-        self.threads: dict[int, int] = {}
+        self.since_step: dict[int, int] = {}
+        """Thread that took batches of each loader since the last optimizer step."""
         self.rounds = 0
         self.begun: dict[int, int] = {}
         """Round in which the first batch of each loader was trained."""
-        self.hooked = self.over = False
+        self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
         """Overhead of observing, excluded from steps."""
         self.process = os.getpid()
         self.raised = 0
         self.cpu: list[tuple[float, float]] = []
-        self.fetchings: list[Fetching] = []
-        self.fetching: Fetching | None = None
+        """CPU times at the first batch and at the end."""
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._same: dict[tuple[Any, ...], int] = {}
         self._datasets: list[Any] = []
+        """So that their ids are not reused."""
         self._lock = threading.RLock()
         self._thread = threading.local()
-
-    @property
-    def _inside(self) -> bool:
-        """Whether this thread is already in a next()."""
-        return getattr(self._thread, "inside", False)
-
-    @_inside.setter
-    def _inside(self, inside: bool) -> None:
-        self._thread.inside = inside
 
     def observe(self, module: Any) -> None:
         """Patch the newly imported `torch.utils.data.dataloader`."""
         watch, base = self, module._BaseDataLoaderIter
         original_init, original_next = base.__init__, base.__next__
         original_iter = module.DataLoader.__iter__
-        fetching.torch_loop = module._utils.worker._worker_loop
 
         @functools.wraps(original_init)
         def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            number = watch.number(loader)
-            iterator.stoker_loader = number
-            file = watch.folder / f"fetch-{number}-{os.getpid()}.json"
-            watch.fetching = next((f for f in watch.fetchings if f.loader == number), None)
-            if watch.fetching is None:
-                watch.fetching = Fetching(file, number, own_clock)
-                watch.fetchings.append(watch.fetching)
-            # Set before the constructors of subclasses start workers, which need it.
-            worker_loop = functools.partial(fetching.worker_loop, str(watch.folder), number)
-            module._utils.worker._worker_loop = worker_loop
+            number = iterator.stoker_loader = watch.number(loader)
+            watch.fetching = watch.fetchings[number]
+            # Before the constructors of subclasses start workers, which need it.
+            if getattr(loader, "num_workers", 0):
+                loader.worker_init_fn = WorkerStart(watch.folder, number, loader.worker_init_fn)
             original_init(iterator, loader, *args, **kwargs)
 
         @functools.wraps(original_next)
@@ -111,47 +133,47 @@ class Watch:
             return iterator if isinstance(iterator, base) else Observed(iterator, watch, number)
 
         base.__init__, base.__next__, module.DataLoader.__iter__ = init, take, iterate
-        # For fetchers in this process only; workers set it in their loop.
-        observe_fetchers(module._DatasetKind, lambda: watch.fetching)
+        # For fetchers in this process only; workers set theirs when they start.
+        observe_fetchers(lambda: watch.fetching)
 
     def number(self, loader: Any) -> int:
         """Index of a loader; a loader that is recreated in each epoch keeps its index."""
         with self._lock:
-            if loader in self._numbers:
-                return self._numbers[loader]
-            places = user_places()
-            dataset = getattr(loader, "dataset", None)
-            key = (tuple(places), id(dataset))
-            if key not in self._same:
-                self._same[key] = len(self.loaders)
-                self._datasets.append(dataset)  # so that its id is not reused
-                self.loaders.append(about(loader, dataset, places))
-            self._numbers[loader] = self._same[key]
-            return self._same[key]
+            if loader not in self._numbers:
+                places, dataset = user_places(), getattr(loader, "dataset", None)
+                key = (tuple(places), id(dataset))
+                if key not in self._same:
+                    number = self._same[key] = len(self.loaders)
+                    self._datasets.append(dataset)
+                    self.loaders.append(about(loader, dataset, places))
+                    file = self.folder / f"fetch-{number}-{os.getpid()}.json"
+                    self.fetchings.append(Fetching(file, number, own_clock))
+                self._numbers[loader] = self._same[key]
+            return self._numbers[loader]
 
     def take(self, number: int | None, following: Callable[[], Any]) -> Any:
         """Time a next()."""
-        if number is None or self._inside or os.getpid() != self.process:
+        if number is None or getattr(self._thread, "inside", False) or os.getpid() != self.process:
             return following()  # a nested loader, or one in a worker
         began = time.monotonic()
         self.look()
         self.own_s += time.monotonic() - began
-        loader = self.loaders[number]
-        asked, ended, self._inside = self.now(), True, True
+        asked, ended, self._thread.inside = self.now(), True, True
         try:
             data = following()
             ended = False
             return data
         finally:
-            self._inside = False
+            self._thread.inside = False
             got, began = self.now(), time.monotonic()
             self.note(number, asked, got, ended)
             if not ended:
-                self.size(loader, data)
+                self.size(self.loaders[number], data)
             self.own_s += time.monotonic() - began
 
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
         """Record a take with its index in the epoch."""
+        torch: Any = sys.modules["torch"]
         loader = self.loaders[number]
         epoch = max(len(loader.starts) - 1, 0)
         with self._lock:
@@ -161,16 +183,13 @@ class Watch:
             if ended:
                 return
             loader.batches += 1
-            torch: Any = sys.modules["torch"]
-            loader.with_grad += torch.is_grad_enabled()
-            self.threads[number] = threading.get_ident()
             if torch.is_grad_enabled():
-                self.since_step.add(number)
-            if not self.hooked:
+                loader.with_grad += 1
+                self.since_step[number] = threading.get_ident()
+            if not self.cpu:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
                 register_optimizer_step_post_hook(self.stepped)
-                self.hooked = True
                 self.cpu.append(cpu_times())
 
     def stepped(self, *_: Any) -> None:
@@ -178,15 +197,12 @@ class Watch:
 
         Several optimizers on the same batches, as in a GAN, count once.
         """
-        if not self.since_step:
-            return
-        self.rounds += 1
-        for number in self.since_step:
+        self.rounds += bool(self.since_step)
+        for number, thread in self.since_step.items():
             loader = self.loaders[number]
-            self.begun.setdefault(number, self.rounds)
             loader.trained += 1
-            loader.optimizer_steps = self.rounds - self.begun[number] + 1
-            loader.in_thread |= self.threads.get(number, threading.get_ident()) != threading.get_ident()
+            loader.optimizer_steps = self.rounds - self.begun.setdefault(number, self.rounds) + 1
+            loader.in_thread |= thread != threading.get_ident()
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
@@ -214,10 +230,9 @@ class Watch:
         if began < self.next_look:
             return
         seen = self.seen_enough()
-        took = time.monotonic() - began
-        self.next_look = began + max(LOOK_S, 50 * took)
+        self.next_look = began + max(LOOK_S, 50 * (time.monotonic() - began))
         if seen:
-            self.over, self.raised = True, 1
+            self.raised = 1
             self.finish("enough")
             if threading.current_thread() is not threading.main_thread():
                 os._exit(0)  # an exception would end this thread only
@@ -238,19 +253,20 @@ class Watch:
         if self.clock is None:
             return self.takes
         done = self.clock.resolve([m for t in self.takes for m in (t.asked, t.got)], wait)
-        found = []
         for i, take in enumerate(self.takes):
             asked, got = done[2 * i : 2 * i + 2]
             if asked is None or got is None:
-                break
+                return self.takes[:i]
             take.asked, take.got = asked, got
-            found.append(take)
-        return found
+        return self.takes
 
     def finish(self, how: str, said: str = "") -> None:
-        """Write the observations for the launcher."""
+        """Write the observations for the launcher, the first time."""
+        if self.over:
+            return
+        self.over = True
         for own in self.fetchings:
-            if own.calls:
+            if own.batches:
                 own.write()
         self.cpu.append(cpu_times())
         busy, total = (end - start for start, end in zip(self.cpu[0], self.cpu[-1], strict=True))
@@ -269,7 +285,7 @@ class Watch:
 
 
 class Observed:
-    """Script's process: wraps a foreign iterator to observe its next()."""
+    """Wraps a foreign iterator to observe its next()."""
 
     def __init__(self, iterator: Any, watch: Watch, number: int) -> None:
         self._iterator, self._watch, self._number = iterator, watch, number
@@ -285,7 +301,7 @@ class Observed:
 
 
 def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
-    """Script's process: describe a loader by its attributes, some of which a subclass may lack."""
+    """Describe a loader by its attributes, some of which a subclass may lack."""
     length = None
     # Calling len() makes torch warn if an IterableDataset yields more.
     if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
@@ -304,16 +320,15 @@ def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
 
 
 def user_places() -> list[str]:
-    """Script's process: the script's lines on the stack, innermost first."""
-    frames = traceback.extract_stack()[:-2]
+    """The script's lines on the stack, innermost first."""
     own = (Path(__file__).parents[1], Path(stoker.__file__).parent, Path(threading.__file__).parent)
     others = (*map(str, own), "<")
-    found = [f for f in reversed(frames) if not f.filename.startswith(others)]
+    found = [f for f in reversed(traceback.extract_stack()[:-2]) if not f.filename.startswith(others)]
     return [f"{Path(f.filename).name}:{f.lineno}" for f in found if "site-packages" not in f.filename]
 
 
 def own_clock() -> float:
-    """Script's process: CPU seconds of fetching in this process.
+    """CPU seconds of fetching in this process.
 
     With a GPU, counts all threads, because decoders use several. Without one, counts this thread only:
     threads that train on the CPU spin after each step.
@@ -323,11 +338,81 @@ def own_clock() -> float:
 
 
 def bytes_of(data: Any) -> int:
-    """Script's process: total bytes of tensors, arrays and strings in a batch."""
+    """Total bytes of tensors, arrays and strings in a batch."""
     if hasattr(data, "nbytes"):
         return int(data.nbytes)
     if isinstance(data, str | bytes):
         return len(data)
     if isinstance(data, Mapping):
-        return sum(map(bytes_of, data.values()))
+        data = list(data.values())
     return sum(map(bytes_of, data)) if isinstance(data, list | tuple) else 0
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back after the first import of a module."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def main(folder: str, steps: str, script: str, *arguments: str) -> int:
+    """Run the script and write the observations to FOLDER.
+
+    Returns:
+        The script's exit code; 0 if it was ended after enough steps.
+    """
+    # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    watch = Watch(Path(folder), None if steps == "auto" else int(steps))
+    sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+        watch.finish("finished")
+    except Enough:
+        pass
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        watch.finish("failed" if code else "finished", f"exit code {code}" if code else "")
+    except KeyboardInterrupt:
+        watch.finish("interrupted")
+        code = 130
+    except BaseException as error:
+        if watch.over:
+            return 0  # The script turned `Enough` into another exception.
+        # Print the traceback as Python does, without our frames.
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
+        watch.finish("failed", f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))
+        code = 1
+    return code
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 130:
+        os._exit(code)  # The launcher ends the script's threads and workers.
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""Laptop: `submit.py check train.py`: measures how long an unchanged script waits for data."""
+"""`submit.py check train.py`: measures how long an unchanged script waits for data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.advise.check import runner
+from launcher.advise.advice import Advice, Wanted, advise
 from launcher.advise.check import verdict as judging
-from launcher.advise.check.help import BLOCKED, help_here
+from launcher.advise.check import watch
 from launcher.advise.check.timeline import LEAST_STEPS
-from launcher.advise.check.watch import RESULT
-from launcher.advise.size.advice_table import Advice, advise
-from launcher.advise.size.candidates import Wanted
 from launcher.advise.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
@@ -37,7 +34,7 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class CheckOptions(HostOptions):
-    """Laptop: the command-line options of `check`."""
+    """The command-line options of `check`."""
 
     arguments: list[str] = field(default_factory=list)
     steps: int | None = None
@@ -46,11 +43,11 @@ class CheckOptions(HostOptions):
 
 
 class ScriptError(Exception):
-    """Laptop: the script ended before a verdict was possible; exit code 1."""
+    """The script ended before a verdict was possible; exit code 1."""
 
 
 def check(script: Path | None, options: CheckOptions) -> int:
-    """Laptop: run the script under observation and print the verdict.
+    """Run the script under observation and print the verdict.
 
     Returns:
         0, 1 if the script failed, or 2 if the figures are too uncertain for a verdict.
@@ -79,7 +76,7 @@ def check(script: Path | None, options: CheckOptions) -> int:
 
 
 def existing(script: Path | None) -> Path:
-    """Laptop: the script as typed.
+    """The script as typed.
 
     Raises:
         UsageError: it does not exist; suggests a close match.
@@ -99,7 +96,7 @@ def existing(script: Path | None) -> Path:
 
 
 def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Laptop: run the script until enough steps are measured; its output goes to stderr.
+    """Run the script until enough steps are measured; its output goes to stderr.
 
     Returns:
         The observations of the loaders, and the time spent by each fetching process.
@@ -109,13 +106,13 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
     """
     steps = "auto" if options.steps is None else str(options.steps)
     with tempfile.TemporaryDirectory(prefix="stoker-check-") as folder:
-        command = [sys.executable, str(runner.__file__), folder, steps, str(path), *options.arguments]
+        command = [sys.executable, str(watch.__file__), folder, steps, str(path), *options.arguments]
         # Leave no __pycache__ in the user's folder.
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         with started(command, environment) as process:
-            code = wait(process, Path(folder) / RESULT, options.timeout)
+            code = wait(process, Path(folder) / watch.RESULT, options.timeout)
         try:
-            seen: dict[str, Any] = json.loads((Path(folder) / RESULT).read_text())
+            seen: dict[str, Any] = json.loads((Path(folder) / watch.RESULT).read_text())
         except OSError:
             if code is None:
                 raise ScriptError(f"no result within --timeout {options.timeout:.0f} s") from None
@@ -133,7 +130,7 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Laptop: start the script in its own process group and kill the group on exit."""
+    """Start the script in its own process group and kill the group on exit."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -161,7 +158,7 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
 
 
 def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
-    """Laptop: the script's exit code; None if it was interrupted or did not exit."""
+    """The script's exit code; None if it was interrupted or did not exit."""
     deadline = time.monotonic() + timeout_s
     interrupted = closing = False
     while time.monotonic() < deadline:
@@ -185,7 +182,7 @@ def _ended(code: int | None) -> str:
 def advised(
     one: judging.Checked, seen: dict[str, Any], rates: dict[str, float], options: CheckOptions
 ) -> Advice | None:
-    """Laptop: apply the limits model if the script waits or hosts were requested."""
+    """Apply the limits model if the script waits or hosts were requested."""
     found = judging.measured(one, rates, seen["gpu"])
     if found is None or not one.certain or not (one.waits or options.gpu or options.cpu):
         return None
@@ -199,7 +196,7 @@ def advised(
 
 
 def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> None:
-    """Laptop: print the verdict on one screen."""
+    """Print the verdict on one screen."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
@@ -216,21 +213,19 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
         line(f"  also {about(other)}{waits}")
     for text in fetching(first):
         line(text)
-    helpful = help_here(first, seen["cpus"], seen["idle"])
-    if helpful:
-        line("what would help on this machine")
-        for text in helpful:
-            line(f"  {text}")
-    if advice is not None:
-        line("CPU hosts")
-        for text in advice.lines:
-            line(f"  {text}")
-    for note in [*notes(loaders, seen), *([advice.prices.label, *advice.measured.notes] if advice else [])]:
+    helpful = judging.help_here(first, seen["cpus"], seen["idle"])
+    for title, texts in (
+        ("what would help on this machine", helpful),
+        ("CPU hosts", advice.lines if advice else []),
+    ):
+        for text in [title, *(f"  {text}" for text in texts)] if texts else []:
+            line(text)
+    for note in notes(loaders, seen, advice):
         line(f"  {note}", style="dim")
 
 
 def about(one: judging.Checked) -> str:
-    """Laptop: a loader in one line."""
+    """A loader in one line."""
     loader = one.loader
     size = f"{one.samples_per_step:.0f} samples"
     if one.bytes_per_step:
@@ -239,53 +234,46 @@ def about(one: judging.Checked) -> str:
 
 
 def fetching(one: judging.Checked) -> list[str]:
-    """Laptop: the cost of a sample by stage."""
+    """The cost of a sample by stage."""
     fetched = one.fetched
     if fetched is None:
         return ["CPU per sample: not measured; this loader does not fetch in torch's own workers"]
-    blocked = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
-    whole = fetched.slot_s + fetched.queued_s
     head = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
-    lines = [head + (blocked if fetched.blocked_s > BLOCKED * whole else "")]
+    if fetched.blocked_s > judging.BLOCKED * fetched.whole_s:
+        head += f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
     total = sum(fetched.stages.values()) or 1.0
     ordered = sorted(fetched.stages.items(), key=lambda item: -item[1])
-    width = max(len(name) for name, _ in ordered[:ROWS])
-    rows = [*ordered[:ROWS], *([("others", sum(s for _, s in ordered[ROWS:]))] if ordered[ROWS:] else [])]
-    for name, spent in rows:
-        lines.append(f"  {name:<{width}} {1000 * spent:9.3f} ms {100 * spent / total:4.0f} %")
-    return lines
+    rows = ordered[:ROWS]
+    if others := ordered[ROWS:]:
+        rows.append(("others", sum(spent for _, spent in others)))
+    width = max(len(name) for name, _ in rows)
+    return [head, *(f"  {n:<{width}} {1000 * s:9.3f} ms {100 * s / total:4.0f} %" for n, s in rows)]
 
 
-def notes(loaders: list[judging.Checked], seen: dict[str, Any]) -> list[str]:
-    """Laptop: the assumptions behind the verdict."""
-    first = loaders[0]
-    found = []
-    if not first.loader.trains:
-        found.append("no torch optimizer step seen: using the loader that was iterated most")
-    if first.whole_epochs:
-        found.append("epochs are short, so the figures include worker start-up")
-    if judging.UNSURE < first.share.spread < judging.UNCERTAIN:
-        found.append("few or uneven steps: a longer run (--steps, more data) gives a more reliable figure")
-    if seen["ended"] == "interrupted":
-        found.append("the script was stopped at --timeout")
-    if first.loader.batch_size is None:
-        found.append("batch_size=None: samples per batch are the rows of its first tensor")
-    found.append(
-        f"waiting: measured with CUDA events ({seen['gpu']})"
-        if seen["gpu"]
-        else "waiting: time in next() relative to the time between calls"
-    )
-    return found
+def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> list[str]:
+    """The assumptions behind the verdict and the advice."""
+    first, gpu = loaders[0], seen["gpu"]
+    uneven = judging.UNSURE < first.share.spread < judging.UNCERTAIN
+    by = f"measured with CUDA events ({gpu})" if gpu else "time in next() relative to the time between calls"
+    said = {
+        "no torch optimizer step seen: using the loader that was iterated most": not first.loader.trains,
+        "epochs are short, so the figures include worker start-up": first.whole_epochs,
+        "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": uneven,
+        "the script was stopped at --timeout": seen["ended"] == "interrupted",
+        "batch_size=None: samples per batch are the rows of its first tensor": not first.loader.batch_size,
+        f"waiting: {by}": True,
+    }
+    return [*(text for text, holds in said.items() if holds), *(advice.notes if advice else [])]
 
 
 def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> dict[str, Any]:
-    """Laptop: the same figures for programs."""
+    """The same figures for programs."""
     return {
         "loaders": [
             {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains} for one in loaders
         ],
         "verdict": judging.headline(loaders[0]),
-        "help": help_here(loaders[0], seen["cpus"], seen["idle"]),
+        "help": judging.help_here(loaders[0], seen["cpus"], seen["idle"]),
         "cpus": seen["cpus"],
         "idle": seen["idle"],
         "gpu": seen["gpu"],
@@ -293,6 +281,6 @@ def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice
         "candidates": [asdict(one) for one in advice.table] if advice else [],
         "recommended": asdict(advice.best) if advice and advice.best else None,
         "reasons": advice.lines if advice else [],
-        "notes": [*notes(loaders, seen), *(advice.notes if advice else [])],
+        "notes": notes(loaders, seen, advice),
         "prices_as_of": advice.prices.as_of if advice else None,
     }
