@@ -23,6 +23,7 @@ from stoker.messages import (
     Record,
     Schema,
 )
+from stoker.read.host_cache import framed, unframed
 from stoker.read.sources import record_id
 
 if TYPE_CHECKING:
@@ -395,9 +396,6 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
     return out
 
 
-ALIGN = 64
-
-
 def block_parts(columns: dict[str, Any]) -> list[Any]:
     """A block as the parts of a file: its layout with all text, then the memory of its arrays."""
     import numpy as np
@@ -411,29 +409,19 @@ def block_parts(columns: dict[str, Any]) -> list[Any]:
         own = own if text is None else []
         layout.append((name, text, [(array.dtype.str, array.shape) for array in own]))
         arrays += own
-    head = json.dumps(layout).encode()
-    parts: list[Any] = [len(head).to_bytes(8), head]
-    at = 8 + len(head)
-    for array in arrays:
-        memory = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        parts += [bytes(-at % ALIGN), memory]
-        at += -at % ALIGN + len(memory)
-    return parts
+    memory = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+    return framed(json.dumps(layout).encode(), memory)
 
 
 def block_columns(content: Any) -> dict[str, Any]:
     """The columns of a block; arrays are views of the file's content."""
     import numpy as np
 
-    view = memoryview(content)
-    at = 8 + int.from_bytes(view[:8])
+    layout, *memory = unframed(content)
+    left = iter(memory)
     columns: dict[str, Any] = {}
-    for name, text, kinds in json.loads(bytes(view[8:at])):
-        arrays: list[Any] = []
-        for dtype, shape in kinds:
-            at += -at % ALIGN
-            arrays.append(np.ndarray(shape, dtype, view, at))
-            at += arrays[-1].nbytes
+    for name, text, kinds in json.loads(bytes(layout)):
+        arrays: list[Any] = [np.ndarray(shape, dtype, next(left)) for dtype, shape in kinds]
         if text is not None:
             columns[name] = np.array(text, dtype=object)
         else:

@@ -222,33 +222,41 @@ def encode(record: Record) -> list[Any]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(dict(record))
-    body = stream.getvalue()
-    raw = [buffer.raw() for buffer in buffers]
-    head = struct.pack(f"<{2 + len(raw)}q", len(raw), len(body), *map(len, raw))
+    return framed(stream.getvalue(), [buffer.raw() for buffer in buffers])
+
+
+def decode(content: Any) -> Record:
+    """Decode the output of `encode`; arrays are views of `content`."""
+    body, *buffers = unframed(content)
+    record: Record = pickle.loads(body, buffers=buffers)  # noqa: S301 - from this user's own folder
+    return record
+
+
+def framed(body: bytes, buffers: list[Any]) -> list[Any]:
+    """Bytes-like parts of a file: how many and how long, a body, and buffers where arrays may lie."""
+    head = struct.pack(f"<{2 + len(buffers)}q", len(buffers), len(body), *map(len, buffers))
     parts: list[Any] = [head, body]
     at = len(head) + len(body)
-    for buffer in raw:
+    for buffer in buffers:
         gap = -at % ALIGN
         parts += [bytes(gap), buffer]
         at += gap + len(buffer)
     return parts
 
 
-def decode(content: Any) -> Record:
-    """Decode the output of `encode`; arrays are views of `content`."""
+def unframed(content: Any) -> list[memoryview]:
+    """The body and the buffers that were `framed`, as views of the content."""
     view = memoryview(content)
     count, length = struct.unpack_from("<2q", view)
     sizes = struct.unpack_from(f"<{count}q", view, 16)
     at = 16 + 8 * count
-    body = view[at : at + length]
+    found = [view[at : at + length]]
     at += length
-    buffers = []
     for size in sizes:
         at += -at % ALIGN
-        buffers.append(view[at : at + size])
+        found.append(view[at : at + size])
         at += size
-    record: Record = pickle.loads(body, buffers=buffers)  # noqa: S301 - from this user's own folder
-    return record
+    return found
 
 
 class _Pickler(pickle.Pickler):
