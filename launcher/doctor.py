@@ -200,7 +200,7 @@ def ports(config: Config) -> Iterator[Finding]:
 
 def namespaces(config: Config) -> Iterator[Finding]:
     """What `--on rehearsal` needs to emulate hosts."""
-    from launcher.rehearsal.isolation import unshare_command
+    from launcher.rehearsal.running import unshare_command
 
     try:
         yield judged("rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}")

@@ -15,7 +15,7 @@ import launcher
 from launcher import run_directory
 from launcher.places import Place
 from launcher.places.sagemaker.training_job import ARCHIVE
-from launcher.rehearsal import isolation, running, sagemaker_hosts
+from launcher.rehearsal import running, sagemaker_hosts
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, masked_folders, plan, rate_arguments
 from launcher.rehearsal.running import Display, RehearsalRun
 from launcher.source import pack, stage
@@ -37,7 +37,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     Raises:
         UsageError: this machine cannot emulate hosts, or the toolkit cannot be installed.
     """
-    unshare = isolation.unshare_command()
+    unshare = running.unshare_command()
     train = sagemaker_hosts.toolkit_command() if request.entry == "toolkit" else None
     try:
         request.run_dir.mkdir(parents=True)
@@ -63,7 +63,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
             env={**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parent.parent)},
         )
     except BaseException:
-        isolation.remove_cgroups(cgroups)
+        running.remove_cgroups(cgroups)
         running.remove(folder)
         raise
     return RehearsalRun(request, process, cgroups, Display(request.hosts) if show else None)
@@ -80,7 +80,7 @@ def _world_spec(
     hosts = []
     for number, host in enumerate(request.hosts, start=1):
         name = f"stoker-{os.getpid()}-{request.run_dir.name[-20:]}-{host.name}"
-        made = isolation.make_cgroups(name, config.rehearsal.cpu_quota)
+        made = running.make_cgroups(name, config.rehearsal.cpu_quota)
         cgroups += made
         hosts.append(_host_spec(request, host, number, folder, train) | {"cgroups": made})
     return {

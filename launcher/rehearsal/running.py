@@ -1,15 +1,18 @@
-"""Laptop: a running rehearsal: the hosts' output, the end, the exit code, the report."""
+"""Laptop: a running rehearsal: namespaces, the hosts' output, the end, exit code and report."""
 
 from __future__ import annotations
 
 import contextlib
 import filecmp
 import json
+import os
 import queue
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +22,85 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from launcher.rehearsal import isolation, world
+from launcher.rehearsal import world
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest
 from launcher.source import table
 from stoker.config.redaction import scrub
+from stoker.errors import UsageError
 
 HELD_LINES = 20
 END_S = 60.0
 """How long the kernel may take to end the namespaces once all hosts have ended."""
+TOOLS = {
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "util-linux",
+    "ip": "iproute2",
+    "tc": "iproute2",
+}
+PERIOD_US = 100_000
+REMOVAL_S = 5.0
+
+
+def unshare_command() -> list[str]:
+    """The command prefix that runs a program in private namespaces."""
+    instead = "; `--on local` runs the same job without emulated hosts"
+    if not sys.platform.startswith("linux"):
+        raise UsageError(f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}")
+    absent = [f"{tool} (package {package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
+    if absent:
+        raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
+    reason = ""
+    as_user = ["unshare", "--user", "--map-root-user", *world.NAMESPACES]
+    as_root = ["unshare", *world.NAMESPACES]
+    for command in [as_root, as_user] if os.geteuid() == 0 else [as_user]:
+        test = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /mnt"
+        done = subprocess.run(
+            [*command, "sh", "-c", test], capture_output=True, text=True, timeout=30, check=False
+        )
+        if done.returncode == 0:
+            return command
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    raise UsageError(f"--on rehearsal: cannot create namespaces on this machine ({reason}){instead}")
+
+
+def make_cgroups(name: str, quota: float | None) -> list[str]:
+    """Create a CPU cgroup limited to `quota` cores; returns the files for joining it."""
+    if quota is None:
+        return []
+    try:
+        v1 = Path("/sys/fs/cgroup/cpu")
+        if (v1 / "cpu.cfs_quota_us").is_file() or (v1 / "tasks").is_file():
+            folder = v1 / name
+            folder.mkdir()
+            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(int(quota * PERIOD_US)))
+        else:
+            root = Path("/sys/fs/cgroup")
+            with contextlib.suppress(OSError):
+                (root / "cgroup.subtree_control").write_text("+cpu")
+            folder = root / name
+            folder.mkdir()
+            (folder / "cpu.max").write_text(f"{int(quota * PERIOD_US)} {PERIOD_US}")
+    except OSError as error:
+        raise UsageError(
+            f"rehearsal.cpu_quota: cannot create a CPU cgroup ({error}); run as root or unset it"
+        ) from None
+    return [str(folder / "cgroup.procs")]
+
+
+def remove_cgroups(files: list[str]) -> None:
+    """Remove cgroups, retrying until the kernel has removed the last process."""
+    deadline = time.monotonic() + REMOVAL_S
+    for file in files:
+        folder = Path(file).parent
+        while folder.exists():
+            try:
+                folder.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
 
 @dataclass
@@ -215,7 +289,7 @@ class RehearsalRun:
             self._held.setdefault(result.name, deque(maxlen=HELD_LINES)).append(line)
 
     def _finish(self) -> None:
-        isolation.remove_cgroups(self._cgroups)
+        remove_cgroups(self._cgroups)
         folder = self.run_dir / "hosts"
         self._code = self._verdict(folder)
         self.clashes = self._request.shape.collect(self._request, folder)

@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 
 from launcher.job import Job, open_job
 from launcher.places import remote, sagemaker
-from launcher.places.sagemaker import aws, training_run
+from launcher.places.sagemaker import aws
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
@@ -188,16 +188,6 @@ def test_default_bucket_is_named_after_the_account() -> None:
     assert request.draft.root_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
 
 
-def test_no_credentials_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    aws.client.cache_clear()
-    with pytest.raises(UsageError) as caught:
-        sagemaker.plan(make_job({"sagemaker.s3_uri": "null"}))
-    assert len(caught.value.problems) == 1 and "no credentials" in caught.value.problems[0]
-
-
 def test_an_unknown_job_is_one_line() -> None:
     with pytest.raises(UsageError, match="no-such-job") as caught:
         sagemaker.attach(f"sagemaker:{REGION}/no-such-job").status()
@@ -207,14 +197,14 @@ def test_an_unknown_job_is_one_line() -> None:
 def write_logs(name: str, lines: list[tuple[str, str, int]]) -> None:
     logs = boto3.client("logs", region_name=REGION)
     with_groups = {group["logGroupName"] for group in logs.describe_log_groups()["logGroups"]}
-    if training_run.LOG_GROUP not in with_groups:
-        logs.create_log_group(logGroupName=training_run.LOG_GROUP)
+    if sagemaker.LOG_GROUP not in with_groups:
+        logs.create_log_group(logGroupName=sagemaker.LOG_GROUP)
     start = int(time.time() * 1000) - 60_000
     for host in sorted({host for host, _, _ in lines}):
         stream = f"{name}/{host}-1700000000"
-        logs.create_log_stream(logGroupName=training_run.LOG_GROUP, logStreamName=stream)
+        logs.create_log_stream(logGroupName=sagemaker.LOG_GROUP, logStreamName=stream)
         events = [{"timestamp": start + at, "message": text} for h, text, at in lines if h == host]
-        logs.put_log_events(logGroupName=training_run.LOG_GROUP, logStreamName=stream, logEvents=events)
+        logs.put_log_events(logGroupName=sagemaker.LOG_GROUP, logStreamName=stream, logEvents=events)
 
 
 def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
@@ -245,17 +235,17 @@ def test_following_shows_late_lines_once_and_ends_with_the_job(
 ) -> None:
     submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     write_logs(submitted.name, [("algo-1", "first", 1000)])
-    followed = training_run.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
-    real = training_run.SageMakerRun.describe
+    followed = sagemaker.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
+    real = sagemaker.SageMakerRun.describe
     answers = iter(["InProgress", "InProgress", "InProgress"])
 
-    def describe(self: training_run.SageMakerRun) -> dict[str, Any]:
+    def describe(self: sagemaker.SageMakerRun) -> dict[str, Any]:
         # moto ends every job at once: the state alone is played here.
         found = real(self)
         state = next(answers, "Completed")
         return found | {"TrainingJobStatus": state, "SecondaryStatus": "Training"}
 
-    monkeypatch.setattr(training_run.SageMakerRun, "describe", describe)
+    monkeypatch.setattr(sagemaker.SageMakerRun, "describe", describe)
     lines = []
     for line in followed.logs(follow=True):
         lines.append(line)
@@ -325,7 +315,7 @@ def answer(state: str, secondary: str, **more: Any) -> dict[str, Any]:
 def test_ends_of_a_job(
     stubbed: Stubber, state: str, secondary: str, more: dict[str, Any], text: str, code: int
 ) -> None:
-    job = training_run.SageMakerRun(REGION, "j", poll_s=0.01)
+    job = sagemaker.SageMakerRun(REGION, "j", poll_s=0.01)
     stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
     for _ in range(2):
         stubbed.add_response("describe_training_job", answer(state, secondary, **more))
@@ -340,7 +330,7 @@ def test_a_denied_request_is_not_asked_again(
     stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
     stubbed.add_client_error("describe_training_job", "AccessDeniedException")
     with pytest.raises(remote.LostError, match=r"launcher\.json"):
-        training_run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
+        sagemaker.SageMakerRun(REGION, "j", poll_s=0.01).wait()
     assert "asking again" not in capsys.readouterr().err
 
 
@@ -368,7 +358,7 @@ def test_a_watcher_survives_an_unreachable_service(
 
 def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:
     stubbed.add_response("stop_training_job", {}, {"TrainingJobName": "j"})
-    training_run.SageMakerRun(REGION, "j").stop()
+    sagemaker.SageMakerRun(REGION, "j").stop()
     stubbed.assert_no_pending_responses()
 
 
@@ -377,7 +367,7 @@ def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
         "describe_training_job",
         answer("Completed", "Completed", BillableTimeInSeconds=7200, TrainingTimeInSeconds=7300),
     )
-    closing = training_run.SageMakerRun(REGION, "j").closing()
+    closing = sagemaker.SageMakerRun(REGION, "j").closing()
     rows = [line.split() for line in closing.splitlines()]
     assert ["gpu", "1", "ml.g5.2xlarge", "1.515", "3.03"] in rows
     assert ["cpu", "2", "ml.c5.4xlarge", "1.632", "3.26"] in rows

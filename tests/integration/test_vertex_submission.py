@@ -15,8 +15,7 @@ import pytest
 from launcher import commands
 from launcher.job import Job, open_job
 from launcher.places import attach, vertex
-from launcher.places.vertex import google_cloud
-from launcher.places.vertex.vertex_run import VertexRun
+from launcher.places.vertex import VertexRun, google_cloud
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files

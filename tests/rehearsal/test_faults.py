@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from rehearsals import Rehearse, Rehearsed
 
-from launcher.rehearsal import isolation
+from launcher.rehearsal import running
 from launcher.rehearsal.running import RehearsalRun
 
 
@@ -84,8 +84,8 @@ def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
     """
     common = ("rehearsal.entry=container", "rehearsal.hosts=gpu=1,cpu=1", "rehearsal.timeout_s=500")
     with monkeypatch.context() as patched:
-        patched.setattr(isolation.os, "geteuid", lambda: 1000)
-        assert "--user" in isolation.unshare_command()
+        patched.setattr(running.os, "geteuid", lambda: 1000)
+        assert "--user" in running.unshare_command()
         rootless = start(*common, "rehearsal.link_mbps=200", client=True)
     limits = ("rehearsal.link_mbps=40", "rehearsal.cpu_quota=0.5")
     limited = start(*common, *limits, measure=True, tasks=2)

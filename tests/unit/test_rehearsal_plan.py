@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.job import Job
-from launcher.rehearsal import isolation, world
+from launcher.rehearsal import running, world
 from launcher.rehearsal.plan import plan, plan_hosts
 from launcher.rehearsal.running import merge, results
 from launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
@@ -98,13 +98,13 @@ def test_local_data_becomes_channels(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.sys, "platform", "darwin")
+    monkeypatch.setattr(running.sys, "platform", "darwin")
     with pytest.raises(UsageError, match="--on local"):
-        isolation.unshare_command()
+        running.unshare_command()
     monkeypatch.undo()
-    monkeypatch.setattr(isolation.shutil, "which", lambda tool: None if tool == "ip" else tool)
+    monkeypatch.setattr(running.shutil, "which", lambda tool: None if tool == "ip" else tool)
     with pytest.raises(UsageError, match="iproute2"):
-        isolation.unshare_command()
+        running.unshare_command()
 
 
 def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:

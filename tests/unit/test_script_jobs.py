@@ -126,11 +126,6 @@ def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: 
     assert redaction.scrub("token hf_abc123defgh, key k-12345678") == "token (redacted), key (redacted)"
 
 
-def test_a_missing_script_is_refused_with_the_name_that_was_meant(project: Path) -> None:
-    with pytest.raises(UsageError, match=r"^script: no file trian.py; did you mean train.py\?$"):
-        run(Path("trian.py"), [], Options(dry_run=True))
-
-
 @pytest.mark.long
 def test_wrong_usage_is_one_line_and_exit_code_2(project: Path) -> None:
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "trian.py", "--", "--lr", "1"]

@@ -12,7 +12,7 @@ import pytest
 from launcher.job import Job, open_job
 from launcher.places import vertex
 from launcher.places.vertex import google_cloud, vertex_rules
-from launcher.places.vertex.custom_job import draft, replicas_by_pool
+from launcher.places.vertex.custom_job import draft
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -272,11 +272,6 @@ def test_prices_of_attached_gpus_and_your_own() -> None:
     own = {**unknown, "vertex.prices": "{gpu: 2, c2-standard-16: 1}"}
     assert "at most $96.00 in 24 h" in vertex.plan(make_job(own), offline=True).render()
     assert prices.GOOGLE_MACHINES["n1-standard-4"].price_per_hour_usd == 0.2185, "as Vertex AI lists it"
-
-
-def test_the_first_pool_has_one_replica() -> None:
-    assert replicas_by_pool([("gpu", 1), ("cpu", 4)]) == [("gpu", 1), ("cpu", 4)]
-    assert replicas_by_pool([("gpu", 3), ("cpu", 4)]) == [("gpu", 1), ("gpu", 2), ("cpu", 4)]
 
 
 def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Path) -> None:

@@ -21,8 +21,16 @@ from launcher import run_directory
 from launcher.job import Job
 from launcher.places import Place
 from launcher.places.remote import Patience, collected, detached
-from launcher.places.slurm import slurm_commands, slurm_rules
-from launcher.places.slurm.batch_script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE, batch_script
+from launcher.places.slurm import slurm_commands
+from launcher.places.slurm.batch_script import (
+    EXIT_FILE,
+    JOB_FILE,
+    LOG,
+    STOPPED_CODE,
+    batch_script,
+    cluster_problems,
+    problems_of,
+)
 from launcher.places.slurm.slurm_commands import State
 from launcher.run_directory import PastRun
 from launcher.source import stage
@@ -72,10 +80,10 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
         UsageError: lists every problem, one line each.
     """
     config = job.resolved.config
-    problems = slurm_rules.problems_of(config.slurm, config.output_dir)
+    problems = [*problems_of(config.slurm, config.output_dir)]
     if not offline:
         known = collected(problems, slurm_commands.partitions, None)
-        problems += slurm_rules.cluster_problems(config.slurm, known) if known is not None else []
+        problems += cluster_problems(config.slurm, known) if known is not None else []
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # Away from the cluster, this machine need not have its folders.

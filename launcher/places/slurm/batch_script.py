@@ -1,5 +1,7 @@
 """Laptop: the batch script of a job, a pure function of its configuration and folders.
 
+Before it waits in a queue for hours, `problems_of` and `cluster_problems` tell what is wrong with the job.
+
 Slurm starts the script on the first node; `srun` starts train.py once on every node. Several lines depend on
 how Slurm delivers signals: with process tracking by cgroup, only the task itself gets SIGTERM, so train.py
 must be the task (`exec`), not a child of a shell.
@@ -10,11 +12,15 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 from launcher.job import COMMAND
+from launcher.places.slurm.slurm_commands import Partition
 from stoker.config.loading import SECRETS_FILE
 from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
+from stoker.config.redaction import is_secret
+from stoker.errors import nearest
 from stoker.hosts.raynode import LONGEST_TEMP_DIR
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
 
@@ -37,6 +43,11 @@ OURS = (
     *("ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue", "signal", "time"),
 )
 """Options that `slurm.*.extra` must not set, because the script does."""
+LONGEST_SIGNAL_S = 65_535
+"""The largest time that `sbatch --signal` accepts."""
+LEAST_TO_TRAIN_S = 60
+_PATH = re.compile(r"[\w./+,@=:-]+")
+_WORD = re.compile(r"[\w.:+-]+")
 
 
 def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
@@ -201,3 +212,120 @@ def _folded(words: list[str]) -> list[str]:
             lines[-1] += f" {word}"
     lines[-1] += " \\"
     return lines
+
+
+def problems_of(config: SlurmConfig, output_dir: str) -> Iterator[str]:
+    """The problems that show without asking the cluster, one line each."""
+    if not PurePosixPath(output_dir).is_absolute():
+        where = "an absolute folder that all nodes of the cluster share"
+        yield f"output_dir: must be {where} (got {output_dir!r})"
+    elif not _PATH.fullmatch(output_dir):
+        yield f"output_dir: {output_dir!r} has characters that Slurm's options give a meaning; rename it"
+    if config.gpu.gpus < 1:
+        yield (
+            f"slurm.gpu.gpus: {config.gpu.gpus}, but these nodes train; set at least 1, and put nodes without"
+            " GPUs into slurm.cpu"
+        )
+    if config.gpu.nodes < 1:
+        yield f"slurm.gpu.nodes: {config.gpu.nodes}; at least 1 node must train"
+    if config.cpu.nodes < 0:
+        yield f"slurm.cpu.nodes: {config.cpu.nodes}; set 0 for none"
+    elif config.cpu.nodes == 0 and config.cpu.model_fields_set - {"nodes"}:
+        given = ", ".join(sorted(config.cpu.model_fields_set - {"nodes"}))
+        yield f"slurm.cpu: {given} set, but nodes is 0; set slurm.cpu.nodes, or leave the others out"
+    yield from _time_problems(config)
+    for section, nodes in _components(config):
+        yield from _nodes_problems(section, nodes)
+    if config.account is not None and not _WORD.fullmatch(config.account):
+        yield f"slurm.account: {config.account!r} is no name"
+    same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition
+    if same and config.cpu.cpus and config.gpu.cpus:
+        yield (
+            "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node; use another one, or"
+            " leave out slurm.cpu.cpus to request whole nodes"
+        )
+    for at, line in enumerate(config.setup):
+        yield from _setup_problems(f"slurm.setup[{at}]", line)
+    for path in config.mounts:
+        if path[:1] != "/":
+            yield f"slurm.mounts: {path!r} must be /path or /path:/inside"
+
+
+def _nodes_problems(section: str, nodes: SlurmNodesConfig) -> Iterator[str]:
+    for option in nodes.extra:
+        name, sign, _ = option.removeprefix("--").partition("=")
+        if not option.startswith("--") or (" " in name and not sign) or "\n" in option:
+            yield f"{section}.extra: {option!r} must have the form --option or --option=value"
+        elif name in OURS:
+            yield f"{section}.extra: --{name} is set by Stoker; see the keys of {section} and slurm"
+    for key in ("partition", "qos", "gpu_type"):
+        value = getattr(nodes, key, None)
+        if value is not None and not _WORD.fullmatch(value):
+            yield f"{section}.{key}: {value!r} is no name"
+    if nodes.constraint is not None and not nodes.constraint.strip():
+        yield f"{section}.constraint: is empty; leave it out"
+
+
+def _setup_problems(key: str, line: str) -> Iterator[str]:
+    if line.lstrip().startswith("#SBATCH"):
+        yield f"{key}: #SBATCH lines belong into slurm.gpu.extra and slurm.cpu.extra"
+    for name, value in re.findall(r"(\w+)=[\"']?([^\s\"']+)", line):
+        if is_secret(name, value) and not value.startswith("$"):
+            yield (
+                f"{key}: {name} looks like a secret, which the script and the run's files would show;"
+                " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
+            )
+
+
+def _time_problems(config: SlurmConfig) -> Iterator[str]:
+    limit, before = config.max_runtime_s, config.stop_before_s
+    if limit is not None and limit < 1:
+        yield f"slurm.max_runtime_s: {limit}; set the seconds that one start may take, such as 14400"
+    elif not 1 <= before <= LONGEST_SIGNAL_S:
+        yield f"slurm.stop_before_s: {before} is not between 1 and {LONGEST_SIGNAL_S}"
+    elif limit is not None and limit - before < LEAST_TO_TRAIN_S:
+        yield (
+            f"slurm.max_runtime_s: {limit} leaves no time to train, as the run stops {before} s before"
+            " (slurm.stop_before_s)"
+        )
+
+
+def cluster_problems(config: SlurmConfig, known: dict[str, Partition]) -> Iterator[str]:
+    """What the cluster's partitions cannot give; Slurm would queue most of it for ever."""
+    for section, nodes in _components(config):
+        wanted = nodes.partition or ""
+        if wanted in known:
+            yield from _partition_problems(section, nodes, known[wanted], config.max_runtime_s)
+        elif wanted:
+            names = sorted(name for name in known if name)
+            hint = nearest(wanted, names, f"partitions: {', '.join(names)}")
+            yield f"{section}.partition: this cluster has no partition {wanted!r}{hint}"
+        else:
+            yield f"{section}.partition: this cluster has no default partition; name one of sinfo's"
+
+
+def _partition_problems(
+    section: str, nodes: SlurmNodesConfig, partition: Partition, max_runtime_s: int | None
+) -> Iterator[str]:
+    name, limit = f"partition {partition.name}", partition.limit_s
+    if not partition.up:
+        yield f"{section}.partition: {name} is not up; ask your administrators, or choose another"
+    if nodes.nodes > partition.nodes:
+        yield f"{section}.nodes: {nodes.nodes}, but {name} has only {partition.nodes}"
+    if nodes.cpus and nodes.cpus > partition.cpus:
+        yield f"{section}.cpus: {nodes.cpus}, but nodes of {name} have at most {partition.cpus}"
+    if isinstance(nodes, SlurmGpuNodesConfig) and nodes.gpus > partition.gpus:
+        if partition.gpus:
+            yield f"{section}.gpus: {nodes.gpus}, but nodes of {name} have at most {partition.gpus}"
+        else:
+            yield f"{section}.partition: nodes of {name} have no GPUs; training needs them"
+    if max_runtime_s and limit is not None and max_runtime_s > limit:
+        yield (
+            f"slurm.max_runtime_s: {max_runtime_s}, but {name} allows at most {limit} ({clock(limit)});"
+            " set that: the job requeues itself at its limit and resumes (slurm.restarts)"
+        )
+
+
+def _components(config: SlurmConfig) -> list[tuple[str, SlurmNodesConfig]]:
+    cpu: list[tuple[str, SlurmNodesConfig]] = [("slurm.cpu", config.cpu)] if config.cpu.nodes > 0 else []
+    return [("slurm.gpu", config.gpu), *cpu]

@@ -8,23 +8,48 @@ for line in run.logs(follow=True): ...
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.job import Job
-from launcher.places import Place, remote
-from launcher.places.remote import collected
+from launcher.places import Place
+from launcher.places.remote import (
+    CloudRequest,
+    CloudRun,
+    LogEntry,
+    Tell,
+    collected,
+    cost_table,
+    job_name,
+    stamp,
+)
 from launcher.places.vertex import google_cloud, vertex_rules
 from launcher.places.vertex.custom_job import CustomJobDraft, draft
-from launcher.places.vertex.vertex_run import VertexRun, named
 from launcher.source import measure
 from stoker.errors import UsageError
 from stoker.events.prices import google_prices
+from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
+
+POLL_S = 10.0
+_WORDS = {
+    "JOB_STATE_QUEUED": "running: queued",
+    "JOB_STATE_PENDING": "running: waiting for hosts",
+    "JOB_STATE_RUNNING": "running",
+    "JOB_STATE_SUCCEEDED": "succeeded",
+    "JOB_STATE_CANCELLING": "running: stopping",
+    "JOB_STATE_CANCELLED": "interrupted",
+    "JOB_STATE_PAUSED": "running: paused",
+    "JOB_STATE_EXPIRED": "failed: it took longer than vertex.max_runtime_s",
+    "JOB_STATE_UPDATING": "running: updating",
+}
 
 
 @dataclass(frozen=True)
-class VertexRequest(remote.CloudRequest):
+class VertexRequest(CloudRequest):
     """The CustomJob, its uploads, and warnings."""
 
     draft: CustomJobDraft
@@ -35,7 +60,7 @@ class VertexRequest(remote.CloudRequest):
     def costs(self) -> str:
         settings, pools = self.draft.settings, self.draft.groups
         prices, seconds = google_prices(settings), settings.max_runtime_s
-        return remote.cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
+        return cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
 
     def for_command_line(self) -> dict[str, Any]:
         spec: dict[str, Any] = self.body["jobSpec"]
@@ -71,7 +96,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     problems: list[str] = []
     project = collected(problems, lambda: google_cloud.project_of(settings.project, offline), "")
     uri = (settings.gcs_uri or "gs://bucket").rstrip("/")
-    wanted = draft(job, remote.job_name(job.name, remote.stamp()), project, uri)
+    wanted = draft(job, job_name(job.name, stamp()), project, uri)
     found: list[str] = []
     found += collected(found, lambda: vertex_rules.problems(wanted), [])
     # Missing credentials also explain why no project is known.
@@ -86,7 +111,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     return VertexRequest(wanted, count + 1, size, tuple(vertex_rules.warnings(wanted)))
 
 
-def submit(request: VertexRequest, tell: remote.Tell | None = None) -> VertexRun:
+def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
     """Upload code and data, then create the custom job; UsageError if Google Cloud rejects a call."""
     with google_cloud.upload_errors():
         request.upload(google_cloud.CloudStorage(), tell)
@@ -97,6 +122,99 @@ def submit(request: VertexRequest, tell: remote.Tell | None = None) -> VertexRun
 def attach(run_id: str) -> VertexRun:
     """Find a run by `vertex:projects/<project>/locations/<region>/customJobs/<number>`."""
     return VertexRun(named(run_id))
+
+
+class VertexRun(CloudRun):
+    """One custom job, by its resource name."""
+
+    def __init__(self, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
+        """`name`: `projects/<project>/locations/<region>/customJobs/<number>`."""
+        super().__init__(f"vertex:{name}", poll_s, submitted)
+        self.name, self.region = name, name.split("/")[3]
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def ask(self) -> Any:
+        with google_cloud.readable_errors(f"job {self.name}"):
+            service = google_cloud.jobs(self.region)
+            return service.get_custom_job(name=self.name, timeout=google_cloud.CALL_TIMEOUT_S)
+
+    def status_in(self, description: Any) -> str:
+        state = description.state.name
+        if state == "JOB_STATE_FAILED":
+            told = " ".join(description.error.message.split()) or "no reason given"
+            return f"failed: {cause_of(base_of(description)) or told}"
+        return _WORDS.get(state, f"unknown: {state}")
+
+    def stop(self) -> str | None:
+        """Cancel the job. The service says nothing of a signal before the hosts are taken away."""
+        with google_cloud.readable_errors(f"job {self.name}"):
+            service = google_cloud.jobs(self.region)
+            service.cancel_custom_job(name=self.name, timeout=google_cloud.CALL_TIMEOUT_S)
+        return "cancelled; its hosts may be taken away before they have written a checkpoint"
+
+    def entries(self, since_s: float) -> list[LogEntry]:
+        return google_cloud.log_entries(self.name, since_s)
+
+    def closing(self) -> str:
+        """Message after the end: outcome, the run's own estimate of its cost, location of the results."""
+        job = self.describe()
+        base = base_of(job)
+        lines = [f"{job.display_name}: {self.status_in(job)}"]
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            cost = json.loads(read(f"{base}/{RUN_FOLDER}/summary.json"))["cost"]
+            region = cost["prices_region"]
+            lines.append(
+                f"cost: ${cost['usd']:.2f} (estimated, prices of {cost['prices_as_of']} in {region})"
+            )
+        lines.append(f"model: {base}/model/")
+        lines.append(f"results: gcloud storage cp -r {shlex.quote(f'{base}/{RUN_FOLDER}')} .")
+        return "\n".join(lines)
+
+
+def cause_of(base: str) -> str:
+    """The cause that the hosts of the last attempt left; empty if there is none.
+
+    Worker hosts repeat only that the head has ended, so the head's own words come first.
+    """
+    from pyarrow import fs
+
+    from stoker.storage.filesystems import filesystem_of
+
+    try:
+        filesystem, folder = filesystem_of(f"{base}/{FAILURES}")
+        found = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        names = sorted((info.base_name for info in found), reverse=True)
+        texts = [read(f"{folder}/{name}") for name in names[:8]]
+    except OSError:
+        return ""
+    own = [text for text in texts if not text.startswith("the head")]
+    return " ".join((own or texts or [""])[0].split())
+
+
+def read(uri: str) -> str:
+    """A small object; OSError if it cannot be read."""
+    from stoker.storage.filesystems import filesystem_of
+
+    filesystem, path = filesystem_of(uri)
+    with filesystem.open_input_stream(path) as stream:
+        content: bytes = stream.read()
+    return content.decode("utf-8", "replace")
+
+
+def base_of(job: Any) -> str:
+    return str(job.job_spec.base_output_directory.output_uri_prefix).rstrip("/")
+
+
+def named(run_id: str) -> str:
+    """The resource name in `vertex:projects/…/locations/…/customJobs/…`."""
+    name = run_id.removeprefix("vertex:")
+    parts = name.split("/")
+    if len(parts) != 6 or parts[::2] != ["projects", "locations", "customJobs"] or not all(parts):
+        raise UsageError(f"{run_id}: write vertex:projects/<project>/locations/<region>/customJobs/<number>")
+    return name
 
 
 PLACE = Place(
