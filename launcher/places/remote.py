@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from launcher.job import Job
 from launcher.places import RemoteRun
-from launcher.source import DataUpload, files_below, stage, table
+from launcher.source import DataUpload, files_below, pack, stage, table
 from stoker import figures
 from stoker.config.loading import Resolved
 from stoker.config.redaction import is_secret, redact
@@ -166,9 +166,17 @@ def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
         return default
 
 
+class Store(Protocol):
+    """Where a service's uploads go."""
+
+    def exists(self, uri: str) -> bool: ...
+    def send(self, file: Path, uri: str) -> None: ...
+    def put(self, content: bytes, uri: str) -> None: ...
+
+
 @dataclass(frozen=True)
-class Draft(ABC):
-    """A request that has not been checked yet."""
+class CloudRequest(ABC):
+    """The request, its uploads, and warnings. It is built whole, valid or not, and then checked."""
 
     job: Job
     """The job to stage, with the training group set in its configuration."""
@@ -178,11 +186,15 @@ class Draft(ABC):
     """`s3://bucket/prefix` or `gs://bucket/prefix` for all objects."""
     groups: tuple[Group, ...]
     body: dict[str, Any]
+    """The request in the JSON form of the service's API."""
     keys: dict[str, str]
     """Path in `body` → configuration key, for error messages."""
     data: tuple[DataUpload, ...]
     data_at: dict[str, str]
     """Recipe parameter → path of its data on the hosts."""
+    code_files: int = 0
+    code_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def base_uri(self) -> str:
@@ -198,35 +210,8 @@ class Draft(ABC):
         """The name of the archive of the code; "" if its files are uploaded one by one."""
         return self.code_uri.rpartition("/")[2]
 
-    @abstractmethod
-    def pack(self, folder: Path, archive: Path) -> None: ...
-
-
-class Store(Protocol):
-    """Where a service's uploads go."""
-
-    def exists(self, uri: str) -> bool: ...
-    def send(self, file: Path, uri: str) -> None: ...
-    def put(self, content: bytes, uri: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class CloudRequest(ABC):
-    """The request, its uploads, and warnings."""
-
-    draft: Draft
-    code_files: int
-    code_bytes: int
-    warnings: tuple[str, ...]
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The request in the JSON form of the service's API."""
-        return self.draft.body
-
-    @property
-    def name(self) -> str:
-        return self.draft.name
+    def pack(self, folder: Path, archive: Path) -> None:
+        pack(folder, archive)
 
     def to_json(self) -> str:
         return json.dumps(self.body, indent=2)
@@ -250,8 +235,8 @@ class CloudRequest(ABC):
     def render(self) -> str:
         """The request as JSON, then groups and cost, uploads and notes."""
         uploads = [
-            ("code", str(self.code_files), figures.size(self.code_bytes), self.draft.code_uri),
-            *((one.parameter, str(one.files), figures.size(one.bytes), one.uri) for one in self.draft.data),
+            ("code", str(self.code_files), figures.size(self.code_bytes), self.code_uri),
+            *((one.parameter, str(one.files), figures.size(one.bytes), one.uri) for one in self.data),
         ]
         parts = [
             self.title(),
@@ -270,33 +255,33 @@ class CloudRequest(ABC):
             raise UsageError(f"--request: {code} exists; remove it or choose another name")
         path.write_text(json.dumps(self.for_command_line(), indent=2) + "\n", encoding="utf-8")
         self.stage(code)
-        commands = [self.copy_command(item.source, item.uri) for item in self.draft.data]
-        if self.draft.archive:
-            archive = path.with_name(f"{path.stem}-{self.draft.archive}")
+        commands = [self.copy_command(item.source, item.uri) for item in self.data]
+        if self.archive:
+            archive = path.with_name(f"{path.stem}-{self.archive}")
             archive.unlink(missing_ok=True)
-            self.draft.pack(code, archive)
-            commands.append(self.copy_command(archive, self.draft.code_uri))
+            self.pack(code, archive)
+            commands.append(self.copy_command(archive, self.code_uri))
         else:
-            commands.append(self.copy_command(code, self.draft.code_uri))
+            commands.append(self.copy_command(code, self.code_uri))
         commands.append(self.create_command(path))
         return "\n".join(shlex.join(command) for command in commands)
 
     def stage(self, folder: Path) -> None:
         """Write the source as the hosts will see it, with a new Ray token."""
-        stage(self.draft.job, folder, self.draft.data_at)
+        stage(self.job, folder, self.data_at)
 
     def upload(self, store: Store, tell: Tell | None) -> None:
         """Upload data and code; `tell` gets the progress, and without it standard error."""
         tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
-        for item in self.draft.data:
+        for item in self.data:
             sent = upload_data(store, item)
             tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-            folder, uri = Path(scratch) / "code", self.draft.code_uri
+            folder, uri = Path(scratch) / "code", self.code_uri
             self.stage(folder)
-            if self.draft.archive:
-                self.draft.pack(folder, Path(scratch) / self.draft.archive)
-                store.send(Path(scratch) / self.draft.archive, uri)
+            if self.archive:
+                self.pack(folder, Path(scratch) / self.archive)
+                store.send(Path(scratch) / self.archive, uri)
             else:
                 _send_all(store, folder, uri)
         tell(f"code: {figures.size(self.code_bytes)} uploaded to {uri}")
@@ -484,7 +469,7 @@ def detached(name: str, run_id: str) -> str:
 
 
 def shared_problems(
-    draft: Draft,
+    request: CloudRequest,
     section: str,
     trains: str | None,
     more: str,
@@ -494,26 +479,26 @@ def shared_problems(
     """What is checked alike for every service.
 
     Args:
-        draft: the request.
+        request: not checked yet.
         section: the service's section of the configuration.
         trains: the group that trains.
         more: the key that gets more CPU hosts.
         types: what a host's type is called, and the known ones.
         shown: where secrets belong instead, and what everyone who may describe the job can read, by key.
     """
-    config = draft.job.resolved.config
+    config = request.job.resolved.config
     settings = getattr(config, section)
-    yield from _training_problems(config, draft.groups, trains, more)
+    yield from _training_problems(config, request.groups, trains, more)
     if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
         yield (
             f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
             f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
         )
-    kind, known = types[0], [*names_of(draft.groups), *types[1]]
+    kind, known = types[0], [*names_of(request.groups), *types[1]]
     for key in settings.prices:
         if key not in known:
             yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
-    for item in draft.data:
+    for item in request.data:
         if not item.files:
             yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
     vault, entries = shown[0], [(key, *entry) for key, values in shown[1].items() for entry in values.items()]

@@ -106,7 +106,7 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
     token = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}.ray-token")["Body"].read().decode()
     assert len(token) == 64
     assert token not in json.dumps(described, default=str)
-    data = request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/")
+    data = request.data[0].uri.removeprefix(f"s3://{BUCKET}/")
     assert [key.removeprefix(data) for key in keys_below(data)] == ["0.tar", "linked/1.tar"]
 
 
@@ -120,7 +120,7 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
         "data: 4 B uploaded",
         "data: 4 B already there",
     ]
-    manifest = request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/").rstrip("/") + ".json"
+    manifest = request.data[0].uri.removeprefix(f"s3://{BUCKET}/").rstrip("/") + ".json"
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=manifest)
     sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
     assert "data: 4 B uploaded" in told[-2]
@@ -185,7 +185,7 @@ def test_bucket_in_another_region_is_refused() -> None:
 def test_default_bucket_is_named_after_the_account() -> None:
     boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
     request = sagemaker.plan(make_job({"sagemaker.s3_uri": "null"}))
-    assert request.draft.root_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
+    assert request.root_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
 
 
 def test_an_unknown_job_is_one_line() -> None:

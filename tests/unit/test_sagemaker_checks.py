@@ -280,8 +280,8 @@ def test_right_request_field_by_field() -> None:
         "KmsKeyId": "alias/mine",
     }
     assert body["RetryStrategy"] == {"MaximumRetryAttempts": 3}
-    assert request.draft.data_at == {"train": "/opt/ml/input/data/train"}
-    assert request.draft.job.resolved.config.cluster.gpu_group == "gpu"
+    assert request.data_at == {"train": "/opt/ml/input/data/train"}
+    assert request.job.resolved.config.cluster.gpu_group == "gpu"
     assert "token" not in request.to_json().lower()
 
 
@@ -329,7 +329,7 @@ def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
 
     def place(**keys: str) -> str:
         changes = {"params.data": str(tmp_path), **{f"sagemaker.{key}": value for key, value in keys.items()}}
-        return sagemaker.plan(make_job(changes), offline=True).draft.data[0].uri
+        return sagemaker.plan(make_job(changes), offline=True).data[0].uri
 
     places = [place(), place(kms_key="alias/a"), place(kms_key="alias/b")]
     assert len({*places}) == 3 and places[1] == place(kms_key="alias/a")
@@ -351,7 +351,7 @@ def test_one_group_is_a_homogeneous_job() -> None:
     assert "InstanceGroups" not in resources
     assert resources["KeepAlivePeriodInSeconds"] == 600
     # In the container its only group is called homogeneousCluster.
-    assert request.draft.job.resolved.config.cluster.gpu_group is None
+    assert request.job.resolved.config.cluster.gpu_group is None
 
 
 def test_cpu_hosts_alone_may_train() -> None:
@@ -375,21 +375,21 @@ def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:
     single = tmp_path / "rows.parquet"
     single.write_bytes(b"y" * 10)
     request = sagemaker.plan(make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True)
-    assert request.draft.data_at == {
+    assert request.data_at == {
         "data": "/opt/ml/input/data/data",
         "rows": "/opt/ml/input/data/rows/rows.parquet",
     }
     assert "1.5 kB" in request.render()
     again = sagemaker.plan(make_job({"params.data": str(folder)}), offline=True)
-    assert again.draft.data[0].uri == request.draft.data[0].uri, "unchanged data keeps its address"
+    assert again.data[0].uri == request.data[0].uri, "unchanged data keeps its address"
     (folder / "a" / "0.tar").write_bytes(b"x" * 1501)
     changed = sagemaker.plan(make_job({"params.data": str(folder)}), offline=True)
-    assert changed.draft.data[0].uri != request.draft.data[0].uri
+    assert changed.data[0].uri != request.data[0].uri
 
 
 def test_data_that_is_already_in_s3_is_left_alone() -> None:
     request = sagemaker.plan(make_job({"params.data": "s3://b/train"}), offline=True)
-    assert request.draft.data == () and request.draft.data_at == {}
+    assert request.data == () and request.data_at == {}
 
 
 def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
     assert (tmp_path / "job-code" / "train.py").is_file()
     token = tmp_path / "job-code" / ".ray-token"
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
-    assert "create-training-job" in commands and request.draft.code_uri in commands
+    assert "create-training-job" in commands and request.code_uri in commands
     with pytest.raises(UsageError, match="exists"):
         request.write(tmp_path / "job.json")
 

@@ -241,7 +241,7 @@ def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, 
         assert got == {**sent, "replicaCount": str(sent["replicaCount"])}
     first = job.job_spec.worker_pool_specs[0]
     assert first.replica_count == 1, "Vertex AI's rule for the first pool"
-    assert job.job_spec.base_output_directory.output_uri_prefix == request.draft.base_uri
+    assert job.job_spec.base_output_directory.output_uri_prefix == request.base_uri
 
 
 def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
     assert "gpu        2  g2-standard-8" in shown and "2×NVIDIA_L4  1.963" in shown
     assert "cpu        2  c2-standard-16" in shown
     assert "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2025 (us-central1" in shown
-    (item,) = request.draft.data
+    (item,) = request.data
     assert item.uri.startswith("gs://my-bucket/stoker/data/")
-    assert request.draft.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}
+    assert request.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}
     assert any(line.startswith("no service account") for line in request.warnings)
 
 

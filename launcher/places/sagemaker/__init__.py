@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
 from launcher.places import Place
 from launcher.places.remote import (
-    CloudRequest,
     CloudRun,
     Group,
     LogEntry,
     Tell,
     collected,
-    cost_table,
     dollars,
     job_name,
     stamp,
     usd_per_hour,
 )
 from launcher.places.sagemaker import aws, sagemaker_rules
-from launcher.places.sagemaker.training_job import TrainingJobDraft, draft, group
+from launcher.places.sagemaker.training_job import SageMakerRequest, draft, group
 from launcher.source import measure, table
 from stoker.config.loading import Resolved
 from stoker.errors import UsageError
@@ -47,32 +44,6 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0
 _WORDS = {"InProgress": "running", "Completed": "succeeded", "Stopping": "running: stopping"}
 _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(?P<text>.*)$", re.S)
-
-
-@dataclass(frozen=True)
-class SageMakerRequest(CloudRequest):
-    """The arguments of CreateTrainingJob, their uploads, and warnings."""
-
-    draft: TrainingJobDraft
-
-    def title(self) -> str:
-        entry = self.draft.settings.entry
-        return f"SageMaker training job {self.name} in {self.draft.region}, entry {entry}"
-
-    def costs(self) -> str:
-        settings, groups = self.draft.settings, self.draft.groups
-        prices = price_list(settings.prices)
-        return cost_table(groups, "sagemaker", settings.max_runtime_s, settings.spot, prices)
-
-    def copy_command(self, source: Path, target: str) -> list[str]:
-        kms_key = self.draft.settings.kms_key
-        encrypted = ["--sse", "aws:kms", "--sse-kms-key-id", kms_key] if kms_key else []
-        folder = ["--recursive"] if source.is_dir() else []
-        return ["aws", "s3", "cp", *folder, *encrypted, str(source), target]
-
-    def create_command(self, file: Path) -> list[str]:
-        create = ["aws", "sagemaker", "create-training-job", "--region", self.draft.region]
-        return [*create, "--cli-input-json", f"file://{file}"]
 
 
 def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
@@ -112,14 +83,15 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
-    return SageMakerRequest(wanted, count + 1, size, tuple(sagemaker_rules.warnings(wanted)))
+    notes = tuple(sagemaker_rules.warnings(wanted))
+    return replace(wanted, code_files=count + 1, code_bytes=size, warnings=notes)
 
 
 def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     """Upload code and data, then create the training job; UsageError if AWS rejects a call."""
-    region = request.draft.region
+    region = request.region
     with aws.readable_errors("upload"):
-        request.upload(aws.store_of(request.draft), tell)
+        request.upload(aws.store_of(request), tell)
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", region).create_training_job(**request.body)
     return SageMakerRun(region, request.name, submitted=True)
@@ -277,4 +249,4 @@ def model_trainer(job: Job, **options: Any) -> ModelTrainer:
     config = job.resolved.config
     settings = config.sagemaker.model_copy(update={"entry": "container"})
     resolved = Resolved(config.model_copy(update={"sagemaker": settings}), job.resolved.origins)
-    return build(plan(replace(job, resolved=resolved)).draft, **options)
+    return build(plan(replace(job, resolved=resolved)), **options)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from launcher.places.sagemaker.training_job import TrainingJobDraft, groups_of
+from launcher.places.sagemaker.training_job import SageMakerRequest, groups_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 
@@ -81,13 +81,13 @@ def refuse_without_credentials() -> None:
             raise UsageError(NO_CREDENTIALS)
 
 
-def existence_problems(draft: TrainingJobDraft) -> Iterator[str]:
+def existence_problems(request: SageMakerRequest) -> Iterator[str]:
     """Problems with the request's buckets and prefixes: missing, inaccessible, wrong region."""
-    s3 = client("s3", draft.region)
-    bucket, _ = split_uri(draft.root_uri)
+    s3 = client("s3", request.region)
+    bucket, _ = split_uri(request.root_uri)
     with readable_errors("S3"):
-        yield from _bucket_problem(s3, bucket, draft.region)
-        for name, channel in draft.settings.channels.items():
+        yield from _bucket_problem(s3, bucket, request.region)
+        for name, channel in request.settings.channels.items():
             if channel.uri.startswith("s3://"):
                 yield from _prefix_problem(s3, channel.uri, f"sagemaker.channels.{name}.uri")
 
@@ -186,11 +186,11 @@ def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
         yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
 
 
-def store_of(draft: TrainingJobDraft) -> S3Store:
+def store_of(request: SageMakerRequest) -> S3Store:
     """Where a job's uploads go: only a bucket of the account that must own it, and under the key, if any."""
-    settings = draft.settings
+    settings = request.settings
     owner = "".join(settings.bucket_owner or (settings.role or "").split(":")[4:5])
-    return S3Store(client("s3", draft.region), owner, settings.kms_key)
+    return S3Store(client("s3", request.region), owner, settings.kms_key)
 
 
 @dataclass(frozen=True)

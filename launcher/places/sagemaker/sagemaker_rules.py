@@ -17,7 +17,7 @@ from launcher.places.sagemaker.training_job import (
     IMAGE_ACCOUNT,
     INPUT,
     REMEDIES,
-    TrainingJobDraft,
+    SageMakerRequest,
 )
 from stoker.config.loading import load
 from stoker.config.redaction import is_secret
@@ -29,19 +29,19 @@ MAX_RUNTIME_S = 28 * 86_400
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
 
-def problems(draft: TrainingJobDraft) -> list[str]:
+def problems(request: SageMakerRequest) -> list[str]:
     """Every problem of a request, including violated service limits."""
-    found = [line for rule in RULES for line in rule(draft)]
+    found = [line for rule in RULES for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
-    limits = limit_problems(draft.body, draft.keys)
+    limits = limit_problems(request.body, request.keys)
     found += [line for line in limits if line.partition(": ")[0] not in named]
     return list(dict.fromkeys(found))
 
 
-def warnings(draft: TrainingJobDraft) -> list[str]:
+def warnings(request: SageMakerRequest) -> list[str]:
     """Notes for the dry run on valid but questionable settings."""
-    settings = draft.settings
-    hosts = sum(group.count for group in draft.groups)
+    settings = request.settings
+    hosts = sum(group.count for group in request.groups)
     notes = []
     if not settings.subnets:
         notes.append(
@@ -57,13 +57,13 @@ def warnings(draft: TrainingJobDraft) -> list[str]:
         notes.append(
             "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that"
         )
-    if settings.spot and len(draft.groups) > 1:
+    if settings.spot and len(request.groups) > 1:
         notes.append("AWS does not document spot with several instance groups: try a short job first")
     return notes
 
 
-def _groups(draft: TrainingJobDraft) -> Iterator[str]:
-    settings, groups = draft.settings, draft.groups
+def _groups(request: SageMakerRequest) -> Iterator[str]:
+    settings, groups = request.settings, request.groups
     if not groups:
         yield ("sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge")
     if settings.groups and (settings.gpu.type or settings.cpu.type):
@@ -94,24 +94,24 @@ def _groups(draft: TrainingJobDraft) -> Iterator[str]:
         )
 
 
-def _shared(draft: TrainingJobDraft) -> Iterator[str]:
+def _shared(request: SageMakerRequest) -> Iterator[str]:
     """What the rules of all services say."""
-    settings, groups = draft.settings, draft.groups
-    trains = training_group(draft.job.resolved.config, groups) if len(groups) != 1 else groups[0].name
+    settings, groups = request.settings, request.groups
+    trains = training_group(request.job.resolved.config, groups) if len(groups) != 1 else groups[0].name
     shown: dict[str, Mapping[str, object]] = {
         "sagemaker.environment": settings.environment,
         "sagemaker.hyperparameters": settings.hyperparameters,
         "sagemaker.tags": settings.tags,
     }
     types, more = ("an instance type", instance_types()), "sagemaker.cpu.count"
-    yield from shared_problems(draft, "sagemaker", trains, more, types, ("Secrets Manager", shown))
+    yield from shared_problems(request, "sagemaker", trains, more, types, ("Secrets Manager", shown))
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
 
 
-def _times(draft: TrainingJobDraft) -> Iterator[str]:
-    settings = draft.settings
+def _times(request: SageMakerRequest) -> Iterator[str]:
+    settings = request.settings
     if settings.max_runtime_s > MAX_RUNTIME_S:
         yield (f"sagemaker.max_runtime_s: at most 28 days, {MAX_RUNTIME_S} (got {settings.max_runtime_s})")
     if settings.max_wait_s is not None and not settings.spot:
@@ -121,7 +121,7 @@ def _times(draft: TrainingJobDraft) -> Iterator[str]:
             f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
             f" (got {settings.max_wait_s}); it counts waiting and running together"
         )
-    if settings.keep_alive_s and len(draft.groups) > 1:
+    if settings.keep_alive_s and len(request.groups) > 1:
         yield ("sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it")
     if settings.keep_alive_s and settings.spot:
         yield (
@@ -129,9 +129,9 @@ def _times(draft: TrainingJobDraft) -> Iterator[str]:
         )
 
 
-def _disks(draft: TrainingJobDraft) -> Iterator[str]:
-    settings = draft.settings
-    with_nvme = [group.type for group in draft.groups if prices.has_nvme(group.type)]
+def _disks(request: SageMakerRequest) -> Iterator[str]:
+    settings = request.settings
+    with_nvme = [group.type for group in request.groups if prices.has_nvme(group.type)]
     if settings.volume_kms_key and with_nvme:
         yield (
             f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
@@ -139,17 +139,17 @@ def _disks(draft: TrainingJobDraft) -> Iterator[str]:
         )
     if not 1 <= settings.volume_gb <= 16_384:
         yield f"sagemaker.volume_gb: from 1 to 16384 (got {settings.volume_gb})"
-    need_gb = sum(item.bytes for item in draft.data) / 1e9
-    if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(draft.groups):
+    need_gb = sum(item.bytes for item in request.data) / 1e9
+    if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(request.groups):
         yield (
             f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
             f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
         )
 
 
-def _channels(draft: TrainingJobDraft) -> Iterator[str]:
-    settings = draft.settings
-    groups = {group.name for group in draft.groups}
+def _channels(request: SageMakerRequest) -> Iterator[str]:
+    settings = request.settings
+    groups = {group.name for group in request.groups}
     seen: dict[str, str] = {}
     for name, channel in settings.channels.items():
         key = f"sagemaker.channels.{name}"
@@ -174,7 +174,7 @@ def _channels(draft: TrainingJobDraft) -> Iterator[str]:
                 yield (
                     f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
                 )
-        trains = training_group(draft.job.resolved.config, draft.groups)
+        trains = training_group(request.job.resolved.config, request.groups)
         if channel.groups and trains is not None and trains not in channel.groups:
             yield (
                 f"{key}.groups: the head, a host of {trains}, reads the channel, too (got"
@@ -182,21 +182,21 @@ def _channels(draft: TrainingJobDraft) -> Iterator[str]:
             )
         if len(set(channel.groups)) < len(channel.groups):
             yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
-    for item in draft.data:
+    for item in request.data:
         if item.parameter == CODE_CHANNEL:
             yield (
                 f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
             )
 
 
-def _parameters(draft: TrainingJobDraft) -> Iterator[str]:
-    settings, config = draft.settings, draft.job.resolved.config
+def _parameters(request: SageMakerRequest) -> Iterator[str]:
+    settings, config = request.settings, request.job.resolved.config
     for name, value in config.params.items():
-        if name in draft.data_at or name in draft.job.data or not isinstance(value, str):
+        if name in request.data_at or name in request.job.data or not isinstance(value, str):
             continue
         if value.startswith(f"{INPUT}/"):
             channel = value.removeprefix(f"{INPUT}/").split("/")[0]
-            if channel not in {each.get("ChannelName") for each in draft.body.get("InputDataConfig", [])}:
+            if channel not in {each.get("ChannelName") for each in request.body.get("InputDataConfig", [])}:
                 yield (
                     f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
                 )
@@ -212,16 +212,16 @@ def _parameters(draft: TrainingJobDraft) -> Iterator[str]:
             )
 
 
-def _request(draft: TrainingJobDraft) -> Iterator[str]:
-    for path in draft.taken:
-        key = draft.keys.get(path) or REMEDIES.get(path, ("",))[0]
+def _request(request: SageMakerRequest) -> Iterator[str]:
+    for path in request.taken:
+        key = request.keys.get(path) or REMEDIES.get(path, ("",))[0]
         yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
-    names = [channel.get("ChannelName") for channel in draft.body.get("InputDataConfig", [])]
+    names = [channel.get("ChannelName") for channel in request.body.get("InputDataConfig", [])]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"sagemaker.request.InputDataConfig: two channels are named {name!r}; rename one"
-    source, image = draft.job.source_dir, draft.settings.image or IMAGE_ACCOUNT
+    source, image = request.job.source_dir, request.settings.image or IMAGE_ACCOUNT
     wheels = source is not None and (source / "wheels").is_dir()
-    if draft.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:
+    if request.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:
         yield (
             "sagemaker.network_isolation: pip reaches no index then, and the image lacks Ray; put a wheels/"
             " folder next to requirements.txt (pip download -d wheels -r requirements.txt), or use an image"
@@ -229,8 +229,8 @@ def _request(draft: TrainingJobDraft) -> Iterator[str]:
         )
 
 
-def _hyperparameters(draft: TrainingJobDraft) -> Iterator[str]:
-    for key, value in draft.settings.hyperparameters.items():
+def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
+    for key, value in request.settings.hyperparameters.items():
         where = f"sagemaker.hyperparameters.{key}"
         if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
             yield f"{where}: set by Stoker; remove it"
@@ -245,27 +245,29 @@ def _hyperparameters(draft: TrainingJobDraft) -> Iterator[str]:
                 yield from error.problems
 
 
-def _names(draft: TrainingJobDraft) -> Iterator[str]:
-    for name in draft.settings.tags:
+def _names(request: SageMakerRequest) -> Iterator[str]:
+    for name in request.settings.tags:
         if name.lower().startswith("aws:"):
             yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
     for index, key in enumerate(("subnets", "security_groups")):
         prefix = ("subnet-", "sg-")[index]
-        for value in getattr(draft.settings, key):
+        for value in getattr(request.settings, key):
             if not value.startswith(prefix):
                 yield f"sagemaker.{key}: ids must begin with {prefix} (got {value!r})"
-    if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.root_uri):
-        yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {draft.settings.s3_uri!r})"
+    if request.settings.s3_uri and not re.match(
+        r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", request.root_uri
+    ):
+        yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {request.settings.s3_uri!r})"
 
 
-def _image(draft: TrainingJobDraft) -> Iterator[str]:
-    image = draft.body["AlgorithmSpecification"].get("TrainingImage")
+def _image(request: SageMakerRequest) -> Iterator[str]:
+    image = request.body["AlgorithmSpecification"].get("TrainingImage")
     key = "sagemaker.image"
     if image is None:
-        if draft.region:  # a missing region is a problem of its own
-            yield f"{key}: no default image is known for region {draft.region!r}; name one"
+        if request.region:  # a missing region is a problem of its own
+            yield f"{key}: no default image is known for region {request.region!r}; name one"
         return
-    if draft.body["AlgorithmSpecification"].get("TrainingImageConfig"):
+    if request.body["AlgorithmSpecification"].get("TrainingImageConfig"):
         return  # a private registry
     registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
     if registry is None:
@@ -274,13 +276,13 @@ def _image(draft: TrainingJobDraft) -> Iterator[str]:
             f" (got {image!r})"
         )
         return
-    if registry[2] != draft.region:
+    if registry[2] != request.region:
         yield (
-            f"{key}: in region {registry[2]}, the job in {draft.region}; use the image of the job's region"
+            f"{key}: in region {registry[2]}, the job in {request.region}; use the image of the job's region"
         )
     if "inference" in image:
         yield (f"{key}: an inference image has no training toolkit (got {image!r}); use a training image")
-    if "-cpu" in image and any(group.gpus != 0 for group in draft.groups):
+    if "-cpu" in image and any(group.gpus != 0 for group in request.groups):
         yield (f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one")
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
     torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
@@ -288,7 +290,7 @@ def _image(draft: TrainingJobDraft) -> Iterator[str]:
         yield f"{key}: {why}"
 
 
-RULES: tuple[Callable[[TrainingJobDraft], Iterator[str]], ...] = (
+RULES: tuple[Callable[[SageMakerRequest], Iterator[str]], ...] = (
     _groups,
     _shared,
     _times,

@@ -13,7 +13,7 @@ from launcher.job import COMMAND
 from launcher.places.remote import upload_data
 from launcher.places.sagemaker import aws
 from launcher.places.sagemaker.aws import split_uri
-from launcher.places.sagemaker.training_job import CODE_CHANNEL, TrainingJobDraft
+from launcher.places.sagemaker.training_job import CODE_CHANNEL, SageMakerRequest
 from launcher.source import stage
 from stoker.errors import UsageError
 
@@ -27,20 +27,20 @@ CONVERTED = (
 """Members of the request whose additions by `sagemaker.request` reach a ModelTrainer."""
 
 
-def model_trainer(draft: TrainingJobDraft, **options: Any) -> ModelTrainer:
+def model_trainer(request: SageMakerRequest, **options: Any) -> ModelTrainer:
     """Convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
 
     Uploads local data immediately, once, and stages the source; `train()` uploads the source below
     `sagemaker.s3_uri`. All jobs of one trainer share a Ray token.
 
     Args:
-        draft: the request, from `launcher.places.sagemaker.plan(job).draft`.
+        request: the request, from `launcher.places.sagemaker.plan(job)`.
         options: arguments of `ModelTrainer` that override the derived ones.
 
     Raises:
         UsageError: the SDK is not installed, has no place for a part of the request, or an upload failed.
     """
-    body, settings = draft.body, draft.settings
+    body, settings = request.body, request.settings
     of_image = settings.request.get("AlgorithmSpecification", {})
     lost = [name for name in settings.request if name not in CONVERTED]
     lost += [f"AlgorithmSpecification.{name}" for name in of_image if name != "TrainingImageConfig"]
@@ -61,12 +61,12 @@ def model_trainer(draft: TrainingJobDraft, **options: Any) -> ModelTrainer:
 
     folder = Path(tempfile.mkdtemp(prefix="stoker-")) / "code"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    stage(draft.job, folder, draft.data_at)
+    stage(request.job, folder, request.data_at)
 
     # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
     with aws.readable_errors("upload"):
-        for item in draft.data:
-            upload_data(aws.store_of(draft), item)
+        for item in request.data:
+            upload_data(aws.store_of(request), item)
     inputs = [
         shapes.Channel(**_snake(channel))
         for channel in body.get("InputDataConfig", [])
@@ -74,7 +74,7 @@ def model_trainer(draft: TrainingJobDraft, **options: Any) -> ModelTrainer:
     ]
     vpc = body.get("VpcConfig", {})
     arguments: dict[str, Any] = {
-        "base_job_name": draft.name.rsplit("-", 3)[0],
+        "base_job_name": request.name.rsplit("-", 3)[0],
         "role": body["RoleArn"],
         "training_image": body["AlgorithmSpecification"]["TrainingImage"],
         "source_code": configs.SourceCode(
@@ -104,9 +104,9 @@ def model_trainer(draft: TrainingJobDraft, **options: Any) -> ModelTrainer:
     if "sagemaker_session" not in options:
         import boto3
 
-        bucket, prefix = split_uri(draft.root_uri)
+        bucket, prefix = split_uri(request.root_uri)
         arguments["sagemaker_session"] = Session(
-            boto_session=boto3.session.Session(region_name=draft.region),
+            boto_session=boto3.session.Session(region_name=request.region),
             default_bucket=bucket,
             default_bucket_prefix=prefix or None,
         )

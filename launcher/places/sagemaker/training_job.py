@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
-from launcher.places.remote import Draft, Group, Keyed, pruned, training_group, with_training_group
-from launcher.source import DataUpload, find_data_uploads, pack
+from launcher.places.remote import (
+    CloudRequest,
+    Group,
+    Keyed,
+    cost_table,
+    pruned,
+    training_group,
+    with_training_group,
+)
+from launcher.source import DataUpload, find_data_uploads
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
@@ -108,8 +116,8 @@ def groups_of(config: Config) -> tuple[Group, ...]:
 
 
 @dataclass(frozen=True)
-class TrainingJobDraft(Draft):
-    """A request that has not been checked yet: the arguments of CreateTrainingJob."""
+class SageMakerRequest(CloudRequest):
+    """The arguments of CreateTrainingJob, their uploads, and warnings."""
 
     taken: tuple[str, ...] = ()
     """Parts of `sagemaker.request` that other keys set."""
@@ -122,8 +130,22 @@ class TrainingJobDraft(Draft):
     def settings(self) -> SageMakerConfig:
         return self.job.resolved.config.sagemaker
 
-    def pack(self, folder: Path, archive: Path) -> None:
-        pack(folder, archive)
+    def title(self) -> str:
+        return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
+
+    def costs(self) -> str:
+        settings, known = self.settings, prices.price_list(self.settings.prices)
+        return cost_table(self.groups, "sagemaker", settings.max_runtime_s, settings.spot, known)
+
+    def copy_command(self, source: Path, target: str) -> list[str]:
+        kms_key = self.settings.kms_key
+        encrypted = ["--sse", "aws:kms", "--sse-kms-key-id", kms_key] if kms_key else []
+        folder = ["--recursive"] if source.is_dir() else []
+        return ["aws", "s3", "cp", *folder, *encrypted, str(source), target]
+
+    def create_command(self, file: Path) -> list[str]:
+        create = ["aws", "sagemaker", "create-training-job", "--region", self.region]
+        return [*create, "--cli-input-json", f"file://{file}"]
 
 
 def default_image(region: str) -> str | None:
@@ -133,7 +155,7 @@ def default_image(region: str) -> str | None:
     return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
 
 
-def draft(job: Job, name: str, region: str, s3_uri: str) -> TrainingJobDraft:
+def draft(job: Job, name: str, region: str, s3_uri: str) -> SageMakerRequest:
     """Build the whole request, valid or not, with all objects below `s3_uri`; `sagemaker_rules` checks it."""
     config = job.resolved.config
     settings = config.sagemaker
@@ -190,7 +212,7 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> TrainingJobDraft:
     taken: list[str] = []
     body = overlaid(pruned(body, keys), settings.request, keys, taken)
     data_at = _data_at(job, data)
-    return TrainingJobDraft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
+    return SageMakerRequest(job, name, region, s3_uri, groups, body, keys, data, data_at, taken=tuple(taken))
 
 
 def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:

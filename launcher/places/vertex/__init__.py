@@ -11,27 +11,23 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from launcher.job import Job
 from launcher.places import Place
 from launcher.places.remote import (
-    CloudRequest,
     CloudRun,
     LogEntry,
     Tell,
     collected,
-    cost_table,
     job_name,
     stamp,
 )
 from launcher.places.vertex import google_cloud, vertex_rules
-from launcher.places.vertex.custom_job import CustomJobDraft, draft
+from launcher.places.vertex.custom_job import VertexRequest, draft
 from launcher.source import measure
 from stoker.errors import UsageError
-from stoker.events.prices import google_prices
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
 
 POLL_S = 10.0
@@ -46,40 +42,6 @@ _WORDS = {
     "JOB_STATE_EXPIRED": "failed: it took longer than vertex.max_runtime_s",
     "JOB_STATE_UPDATING": "running: updating",
 }
-
-
-@dataclass(frozen=True)
-class VertexRequest(CloudRequest):
-    """The CustomJob, its uploads, and warnings."""
-
-    draft: CustomJobDraft
-
-    def title(self) -> str:
-        return f"Vertex AI custom job {self.name} in {self.draft.parent}, entry {self.draft.settings.entry}"
-
-    def costs(self) -> str:
-        settings, pools = self.draft.settings, self.draft.groups
-        prices, seconds = google_prices(settings), settings.max_runtime_s
-        return cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
-
-    def for_command_line(self) -> dict[str, Any]:
-        spec: dict[str, Any] = self.body["jobSpec"]
-        return spec
-
-    def copy_command(self, source: Path, target: str) -> list[str]:
-        # It follows links to files when told so, and never those to folders.
-        links = (path for path in source.rglob("*") if path.is_symlink() and path.is_dir())
-        if link := next(links, None):
-            raise UsageError(f"--request: {link} is a link to a folder, which gcloud leaves out; copy it")
-        how = ["rsync", "-r", "--no-ignore-symlinks"] if source.is_dir() else ["cp"]
-        return ["gcloud", "storage", *how, str(source), target]
-
-    def create_command(self, file: Path) -> list[str]:
-        wanted = self.draft
-        create = ["gcloud", "ai", "custom-jobs", "create", f"--project={wanted.project}"]
-        create += [f"--region={wanted.region}", f"--display-name={wanted.name}", f"--config={file}"]
-        create += [f"--labels={','.join(f'{k}={v}' for k, v in self.body['labels'].items())}"]
-        return [*create, *([f"--kms-key={wanted.settings.kms_key}"] if wanted.settings.kms_key else [])]
 
 
 def plan(job: Job, *, offline: bool = False) -> VertexRequest:
@@ -108,15 +70,15 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
-    return VertexRequest(wanted, count + 1, size, tuple(vertex_rules.warnings(wanted)))
+    notes = tuple(vertex_rules.warnings(wanted))
+    return replace(wanted, code_files=count + 1, code_bytes=size, warnings=notes)
 
 
 def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
     """Upload code and data, then create the custom job; UsageError if Google Cloud rejects a call."""
     with google_cloud.upload_errors():
         request.upload(google_cloud.CloudStorage(), tell)
-    wanted = request.draft
-    return VertexRun(google_cloud.create(wanted.parent, wanted.region, request.body), submitted=True)
+    return VertexRun(google_cloud.create(request.parent, request.region, request.body), submitted=True)
 
 
 def attach(run_id: str) -> VertexRun:

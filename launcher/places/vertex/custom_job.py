@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.job import COMMAND, Job
-from launcher.places.remote import Draft, Group, Keyed, pruned, training_group, with_training_group
+from launcher.places.remote import (
+    CloudRequest,
+    Group,
+    Keyed,
+    cost_table,
+    pruned,
+    training_group,
+    with_training_group,
+)
 from launcher.source import find_data_uploads, pack, private_archive
 from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
+from stoker.errors import UsageError
 from stoker.events import prices
+from stoker.events.prices import google_prices
 from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
 from stoker.place import BACKEND_VARIABLE
 
@@ -97,8 +107,8 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class CustomJobDraft(Draft):
-    """A request that has not been checked yet: a CustomJob, in the REST API's JSON form."""
+class VertexRequest(CloudRequest):
+    """The CustomJob, its uploads, and warnings."""
 
     groups: tuple[Pool, ...]
     project: str = ""
@@ -118,6 +128,32 @@ class CustomJobDraft(Draft):
 
     def pack(self, folder: Path, archive: Path) -> None:
         (_pack_package if self.archive == PACKAGE else pack)(folder, archive)
+
+    def title(self) -> str:
+        return f"Vertex AI custom job {self.name} in {self.parent}, entry {self.settings.entry}"
+
+    def costs(self) -> str:
+        settings, pools = self.settings, self.groups
+        prices, seconds = google_prices(settings), settings.max_runtime_s
+        return cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
+
+    def for_command_line(self) -> dict[str, Any]:
+        spec: dict[str, Any] = self.body["jobSpec"]
+        return spec
+
+    def copy_command(self, source: Path, target: str) -> list[str]:
+        # It follows links to files when told so, and never those to folders.
+        links = (path for path in source.rglob("*") if path.is_symlink() and path.is_dir())
+        if link := next(links, None):
+            raise UsageError(f"--request: {link} is a link to a folder, which gcloud leaves out; copy it")
+        how = ["rsync", "-r", "--no-ignore-symlinks"] if source.is_dir() else ["cp"]
+        return ["gcloud", "storage", *how, str(source), target]
+
+    def create_command(self, file: Path) -> list[str]:
+        create = ["gcloud", "ai", "custom-jobs", "create", f"--project={self.project}"]
+        create += [f"--region={self.region}", f"--display-name={self.name}", f"--config={file}"]
+        create += [f"--labels={','.join(f'{k}={v}' for k, v in self.body['labels'].items())}"]
+        return [*create, *([f"--kms-key={self.settings.kms_key}"] if self.settings.kms_key else [])]
 
 
 def _pack_package(folder: Path, archive: Path) -> None:
@@ -150,7 +186,7 @@ def container_command(code_uri: str) -> list[str]:
     return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
 
 
-def draft(job: Job, name: str, project: str, gcs_uri: str) -> CustomJobDraft:
+def draft(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
     """Build the whole request, valid or not, with all objects below `gcs_uri`; `vertex_rules` checks it."""
     config = job.resolved.config
     pools, region = pools_of(config), config.vertex.region
@@ -158,12 +194,12 @@ def draft(job: Job, name: str, project: str, gcs_uri: str) -> CustomJobDraft:
         job = with_training_group(job, trains)
     data = find_data_uploads(job.data, gcs_uri)
     data_at = {item.parameter: item.path_in(str(folder_of(item.uri))) for item in data}
-    made = CustomJobDraft(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project)
+    made = VertexRequest(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project=project)
     made.body.update(pruned(_body(made), made.keys))
     return made
 
 
-def _body(made: CustomJobDraft) -> dict[str, Any]:
+def _body(made: VertexRequest) -> dict[str, Any]:
     settings = made.settings
 
     def own(key: str) -> Keyed:
@@ -190,7 +226,7 @@ def _body(made: CustomJobDraft) -> dict[str, Any]:
     }
 
 
-def _pool_specs(made: CustomJobDraft) -> list[dict[str, Any]]:
+def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
     settings = made.settings
     if not made.groups:
         return []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from launcher.places.remote import key_of, shared_problems, training_group
 from launcher.places.vertex import google_cloud
-from launcher.places.vertex.custom_job import PREBUILT, CustomJobDraft
+from launcher.places.vertex.custom_job import PREBUILT, VertexRequest
 from stoker.errors import nearest
 from stoker.events import prices
 from stoker.figures import count_of
@@ -43,20 +43,20 @@ _FORMS = (
 )
 
 
-def problems(draft: CustomJobDraft) -> list[str]:
+def problems(request: VertexRequest) -> list[str]:
     """Every problem of a request, including what the client library's types reject."""
-    found = [line for rule in RULES for line in rule(draft)]
+    found = [line for rule in RULES for line in rule(request)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
-        found += [line for line in _types(draft) if line.partition(": ")[0] not in named]
+        found += [line for line in _types(request) if line.partition(": ")[0] not in named]
     return list(dict.fromkeys(found))
 
 
-def warnings(draft: CustomJobDraft) -> list[str]:
+def warnings(request: VertexRequest) -> list[str]:
     """Notes for the dry run on valid but questionable settings."""
-    settings = draft.settings
+    settings = request.settings
     notes = []
-    first, trains = draft.groups[0].name, draft.job.resolved.config.cluster.gpu_group
+    first, trains = request.groups[0].name, request.job.resolved.config.cluster.gpu_group
     if first != trains:
         notes.append(
             f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
@@ -78,8 +78,8 @@ def warnings(draft: CustomJobDraft) -> list[str]:
     return notes
 
 
-def _pools(draft: CustomJobDraft) -> Iterator[str]:
-    settings, pools = draft.settings, draft.groups
+def _pools(request: VertexRequest) -> Iterator[str]:
+    settings, pools = request.settings, request.groups
     if not pools:
         yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
         return
@@ -108,9 +108,9 @@ def _wrong_type(machine_type: str) -> str:
     return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
 
 
-def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
-    settings = draft.settings
-    for pool in draft.groups:
+def _accelerators(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    for pool in request.groups:
         built_in, there = prices.built_in_accelerator(pool.type), prices.built_in_gpus(pool.type)
         if pool.asked is not None and pool.asked < 0:
             yield f"{pool.key}.count: at least 0 (got {pool.asked})"
@@ -131,29 +131,29 @@ def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
             )
         elif pool.asked and not pool.accelerator and not built_in:
             yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
-    trains = next((pool for pool in draft.groups if pool.key == "vertex.gpu"), None)
+    trains = next((pool for pool in request.groups if pool.key == "vertex.gpu"), None)
     if trains and not trains.gpus and not _wrong_type(trains.type):
         yield (
             f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
             " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
         )
-    if settings.gpu.machine_type and any(p.gpus for p in draft.groups if p.key == "vertex.cpu"):
+    if settings.gpu.machine_type and any(p.gpus for p in request.groups if p.key == "vertex.cpu"):
         kind = settings.cpu.machine_type
         yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
 
 
-def _shared(draft: CustomJobDraft) -> Iterator[str]:
+def _shared(request: VertexRequest) -> Iterator[str]:
     """What the rules of all services say."""
-    settings, trains = draft.settings, training_group(draft.job.resolved.config, draft.groups)
-    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in draft.groups)])
+    settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
+    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
     yield from shared_problems(
-        draft, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)
+        request, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)
     )
 
 
-def _limits(draft: CustomJobDraft) -> Iterator[str]:
-    settings = draft.settings
+def _limits(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
     if settings.max_runtime_s < 1:
         yield f"vertex.max_runtime_s: at least 1 (got {settings.max_runtime_s})"
     if not 100 <= settings.boot_disk_gb <= 64_000:
@@ -165,15 +165,16 @@ def _limits(draft: CustomJobDraft) -> Iterator[str]:
         yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
 
 
-def _places(draft: CustomJobDraft) -> Iterator[str]:
-    settings = draft.settings
-    if not draft.project:
+def _places(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    if not request.project:
         yield (
             "vertex.project: not set, and the credentials name none; set it, or run"
             " `gcloud auth application-default login`"
         )
-    elif not re.fullmatch(r"[a-z][a-z0-9:.-]{4,61}[a-z0-9]|\d+", draft.project):
-        yield f"vertex.project: not a project id (got {draft.project!r}); `gcloud projects list` shows yours"
+    elif not re.fullmatch(r"[a-z][a-z0-9:.-]{4,61}[a-z0-9]|\d+", request.project):
+        remedy = "`gcloud projects list` shows yours"
+        yield f"vertex.project: not a project id (got {request.project!r}); {remedy}"
     if not re.fullmatch(r"[a-z]+-[a-z]+\d+", settings.region):
         yield f"vertex.region: not a region (got {settings.region!r}); for example us-central1"
     if settings.gcs_uri is None:
@@ -190,27 +191,27 @@ def _places(draft: CustomJobDraft) -> Iterator[str]:
         yield "vertex.tensorboard: requires vertex.service_account, which may write to it"
 
 
-def _labels(draft: CustomJobDraft) -> Iterator[str]:
-    if len(draft.settings.labels) > 63:
-        yield f"vertex.labels: at most 63, and Stoker's own (got {len(draft.settings.labels)})"
-    for name, value in draft.settings.labels.items():
+def _labels(request: VertexRequest) -> Iterator[str]:
+    if len(request.settings.labels) > 63:
+        yield f"vertex.labels: at most 63, and Stoker's own (got {len(request.settings.labels)})"
+    for name, value in request.settings.labels.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", name):
             yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, a letter first, at most 63"
         elif not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
 
 
-def _environment(draft: CustomJobDraft) -> Iterator[str]:
-    for name in draft.settings.environment:
+def _environment(request: VertexRequest) -> Iterator[str]:
+    for name in request.settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"vertex.environment.{name}: names have letters, digits and _ only"
 
 
-def _parameters(draft: CustomJobDraft) -> Iterator[str]:
-    for name, value in draft.job.resolved.config.params.items():
-        if name in draft.data_at or not isinstance(value, str):
+def _parameters(request: VertexRequest) -> Iterator[str]:
+    for name, value in request.job.resolved.config.params.items():
+        if name in request.data_at or not isinstance(value, str):
             continue
         if value.startswith(("/", "./", "../", "~")) and not value.startswith("/gcs/"):
             yield (
@@ -219,8 +220,8 @@ def _parameters(draft: CustomJobDraft) -> Iterator[str]:
             )
 
 
-def _image(draft: CustomJobDraft) -> Iterator[str]:
-    image, package = draft.settings.image, draft.settings.entry == "package"
+def _image(request: VertexRequest) -> Iterator[str]:
+    image, package = request.settings.image, request.settings.entry == "package"
     if not image:
         yield (
             "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
@@ -236,7 +237,7 @@ def _image(draft: CustomJobDraft) -> Iterator[str]:
             f"vertex.image: entry=package needs a prebuilt container, <region>{PREBUILT}… (got {image!r});"
             " use entry=container for other images"
         )
-    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in draft.groups):
+    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in request.groups):
         yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
     torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
@@ -244,12 +245,12 @@ def _image(draft: CustomJobDraft) -> Iterator[str]:
         yield f"vertex.image: {why}"
 
 
-def _types(draft: CustomJobDraft) -> Iterator[str]:
-    for path, message in google_cloud.rejected(draft.body):
-        yield f"{key_of(path, draft.keys) or path}: {message}"
+def _types(request: VertexRequest) -> Iterator[str]:
+    for path, message in google_cloud.rejected(request.body):
+        yield f"{key_of(path, request.keys) or path}: {message}"
 
 
-RULES: tuple[Callable[[CustomJobDraft], Iterator[str]], ...] = (
+RULES: tuple[Callable[[VertexRequest], Iterator[str]], ...] = (
     _pools,
     _accelerators,
     _shared,
