@@ -126,7 +126,7 @@ class Run:
         )
 
     def rebuilt(self, step: int) -> dict[int, list[str]]:
-        from launcher.advise.peeking_run import rebuild
+        from launcher.advise.peek.run import rebuild
 
         found: dict[int, list[str]] = {}
         for line in rebuild(self.folder, step, []).lines:

@@ -1,4 +1,4 @@
-"""Laptop: run sample records of a split through its chain in this process and inspect each stage.
+"""Run sample records of a split through its chain in this process and inspect each stage.
 
 The records run twice: through the chain as chain workers run it, for its output, quarantine and cost; and
 stage by stage, for the effect of each stage.
@@ -7,14 +7,16 @@ stage by stage, for the effect of each stage.
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from launcher.advise.peek.columns import Column
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.collating import records_of
 from stoker.chain.columns import Ragged
@@ -23,6 +25,7 @@ from stoker.chain.probing import fix_schemas, remarks
 from stoker.chain.stages import Stage
 from stoker.config.schema import Config
 from stoker.errors import ChainError, UsageError, where_raised
+from stoker.figures import size
 from stoker.messages import (
     HWC_SUFFIX,
     ID_COLUMN,
@@ -39,7 +42,7 @@ from stoker.serve.datasets import DatasetSource
 from stoker.serve.opening import Data, refuse_absent_pads
 from stoker.serve.shards import order_of, seeded_reading
 
-PLACES = 4
+SHARDS = 4
 """Number of shards to sample, because the first records of a sorted dataset are all alike."""
 GROUP = 32
 MOST_RECORDS = 512
@@ -47,11 +50,142 @@ FAILED_SHOWN = 4
 """So many failing records are on the contact sheet, if there are, wherever they were found."""
 SECONDS = 1.5
 """Start no further group after this time, once all records to show are read."""
+MOST_DISTINCT = 200
+"""Stop counting distinct values here."""
+IGNORED_CLASS = 255
+"""Conventional mask value of pixels to ignore."""
 
 
 @dataclass
-class Place:
-    """Laptop: a point in the chain: after reading, or after a stage."""
+class Column:
+    """Statistics of one column over the examined records."""
+
+    values: int = 0
+    nulls: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    """NumPy dtype name, or text, bytes or the Python class."""
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Shapes of arrays; lengths of text and bytes."""
+    low: float = math.inf
+    high: float = -math.inf
+    highest_class: int = 0
+    """Of integer arrays with two dimensions, which may be masks: the highest number but IGNORED_CLASS."""
+    nans: int = 0
+    """Number of values that contain NaN or infinity."""
+    flat: int = 0
+    """Number of arrays with a single constant value."""
+    distinct: Counter[Any] = field(default_factory=Counter)
+    """Digests of large values; text and numbers verbatim."""
+
+    def take(self, value: Any) -> None:
+        """Add the value of one record."""
+        import numpy as np
+
+        self.values += 1
+        if value is None:
+            self.nulls += 1
+            return
+        if isinstance(value, bytes | str):
+            self.kinds["text" if isinstance(value, str) else "bytes"] += 1
+            self.shapes[(len(value),)] += 1
+            self._count(value if isinstance(value, str) else digest(value))
+            return
+        array = as_array(value)
+        if array is None or array.dtype == object:
+            self.kinds[type(value).__name__] += 1
+            self._count(digest(repr(value).encode()))
+            return
+        self.kinds[array.dtype.name] += 1
+        self.shapes[array.shape] += 1
+        self._count(array.item() if array.ndim == 0 else digest(np.ascontiguousarray(array)))
+        if array.ndim == 2 and array.dtype.kind in "iu":
+            classes = array[array != IGNORED_CLASS]
+            self.highest_class = max(self.highest_class, int(classes.max(initial=0)))
+        if array.size and array.dtype.kind in "biuf":
+            finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+            self.nans += finite.size < array.size
+            if finite.size:
+                low, high = float(finite.min()), float(finite.max())
+                self.low, self.high = min(self.low, low), max(self.high, high)
+                self.flat += array.size > 1 and low == high and finite.size == array.size
+
+    def _count(self, value: Any) -> None:
+        if value in self.distinct or len(self.distinct) < MOST_DISTINCT:
+            self.distinct[value] += 1
+
+    @property
+    def numeric(self) -> bool:
+        return self.low <= self.high
+
+    @property
+    def constant(self) -> bool:
+        """Whether all values are equal; needs at least two."""
+        return self.values - self.nulls > 1 and len(self.distinct) == 1
+
+    @property
+    def ragged(self) -> bool:
+        """Whether only the first dimension varies, as in padded columns."""
+        return len(self.shapes) > 1 and len({(len(s), *s[1:]) for s in self.shapes}) == 1
+
+    def type_text(self) -> str:
+        return " | ".join(self.kinds) or "NULL"
+
+    def shape_text(self) -> str:
+        """`32×32×3`, a range of lengths such as `3…41`, or the number of distinct shapes."""
+        if not self.shapes or set(self.shapes) == {()}:
+            return ""
+        kind = next(iter(self.kinds))
+        if len(self.shapes) == 1:
+            only = next(iter(self.shapes))
+            return size(only[0]) if kind == "bytes" else f"{only[0]} chars" if kind == "text" else times(only)
+        if not self.ragged:
+            return f"{len(self.shapes)} shapes, {times(min(self.shapes))} … {times(max(self.shapes))}"
+        low, high = min(s[0] for s in self.shapes), max(s[0] for s in self.shapes)
+        if kind == "bytes":
+            return f"{size(low)} … {size(high)}"
+        rest = "".join(f"×{number}" for number in next(iter(self.shapes))[1:])
+        return f"{low} … {high}{' chars' if kind == 'text' else rest}"
+
+    def range_text(self) -> str:
+        """Minimum and maximum of numbers; distinct count of other values, or the text itself if short."""
+        if self.numeric:
+            bounds = f"{self.low:.4g} … {self.high:.4g}" if self.low < self.high else f"{self.low:.4g}"
+            return f"{bounds}, {self.nans} with NaN/inf" if self.nans else bounds
+        if self.nans:
+            return f"{self.nans} with NaN/inf"
+        if self.constant and isinstance(only := next(iter(self.distinct)), str):
+            return f"always {only[:30]!r}"
+        return f"{len(self.distinct)} different" if len(self.distinct) < MOST_DISTINCT else ""
+
+
+def times(shape: tuple[int, ...]) -> str:
+    """Format a shape."""
+    return "×".join(map(str, shape)) or "number"
+
+
+def digest(content: Any) -> bytes:
+    """Digest of a large value."""
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def as_array(value: Any) -> Any:
+    """Convert numbers, arrays, tensors and lists of numbers to an array; else None."""
+    import numpy as np
+
+    if hasattr(value, "numpy") and hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+        return value.numpy()
+    if isinstance(value, np.ndarray | np.generic | bool | int | float):
+        return np.asarray(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value):
+        return np.asarray(value)
+    return None
+
+
+@dataclass
+class Point:
+    """A point in the chain: after reading, or after a stage."""
 
     name: str
     per: str = "record"
@@ -75,7 +209,7 @@ class Place:
 
 @dataclass
 class Sample:
-    """Laptop: a record on the contact sheet."""
+    """A record on the contact sheet."""
 
     key: str
     read: Record = field(default_factory=dict)
@@ -88,12 +222,12 @@ class Sample:
 
 @dataclass
 class Look:
-    """Laptop: the findings on a split."""
+    """The findings on a split."""
 
     split: str
     source: str
     totals: dict[str, int | None]
-    places: list[Place]
+    points: list[Point]
     samples: list[Sample]
     bad: dict[str, str] = field(default_factory=dict)
     """Key → reason of each quarantined record."""
@@ -113,11 +247,16 @@ class Look:
     examined: int = 0
 
 
+@dataclass
 class Watched:
-    """Laptop: wraps a stage to record its input, output and time."""
+    """Wraps a stage to record its output and time."""
 
-    def __init__(self, stage: Stage, place: Place, bad: dict[str, str], last: dict[str, Record]) -> None:
-        self.stage, self.place, self.bad, self.last = stage, place, bad, last
+    stage: Stage
+    point: Point
+    bad: dict[str, str]
+    """Key → reason."""
+    last: dict[str, Record]
+    """Key → the record as of the last stage that it passed."""
 
     def __call__(self, *given: Any) -> Any:
         began = time.perf_counter()
@@ -129,19 +268,19 @@ class Watched:
             raise
         took = 1000 * (time.perf_counter() - began)
         if self.stage.per == "record":
-            self.place.ms.append(took)
-            self.place.take(out)
+            self.point.ms.append(took)
+            self.point.take(out)
             self.last[given[0]["key"]] = dict(out)
         elif isinstance(out, dict) and out:
             rows = min(map(len, out.values()))
-            self.place.ms.append(took / max(rows, 1))
+            self.point.ms.append(took / max(rows, 1))
             for row in range(rows):
-                self.place.take({name: column[row] for name, column in out.items()})
+                self.point.take({name: column[row] for name, column in out.items()})
         return out
 
 
 def look(data: Data, split: str, config: Config, count: int) -> Look:
-    """Laptop: examine a split.
+    """Examine a split.
 
     Args:
         data: the job's, from `open_splits`.
@@ -155,42 +294,43 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
     name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
-    seen = Look(split, name, data.totals, [Place("read")], [], notes=data.notes(), path_of=source.path_of)
+    seen = Look(split, name, data.totals, [Point("read")], [], notes=data.notes(), path_of=source.path_of)
     try:
         data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
     seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
-    seen.places += [Place(stage.name, stage.per) for stage in chain.stages]
-    cost = Cost()
-    records = sampled(source, config, split, max(1, min(count, GROUP) // PLACES))
-    ends, done, failed = time.monotonic() + SECONDS, 0, list[Sample]()
-    while done < count or (time.monotonic() < ends and done < MOST_RECORDS):
+    seen.points += [Point(stage.name, stage.per) for stage in chain.stages]
+    records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
+    ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
+    while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):
         began = time.perf_counter()
         group = list(islice(records, GROUP))
         if not group:
             break
-        seen.places[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
-        taken = [_take(record, seen) for record in group]
-        shown = max(count - done, 0)
-        done += len(group)
-        last: dict[str, Record] = {}
+        seen.points[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
+        taken, last = [_take(record, seen) for record in group], dict[str, Record]()
+        shown = max(count - seen.examined, 0)
+        seen.examined += len(group)
         _try(_watched(chain, seen, last), copy.deepcopy(group), seen)
-        rows = _rows(chain, group, seen, cost)
+        rows, report = _rows(chain, group, seen)
+        reports.append(report)
         for sample in taken:
             sample.made, sample.so_far = rows.get(sample.key), last.get(sample.key)
         seen.samples += taken[:shown]
         failed += [sample for sample in taken[shown:] if sample.key in seen.bad][: FAILED_SHOWN - len(failed)]
-    if not done:
+    if not seen.examined:
         raise UsageError(f"peek: the {split} split has no records")
     _show_failed(seen, failed)
     seen.images = remarks((sample.read for sample in seen.samples), chain.stages)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
-    seen.examined = done
-    seen.ms = 1000 * cost.cpu_s / cost.records + (seen.places[0].ms_per_record or 0) if cost.records else None
-    seen.bytes_per_record = cost.bytes_out / max(cost.rows, 1)
+    if done := sum(report.records for report in reports):
+        cpu_s = sum(stage.cpu_s for report in reports for stage in report.costs.values())
+        seen.ms = 1000 * cpu_s / done + (seen.points[0].ms_per_record or 0)
+    bytes_out, rows_out = (sum(getattr(report, name) for report in reports) for name in ("bytes_out", "rows"))
+    seen.bytes_per_record = bytes_out / max(rows_out, 1)
     return seen
 
 
@@ -203,18 +343,8 @@ def _show_failed(seen: Look, failed: list[Sample]) -> None:
         seen.samples[place] = sample
 
 
-@dataclass
-class Cost:
-    """Laptop: cost of the chain as chain workers run it."""
-
-    cpu_s: float = 0.0
-    records: int = 0
-    rows: int = 0
-    bytes_out: int = 0
-
-
 def sampled(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
-    """Laptop: the first records of some shards, round-robin.
+    """The first records of some shards, round-robin.
 
     Args:
         source: of the split.
@@ -226,7 +356,7 @@ def sampled(source: Source, config: Config, split: str, at_once: int) -> Iterato
     order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
     shards = source.shards(plan.block_records, order)
     reader = source.for_workers()
-    picked = sorted({number * len(shards) // PLACES for number in range(PLACES)}) if shards else []
+    picked = sorted({number * len(shards) // SHARDS for number in range(SHARDS)}) if shards else []
     readers = [
         seeded_reading(reader, iter(reader.read(shards[number], None)), plan, Work(number, shards[number]))
         for number in picked
@@ -243,15 +373,15 @@ def _take(record: Record | BadRecord, seen: Look) -> Sample:
     if isinstance(record, BadRecord):
         seen.bad[record.key] = f"read: {record.reason}"
         return Sample(record.key)
-    seen.places[0].take(record)
+    seen.points[0].take(record)
     return Sample(record["key"], copy.deepcopy(record))
 
 
 def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
     """Wrap each stage of the chain; wrapped stages are not fused."""
     stages = [
-        replace(stage, apply=Watched(stage, place, seen.bad, last))
-        for stage, place in zip(chain.stages, seen.places[1:], strict=True)
+        replace(stage, apply=Watched(stage, point, seen.bad, last))
+        for stage, point in zip(chain.stages, seen.points[1:], strict=True)
     ]
     return chain.of(stages)
 
@@ -265,31 +395,31 @@ def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], Bl
         return {}, BlockReport()
 
 
-def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, Record]:
-    """Key → output of the chain; accumulates `cost` and the quarantined records."""
+def _rows(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Record], BlockReport]:
+    """Key → output of the chain, and the report; adds the quarantined records."""
     with_keys = copy.copy(chain)
     with_keys.with_keys = True
     columns, report = _try(with_keys, group, seen)
-    cost.cpu_s += sum(stage.cpu_s for stage in report.costs.values())
-    cost.records, cost.rows = cost.records + report.records, cost.rows + report.rows
-    cost.bytes_out += report.bytes_out
     for bad in report.bad:
         seen.bad.setdefault(bad.key, bad.reason)
-    keys = columns.get(KEY_COLUMN, ())
+    keys = map(str, columns.get(KEY_COLUMN, ()))
     if chain.collate and columns:
         rows = records_of(columns[RECORD_COLUMN])
-        return {
-            str(key): {n.removesuffix(HWC_SUFFIX): v for n, v in row.items() if n != "key"}
-            for key, row in zip(keys, rows, strict=True)
-        }
-    return {str(key): row_of(columns, number) for number, key in enumerate(keys)}
+        made = [{n.removesuffix(HWC_SUFFIX): v for n, v in row.items() if n != "key"} for row in rows]
+        return dict(zip(keys, made, strict=True)), report
+    return {key: row_of(columns, number) for number, key in enumerate(keys)}, report
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:
-    """Laptop: one row of packed columns, with the recipe's column names."""
+    """One row of packed columns, with the recipe's column names."""
     found: Record = {}
     for name, column in columns.items():
         if name not in (ID_COLUMN, KEY_COLUMN):
             part = column[number : number + 1]
             found[name.removesuffix(HWC_SUFFIX)] = part.values if isinstance(part, Ragged) else part[0]
     return found
+
+
+def boxes_of(stages: list[Any]) -> dict[str, str]:
+    """The columns that a chain treats as boxes, with their formats."""
+    return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}

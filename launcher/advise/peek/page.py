@@ -1,19 +1,233 @@
-"""Laptop: writes the findings as one self-contained HTML file."""
+"""Renders records as tiles (images with masks and boxes, text, sound, lengths), and writes peek.html."""
 
 from __future__ import annotations
 
+import base64
+import io
 import os
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from PIL import Image
 
+from launcher.advise.peek.looking import as_array, times
+from launcher.advise.peek.problems import LABELS
 from stoker.errors import UsageError
+from stoker.messages import Record
+from stoker.train.sample_images import Box, Overlay, Painter
+
+SIDE, SMALL_SIDE = 192, 96
+MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
+LEAST_SOUND = 64
+PAGE = "peek.html"
+
+
+@dataclass
+class Tile:
+    """One record on the contact sheet."""
+
+    key: str
+    reason: str = ""
+    label: str = ""
+    images: list[tuple[str, str]] = field(default_factory=list)
+    """(column, base64 of a PNG)."""
+    waves: list[tuple[str, str]] = field(default_factory=list)
+    """(column and length, points of an SVG polyline within 160 × 40)."""
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    before: str = ""
+    """The image as read: base64 of a PNG."""
+    loss: str = ""
+
+
+class Sheet:
+    """Draws the tiles of a page.
+
+    Args:
+        boxes: columns of boxes → their format.
+        mask_classes: names of the classes in masks.
+        label_classes: of those that labels count.
+    """
+
+    def __init__(self, boxes: Mapping[str, str], mask_classes: Sequence[str], label_classes: Sequence[str]):
+        self.boxes, self.label_classes = boxes, label_classes
+        self.painter = Painter(mask_classes, SIDE)
+
+    def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
+        """Render a record.
+
+        Args:
+            key: of the record.
+            record: output of the chain, or of the last stage that it passed.
+            reason: why it failed.
+            read: the record as read.
+        """
+        values = {name: value for name, value in record.items() if name != "key"}
+        tile = Tile(key, reason, self._label(values))
+        images = {name: picture for name, value in values.items() if (picture := image_of(value)) is not None}
+        for name, pixels in images.items():
+            for shown in self._image(
+                tile, name, pixels, {n: v for n, v in values.items() if n not in images}
+            ):
+                values.pop(shown, None)
+        for name, value in values.items():
+            if name not in images:
+                _other(tile, name, value)
+        before = next((p for v in (read or {}).values() if (p := image_of(v)) is not None), None)
+        tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
+        return tile
+
+    def _label(self, values: dict[str, Any]) -> str:
+        for name in LABELS:
+            array = as_array(values[name]) if name in values else None
+            if array is not None and array.ndim == 0 and array.dtype.kind in "iuf":
+                del values[name]
+                number = array.item()
+                known = number in range(len(self.label_classes))
+                return f"{name} {number:g}" + (f" ({self.label_classes[int(number)]})" if known else "")
+        return ""
+
+    def _image(self, tile: Tile, name: str, pixels: Any, values: dict[str, Any]) -> list[str]:
+        """Draw an image with the masks and boxes of its record; returns their columns."""
+        arrays = {n: as_array(value) for n, value in values.items() if not isinstance(value, str | bytes)}
+        known = {n: array for n, array in arrays.items() if array is not None}
+        masks = {n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"}
+        boxes = {n: a for n, a in known.items() if self._is_boxes(n, a)}
+        drawn = [
+            Box(_corners(box, self.boxes.get(n, "XYXY")), None, None)
+            for n, array in boxes.items()
+            for box in np.nan_to_num(array.astype(float))
+        ]
+        tile.images.append((name, png(pixels, self.painter, masks, drawn)))
+        tile.texts += [(n, f"{len(array)} boxes") for n, array in boxes.items()]
+        return [*masks, *boxes]
+
+    def _is_boxes(self, name: str, array: Any) -> bool:
+        four = array.ndim == 2 and array.shape[1] == 4 and array.dtype.kind in "iuf"
+        return four and (name in self.boxes or "box" in name)
+
+
+def image_of(value: Any) -> Any:
+    """Encoded or raw pixels as uint8, height × width × 3; None if not an image."""
+    if isinstance(value, bytes):
+        return _decoded(value)
+    array = as_array(value)
+    if array is None or array.ndim != 3 or array.dtype.kind not in "uif" or 0 in array.shape:
+        return None
+    if array.shape[-1] not in (1, 3, 4):
+        if array.shape[0] not in (1, 3, 4):
+            return None
+        array = np.moveaxis(array, 0, -1)
+    if min(array.shape[:2]) < 4:
+        return None
+    pixels = _as_uint8(array[..., :3])
+    return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+
+
+def _as_uint8(array: Any) -> Any:
+    """Scale a float image to 0 … 255, because its normalisation is unknown."""
+    if array.dtype == np.uint8:
+        return array
+    array = np.nan_to_num(array.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(array.min()), float(array.max())
+    return np.round((array - low) / max(high - low, 1e-12) * 255).astype(np.uint8)
+
+
+def _decoded(content: bytes) -> Any:
+    if content[:4] == b"RIFF" and content[8:12] != b"WEBP":
+        return None
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.draft("RGB", (2 * SIDE, 2 * SIDE))
+        image.thumbnail((2 * SIDE, 2 * SIDE))
+        return np.asarray(image.convert("RGB"))
+    except Exception:
+        return None
+
+
+def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Box] = ()) -> str:
+    """Draw masks and boxes over pixels; base64 of a PNG."""
+    first, *others = [*masks.values()] or [None]
+    picture = painter.draw(Image.fromarray(pixels), Overlay(first, list(boxes)))
+    for mask in others:
+        picture = painter.draw(picture, Overlay(mask, []))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _corners(box: Any, form: str) -> tuple[float, float, float, float]:
+    x, y, a, b = map(float, box)
+    if form == "XYWH":
+        a, b = x + a, y + b
+    elif form == "CXCYWH":
+        x, y, a, b = x - a / 2, y - b / 2, x + a / 2, y + b / 2
+    return min(x, a), min(y, b), max(x, a), max(y, b)
+
+
+def _other(tile: Tile, name: str, value: Any) -> None:
+    array = _wav(value) if isinstance(value, bytes) else as_array(value)
+    kind, dims = (array.dtype.kind, array.ndim) if array is not None else ("", -1)
+    if isinstance(value, str):
+        tile.texts.append((f"{name}, {len(value)} characters", value[:MOST_TEXT]))
+    elif array is None:
+        tile.texts.append(
+            (name, f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)[:MOST_TEXT])
+        )
+    elif isinstance(value, bytes):
+        tile.waves.append((f"{name}, {len(array)} samples", points(array)))
+    elif kind == "f" and dims == 1 and len(array) >= LEAST_SOUND:
+        tile.waves.append((f"{name}, {len(array)} values", points(array)))
+    elif dims == 2 and kind in "iuf" and min(array.shape) >= 8:
+        # Time from left to right, as in a spectrogram.
+        grey = np.repeat(_as_uint8(array.T[::-1, :, None]), 3, axis=2)
+        tile.images.append((f"{name}, {times(array.shape)}", png(grey, Painter((), SIDE))))
+    elif dims == 0:
+        tile.texts.append((name, f"{array.item():g}" if kind in "iuf" else str(array.item())))
+    else:
+        numbers = ", ".join(f"{v:.4g}" for v in array.reshape(-1)[:MOST_NUMBERS].tolist())
+        more = ", …" if array.size > MOST_NUMBERS else ""
+        tile.texts.append((f"{name}, {times(array.shape)}", numbers + more))
+
+
+def _wav(content: bytes) -> Any:
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            kind = {1: "u1", 2: "<i2", 4: "<i4"}[file.getsampwidth()]
+            return np.frombuffer(file.readframes(file.getnframes()), kind)[:: file.getnchannels()]
+    except Exception:
+        return None
+
+
+def points(sound: Any) -> str:
+    """Outline of a sound: minimum and maximum per slice, as SVG points."""
+    sound = np.nan_to_num(np.asarray(sound, dtype=np.float64))
+    parts = np.array_split(sound, min(MOST_POINTS, len(sound)))
+    top = max(float(np.abs(sound).max(initial=0)), 1e-12)
+    ends = [(part.min(), part.max()) for part in parts if len(part)]
+    step = 160 / max(len(ends) - 1, 1)
+    return " ".join(
+        f"{i * step:.1f},{20 - 19 * float(v) / top:.1f}" for i, pair in enumerate(ends) for v in pair
+    )
+
+
+def page_at(out: Path | None) -> Path:
+    """The path of the page, checked before any work."""
+    target = out or Path(PAGE)
+    if target.is_dir():
+        target = target / PAGE
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {target}: {target.parent} does not exist")
+    return target
 
 
 def write_page(target: Path, **values: Any) -> None:
-    """Laptop: render the template; values from the data are escaped.
+    """Render the template as one self-contained file; values from the data are escaped.
 
     Raises:
         UsageError: the file cannot be written.
@@ -26,7 +240,7 @@ def write_page(target: Path, **values: Any) -> None:
         lstrip_blocks=True,
     )
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    text = environment.get_template("peek.html").render(written=written, **values)
+    text = environment.get_template(PAGE).render(written=written, **values)
     draft = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Laptop: detects problems, certain or likely, in the examined records."""
+"""Detects problems, certain or likely, in the examined records."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from launcher.advise.peek.columns import IGNORED_CLASS, Column
-from launcher.advise.peek.looking import Look
+from launcher.advise.peek.looking import IGNORED_CLASS, Column, Look
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.figures import count_of, size
@@ -27,15 +26,15 @@ LABELS = ("label", "target", "class")
 
 
 class Problem(NamedTuple):
-    """Laptop: a problem as one line."""
+    """A problem as one line."""
 
     level: Literal["error", "warning"]
-    """error: a run would be rejected or fail."""
+    """Error: a run would be rejected or fail."""
     text: str
 
 
 def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
-    """Laptop: the problems, errors first.
+    """The problems, errors first.
 
     Args:
         look: the findings.
@@ -44,7 +43,7 @@ def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
     """
     recipe: Recipe = data.recipe
     found = [*_failures(look, config), *_refusals(look, config, data)]
-    read, made = look.places[0], look.places[-1]
+    read, made = look.points[0], look.points[-1]
     for name, column in read.columns.items():
         if name in made.columns or not made.records:
             found += _holes(name, column, "")
@@ -65,7 +64,7 @@ def _ignores(recipe: Recipe) -> bool:
 
 
 def classes_of(recipe: Any) -> int | None:
-    """Laptop: the number of classes in the recipe's parameters."""
+    """The number of classes in the recipe's parameters."""
     for name in ("num_classes", "classes"):
         value = getattr(recipe, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
@@ -74,7 +73,7 @@ def classes_of(recipe: Any) -> int | None:
 
 
 def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
-    """Laptop: group reasons that differ only in numbers: (count, first reason, its key)."""
+    """Group reasons that differ only in numbers: (count, first reason, its key)."""
     counts: Counter[str] = Counter()
     first: dict[str, tuple[str, str]] = {}
     for key, reason in bad.items():
@@ -190,7 +189,7 @@ def _image(name: str, kind: str, column: Column) -> Iterator[Problem]:
 
 def _shown(look: Look) -> Iterator[Problem]:
     """Problems that need a comparison between records."""
-    for name, column in look.places[0].columns.items():
+    for name, column in look.points[0].columns.items():
         large = any(sum(shape) > 64 for shape in column.shapes)
         again = sum(column.distinct.values()) - len(column.distinct)
         if large and again > REPEATED * column.values and not column.constant:

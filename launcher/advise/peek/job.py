@@ -1,8 +1,9 @@
-"""Laptop: `submit.py peek`: shows a job's data before a run, or one batch of a run."""
+"""`submit.py peek`: shows a job's data before a run; for one batch of a run, see `run.py`."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -11,31 +12,48 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launcher.advise.peeking_run import PeekOptions, boxes_of, page_at, peek_run
 from launcher.job import open_job
 from stoker.config.loading import Resolved, load
-from stoker.errors import UsageError, explain
+from stoker.errors import UsageError, explain, where_raised
 from stoker.figures import count_of, size
 from stoker.hosts import machine
 
 if TYPE_CHECKING:
-    from launcher.advise.peek.looking import Look, Place
+    from launcher.advise.peek.looking import Look, Point
     from launcher.advise.peek.problems import Problem
     from stoker.config.schema import Config
+    from stoker.messages import Record
     from stoker.read.sources import Source
+    from stoker.recipe import Batch, Recipe, Split
     from stoker.serve.opening import Data
+    from stoker.train.state import Worker
 
 MOST_SHOWN = 512
 STORE_MB = 1024
 WIDTH = 100
+MOST_TRIED = 8
+"""Records of the batch on which the model is tried; batch norm needs more than one."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Laptop: a table row: one column after a stage."""
+class PeekOptions:
+    """The command-line options of `peek`."""
+
+    split: str = "train"
+    n: int = 16
+    step: int | None = None
+    rank: int | None = None
+    model: bool = False
+    out: Path | None = None
+    source_dir: Path | None = None
+
+
+class Row(NamedTuple):
+    """A column after a stage."""
 
     name: str
     type: str
@@ -44,9 +62,8 @@ class Row:
     values: str
 
 
-@dataclass(frozen=True)
-class StageRows:
-    """Laptop: the columns that a stage adds or changes."""
+class StageRows(NamedTuple):
+    """The columns that a stage adds or changes."""
 
     name: str
     cost: str
@@ -55,7 +72,7 @@ class StageRows:
 
 
 def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
-    """Laptop: show a job's data or a batch of a run.
+    """Show a job's data or a batch of a run.
 
     Returns:
         0, or 2 if a run with this data would be refused or fail immediately.
@@ -77,22 +94,22 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError("--model: tries the model of a job; --step shows the losses of a run's records")
     if options.split != "train":
         raise UsageError("--split: applies to a job only; --step counts training steps")
-    return peek_run(target, overrides, options)
+    from launcher.advise.peek.run import peek_run
+
+    return peek_run(target, overrides, options.step, options.rank, options.out)
 
 
 def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
-    """Laptop: show the first records of a job before and after each stage of its chain."""
+    """Show the first records of a job before and after each stage of its chain."""
     began = time.monotonic()
     if config.is_dir():
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("peek: needs a recipe; a script reads its own data")
-    from launcher.advise.peek.looking import look
-    from launcher.advise.peek.page import write_page
+    from launcher.advise.peek.looking import boxes_of, look
+    from launcher.advise.peek.page import Sheet, page_at, write_page
     from launcher.advise.peek.problems import Problem, problems_of
-    from launcher.advise.peek.tiles import SIDE, tile_of
     from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
-    from stoker.train.sample_images import Painter
 
     target = page_at(options.out)
     opened, data = open_job_data(resolved, options)
@@ -100,29 +117,19 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"--split {options.split}: the recipe has only {', '.join(data.sources)}")
     seen = look(data, options.split, opened, options.n)
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
-    boxes = boxes_of(data.chains[options.split].stages)
-    painter = Painter(recipe.class_names, SIDE)
     names = class_names_of(recipe, data.sources["train"].classes())
-    tiles = [
-        tile_of(
-            s.key,
-            s.made or s.so_far or s.read,
-            boxes,
-            painter,
-            s.reason,
-            s.read if s.made or s.so_far else None,
-            names,
+    sheet = Sheet(boxes_of(data.chains[options.split].stages), recipe.class_names, names)
+    tiles = []
+    for sample in seen.samples:
+        after = sample.made or sample.so_far
+        tiles.append(
+            sheet.tile(sample.key, after or sample.read, sample.reason, sample.read if after else None)
         )
-        for s in seen.samples
-    ]
-    places, lines = stage_rows(seen.places), headlines(seen, opened.name)
-    found, wrong = list[str](), list[Problem]()
+    stages, lines, problems = stage_rows(seen.points), headlines(seen, opened.name), list[Problem]()
     if options.model and not seen.refused:
-        from launcher.advise.peek.model import try_model
-
-        found, wrong = try_model(opened, recipe, data)
-    problems = problems_of(seen, opened, data)
-    lines, problems = [*lines, *found], sorted([*problems, *wrong], key=lambda problem: problem.level)
+        found, problems = try_model(opened, recipe, data)
+        lines += found
+    problems = sorted([*problems_of(seen, opened, data), *problems], key=lambda problem: problem.level)
     write_page(
         target,
         title=f"{opened.name}: {options.split}",
@@ -130,16 +137,16 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         problems=problems,
         heading=f"{count_of(len(tiles), 'record')} after the chain",
         tiles=tiles,
-        legend=painter.legend(),
-        places=places,
+        legend=sheet.painter.legend(),
+        stages=stages,
     )
-    show(lines, places, problems)
+    show(lines, stages, problems)
     print(f"written: {target} ({time.monotonic() - began:.1f} s)")
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
 def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Data]:
-    """Laptop: the job's configuration and its opened splits, before the chains run.
+    """The job's configuration and its opened splits, before the chains run.
 
     If the recipe reads with Ray Data, Ray starts on this machine for the first rows of its datasets.
 
@@ -168,7 +175,6 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Dat
 
 
 def discover_and_open(resolved: Resolved) -> tuple[Config, Data]:
-    """Laptop: discover the recipe's parameters and open its splits."""
     from stoker.serve.opening import discover, open_splits
 
     config = discover(resolved)
@@ -189,10 +195,9 @@ def first_rows(resolved: Resolved) -> tuple[Config, Data]:
         for split, source in data.sources.items():
             if isinstance(source, DatasetSource):
                 try:
-                    rows = source.dataset.take_batch(MOST_SHOWN, batch_format="pyarrow")
+                    data.sources[split] = rows_of(source.first_rows(MOST_SHOWN))
                 except Exception as error:
                     raise UsageError(f"peek: the {split} dataset failed: {explain(error)}") from error
-                data.sources[split] = first_rows_of(rows)
     return config, data
 
 
@@ -222,55 +227,126 @@ def local_ray() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def first_rows_of(table: Any) -> Source:
-    """A table of a dataset's rows, read as chain workers read its blocks."""
-    from stoker.messages import Record, Shard
-    from stoker.serve.datasets import DatasetSource, as_records
+def rows_of(records: list[Record]) -> Source:
+    """The first rows of a dataset as one shard."""
+    from stoker.messages import Shard
+    from stoker.serve.datasets import DatasetSource
 
     class Rows(DatasetSource):
         def shards(self, records: int, order: Any) -> list[Shard]:
-            return [Shard("", 0, len(table), len(table), (0,), name="rows")]
+            count = len(self.dataset)
+            return [Shard("", 0, count, count, (0,), name="rows")]
 
         def read(self, shard: Shard, order: Any) -> Iterator[Record]:
-            yield from as_records(table)
+            yield from self.dataset
 
         def for_workers(self) -> Source:
             return self
 
-    return Rows(None)
+    return Rows(records)
+
+
+def try_model(config: Config, recipe: Recipe, data: Data) -> tuple[list[str], list[Problem]]:
+    """Create the model and take a step on a small batch of each split, as a train worker does.
+
+    Returns:
+        What was found, a line each, and the problems that would end a run.
+    """
+    import torch
+
+    from launcher.advise.peek.problems import Problem
+    from stoker.recipe import class_names_of
+    from stoker.train.evaluation import try_validation
+    from stoker.train.state import Worker, count_records
+
+    problems, lines, tried = list[Problem](), list[str](), "model"
+    torch.manual_seed(config.seed)
+    worker = Worker(config, recipe, None, 0, 0, 1, torch.device("cpu"))
+    worker.classes = class_names_of(recipe, data.sources["train"].classes())
+    steps: dict[Split, str] = {"train": "training_step", "val": "validation_step"}
+    try:
+        worker.model = recipe.model()
+        lines.append(f"model: {sum(p.numel() for p in worker.model.parameters()):,} parameters")
+        for split in [split for split in steps if split in data.sources]:
+            tried = steps[split]
+            worker.modules[split] = recipe.on_device(split) or torch.nn.Identity()
+            batch, notes = _batch(config, data, split), list[str]()
+            if count_records(batch) < 2:
+                lines.append(f"{tried}: not tried, because fewer than two of the first records are usable")
+                continue
+            if split == "train":
+                metrics = {"loss": _train(worker, batch)}
+            else:
+                metrics, notes = try_validation(worker, batch)
+                metrics = {name.removeprefix("val/"): value for name, value in metrics.items()}
+            if not math.isfinite(metrics.get("loss", 0.0)):
+                why = f"{tried}: the loss of the first records is {metrics['loss']}"
+                return lines, [Problem("error", why)]
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            lines.append(f"{tried}: {shown or 'no loss, no metrics'} of {count_records(batch)} records")
+            problems += [Problem("warning", f"{tried}: {note}") for note in notes]
+    except UsageError as error:
+        return lines, [Problem("error", text) for text in error.problems]
+    except Exception as error:
+        return lines, [Problem("error", f"{tried}: {where_raised(error)}")]
+    return lines, problems
+
+
+def _batch(config: Config, data: Data, split: Split) -> Batch:
+    """A batch as from the feed; empty if none of the first records can be used."""
+    from launcher.advise.peek.looking import sampled
+    from stoker.train.feed import as_one_batch
+
+    chain = data.chains[split]
+    count = max(2, min(config.train.batch_size, MOST_TRIED))
+    columns, report = chain.run(islice(sampled(data.sources[split], config, split, count), count), 0)
+    return as_one_batch(chain.collate, columns, report) if columns else {}
+
+
+def _train(worker: Worker, batch: Batch) -> float:
+    from stoker.train.state import loss_of
+
+    model = worker.model.train()
+    loss = loss_of(worker.recipe.training_step(model, worker.modules["train"](batch)))
+    loss.backward()
+    if not any(p.grad is not None for p in model.parameters()):
+        raise UsageError("training_step: the loss has no gradient with respect to any parameter")
+    return float(loss.detach())
 
 
 def headlines(seen: Look, name: str) -> list[str]:
-    """Laptop: the headlines: record counts, examined records, and time per record."""
+    """Record counts, examined records, and time per record."""
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in seen.totals.items()]
-    lines = [f"{name}: {' + '.join(counts)} records from {seen.source}"]
     failed = f", {len(seen.bad)} failed" if seen.bad else ""
-    lines.append(f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}")
+    lines = [
+        f"{name}: {' + '.join(counts)} records from {seen.source}",
+        f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}",
+    ]
     if seen.ms is not None:
         lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
     return lines
 
 
-def stage_rows(places: list[Place]) -> list[StageRows]:
-    """Laptop: the changed columns after each stage, with unchanged columns in one line."""
+def stage_rows(points: list[Point]) -> list[StageRows]:
+    """The changed columns after each stage, with unchanged columns in one line."""
     found, before = [], dict[str, Row]()
-    for place in places:
+    for point in points:
         rows = {
-            name: Row(name, c.type_text(), c.shape_text(), str(c.nulls) if c.nulls else "0", c.range_text())
-            for name, c in place.columns.items()
+            name: Row(name, c.type_text(), c.shape_text(), str(c.nulls or 0), c.range_text())
+            for name, c in point.columns.items()
         }
         same = [name for name, row in rows.items() if before.get(name) == row]
-        cost = f"{place.ms_per_record:.3f} ms" if place.ms_per_record is not None else "did not run"
-        new = [row for name, row in rows.items() if name not in same]
+        cost = f"{point.ms_per_record:.3f} ms" if point.ms_per_record is not None else "did not run"
         gone = [name for name in before if name not in rows] if rows else []
-        text = ", ".join(same) + (f"; dropped: {', '.join(gone)}" if gone else "")
-        found.append(StageRows(place.name, cost, new, text.removeprefix("; ")))
+        texts = [", ".join(same), f"dropped: {', '.join(gone)}" if gone else ""]
+        new = [row for name, row in rows.items() if name not in same]
+        found.append(StageRows(point.name, cost, new, "; ".join(filter(None, texts))))
         before = rows
     return found
 
 
-def show(lines: list[str], places: list[StageRows], problems: list[Problem]) -> None:
-    """Laptop: print the page's content on the terminal."""
+def show(lines: list[str], stages: list[StageRows], problems: list[Problem]) -> None:
+    """Print the page's content on the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -282,12 +358,11 @@ def show(lines: list[str], places: list[StageRows], problems: list[Problem]) -> 
     for name in ("after", "column", "type", "shape", "NULL", "values"):
         table.add_column(name, overflow="fold", justify="right" if name == "NULL" else "left")
     table.add_column("ms", justify="right", no_wrap=True)
-    for place in places:
-        title, cost = Text(place.name, "bold"), Text(place.cost.removesuffix(" ms"))
-        for row in place.rows or [Row("", "", "", "", "")]:
+    for stage in stages:
+        title, cost = Text(stage.name, "bold"), Text(stage.cost.removesuffix(" ms"))
+        for row in stage.rows or [Row("", "", "", "", "")]:
             nulls = Text(row.nulls, "red" if row.nulls not in ("", "0") else "")
-            cells = map(Text, (row.name, row.type, row.shape))
-            table.add_row(title, *cells, nulls, Text(row.values), cost)
+            table.add_row(title, *map(Text, row[:3]), nulls, Text(row.values), cost)
             title, cost = Text(""), Text("")
     console.print(table)
     if not problems:
