@@ -25,6 +25,7 @@ from stoker.config.loading import Resolved, describe
 from stoker.config.schema import Config
 from stoker.config.values import expanded_data, has_text, is_path, typed
 from stoker.errors import UsageError, nearest, where_raised
+from stoker.place import ORIGINS_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -300,7 +301,8 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     """
     module_name, sign, name = path.partition(":")
     if not sign or not module_name or not name:
-        raise UsageError(no_import_path(key, path))
+        hint = nearest(path, ALIASES if key == "recipe" else ())  # it may be a misspelt short name
+        raise UsageError(f"{key}: {path!r} is not of the form package.module:name{hint}")
     if sys.path[:1] != [str(source)]:
         sys.path.insert(0, str(source))
     importlib.invalidate_caches()
@@ -308,8 +310,9 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UsageError(no_such_module(key, module_name, source)) from None
-        raise UsageError(not_installed(key, module_name, error.name)) from None
+            raise UsageError(f"{key}: {_absent(module_name, source)}") from None
+        missing = f"{module_name} needs the module {error.name!r}, which is not installed"
+        raise UsageError(f"{key}: {missing}; add it to requirements.txt") from None
     except Exception as error:
         raise UsageError(f"{key}: {module_name} cannot be imported: {where_raised(error)}") from error
     if not hasattr(module, name):
@@ -322,24 +325,14 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         ]
         close = difflib.get_close_matches(name, there, n=1)
         hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(there) or 'nothing'}"
-        raise UsageError(f"{key}: {module_name} ({module.__file__}) has no {name}; {hint}")
+        file = Path(str(module.__file__))
+        file = file.relative_to(source) if file.is_relative_to(source) else file
+        raise UsageError(f"{key}: {module_name} ({file}) has no {name}; {hint}")
     return getattr(module, name)
 
 
-def no_import_path(key: str, path: str) -> str:
-    """Every host: the message about text that is no import path; it may be a misspelt short name."""
-    hint = nearest(path, ALIASES if key == "recipe" else ())
-    return f"{key}: {path!r} is not of the form package.module:name{hint}"
-
-
-def not_installed(key: str, module_name: str, needed: str | None) -> str:
-    """Every host: the message about a package that a module imports."""
-    missing = f"{module_name} needs the module {needed!r}, which is not installed"
-    return f"{key}: {missing}; add it to requirements.txt"
-
-
-def no_such_module(key: str, module_name: str, source: Path) -> str:
-    """Every host: the message about a missing module, with the ones that there are."""
+def _absent(module_name: str, source: Path) -> str:
+    """A module that is missing, and the ones that there are."""
     first = module_name.split(".")[0]
     names = [p.stem for p in source.glob("*.py")]
     names += [p.name for p in source.iterdir() if p.is_dir() and any(p.glob("*.py"))]
@@ -347,4 +340,6 @@ def no_such_module(key: str, module_name: str, source: Path) -> str:
         names = [f"{first}.{p.stem}" for p in (source / first).glob("*.py") if p.stem != "__init__"]
     close = difflib.get_close_matches(module_name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(sorted(names)) or 'none'}"
-    return f"{key}: no module {module_name} in {source}; {hint}"
+    # The staged copy is gone when a refused run's message is read.
+    where = "the job's source" if (source / ORIGINS_FILE).is_file() else source
+    return f"no module {module_name} in {where}; {hint}"

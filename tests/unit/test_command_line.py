@@ -112,7 +112,7 @@ WRONG = {
             "train.strategy=a:b",
         ],
         [
-            "/code; available: ",
+            "the job's source; available: ",
             "nowhere: no such file",
             "checkpoint.monitor: no metric 'val/acc5'",
             "timm has no model 'resnet19'",
