@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import CacheError, where_raised
@@ -23,7 +24,8 @@ from stoker.storage.checkpoint_store import Cleaner
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
 """Deadline for an agent to answer; without it, no other host gets its host's blocks."""
-ANSWER_S = 5.0
+ANSWER_S, STARTING_S = 5.0, 0.5
+"""How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
 RESTARTS = 3
 """Number of restarts of a host's agent before the run continues without it."""
 RESTART_AFTER_S = 6.0
@@ -89,6 +91,17 @@ class CpuMeter:
         return round(min(100.0, max(0.0, 100 * busy / max(whole, 1e-9))), 1)
 
 
+@dataclass
+class _Agent:
+    """An agent as the head knows it; it has at most one call to answer."""
+
+    actor: Any
+    call: Any
+    since: float
+    server: Server | None = None
+    """None until it has answered for the first time."""
+
+
 class Agents:
     """Runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
 
@@ -121,51 +134,80 @@ class Agents:
         self._not_before: dict[str, float] = {}
         """When an agent that died may be restarted, by node."""
         self._cleaners = clean_up(self.folder, cache)
-        self._lock = threading.Lock()
-        self._servers: dict[str, Server] = {}
+        self._agents: dict[str, _Agent] = {}
+        """By node. The thread `hosts` puts another in its place, and changes none."""
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def directory(self) -> Directory:
         """Where the run's blocks are served."""
-        with self._lock:
-            return Directory(self.run, self.secret, dict(self._servers))
+        servers = {node: agent.server for node, agent in self._agents.items() if agent.server}
+        return Directory(self.run, self.secret, servers)
 
     def _watch(self) -> None:
         import ray
 
         own = ray.get_runtime_context().get_node_id()
         meter = CpuMeter()
-        starting: dict[Any, tuple[str, Any, float]] = {}
-        agents: dict[str, Any] = {}
         while True:
             alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
             for node in alive.keys() & self._emptied():
                 del alive[node]  # an autoscaler does not remove a host on which an actor runs
-                if node in agents:
-                    ray.kill(agents[node])
-            agents = {node: agent for node, agent in agents.items() if node in alive}
-            for node in alive:
-                due = self._not_before.get(node, 0.0) <= time.monotonic()
-                if node != own and node not in agents and due:
+                if node in self._agents:
+                    ray.kill(self._agents[node].actor)
+            agents = {node: agent for node, agent in self._agents.items() if node in alive}
+            for node in alive.keys() - agents.keys() - {own}:
+                if self._not_before.get(node, 0.0) <= time.monotonic():
                     agents[node] = self._start(node)
-                    starting[agents[node].where.remote()] = (node, agents[node], time.monotonic())
-            died = self._take_in(starting)
             started = time.monotonic()
-            calls = {node: agents[node].look.remote(self._unused(node)) for node in self._ready(agents)}
-            used, gone = self._answers(calls)
-            for node, cause in (died | gone).items():
-                agents.pop(node, None)
-                if node in alive:
-                    self._bury(node, alive[node], cause)
+            used, died = self._answers(agents)
+            self._agents = {node: agent for node, agent in agents.items() if node not in died}
+            for node, cause in died.items():
+                self._bury(node, alive[node], cause)
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
 
-    def _start(self, node: str) -> Any:
+    def _start(self, node: str) -> _Agent:
         import ray
 
         options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {NODE_LABEL: node}}
-        return ray.remote(HostAgent).options(**options).remote(self.run, self.secret, self._cache)
+        actor = ray.remote(HostAgent).options(**options).remote(self.run, self.secret, self._cache)
+        return _Agent(actor, actor.where.remote(), time.monotonic())
+
+    def _answers(self, agents: dict[str, _Agent]) -> tuple[dict[str, float], dict[str, str]]:
+        """Ask agents for their CPU use; take in the answers, and give up on those that do not start.
+
+        Returns:
+            CPU use by node; nodes whose agent has died, with the cause.
+        """
+        import ray
+
+        used: dict[str, float] = {}
+        died: dict[str, str] = {}
+        starting = False
+        for node, agent in agents.items():
+            if agent.server is not None and agent.call is None:
+                agent.call = agent.actor.look.remote(self._unused(node))
+            elif agent.server is None and time.monotonic() - agent.since > AGENT_START_S:
+                agent.call = None
+            starting |= agent.server is None and agent.call is not None
+        calls = {agent.call: node for node, agent in agents.items() if agent.call is not None}
+        timeout_s = STARTING_S if starting else ANSWER_S
+        done = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[0] if calls else []
+        for call in done:
+            node, agent = calls[call], agents[calls[call]]
+            agent.call = None
+            try:
+                if agent.server is None:
+                    agent.server = Server(agent.actor, *ray.get(call))
+                else:
+                    used[node] = float(ray.get(call))
+            except ray.exceptions.RayError as error:
+                if agent.server is None:
+                    died[node] = where_raised(error)[:200]
+                elif isinstance(error, ray.exceptions.ActorDiedError):
+                    died[node] = "its process ended"  # otherwise it may answer next time
+        return used, died
 
     def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
         """An agent died: decide whether and when to restart it, and emit a note."""
@@ -175,8 +217,6 @@ class Agents:
             return  # its host is gone too, which is reported elsewhere
         self._lost(node)
         self._deaths[node] += 1
-        with self._lock:
-            self._servers.pop(node, None)
         name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
         again = self._deaths[node] <= RESTARTS
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
@@ -184,55 +224,3 @@ class Agents:
         self._note(
             f"the agent on host {name} died ({cause}), and its blocks with it, which are made again; {then}"
         )
-
-    def _ready(self, agents: dict[str, Any]) -> list[str]:
-        with self._lock:
-            self._servers = {node: s for node, s in self._servers.items() if node in agents}
-            return list(self._servers)
-
-    def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> dict[str, str]:
-        """Register agents that have answered as servers; give up on those past their deadline.
-
-        Returns:
-            Nodes whose agent died as it started, with the cause.
-        """
-        import ray
-
-        died: dict[str, str] = {}
-        if not starting:
-            return died
-        done, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0.5)
-        for call in list(starting):
-            node, agent, since = starting[call]
-            if call in done:
-                del starting[call]
-                try:
-                    address, port = ray.get(call)
-                except ray.exceptions.RayError as error:
-                    died[node] = where_raised(error)[:200]
-                    continue
-                with self._lock:
-                    self._servers[node] = Server(agent, address, port)
-            elif time.monotonic() - since > AGENT_START_S:
-                del starting[call]
-        return died
-
-    def _answers(self, calls: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-        """(answers of the agents, nodes whose agent has died with the cause)."""
-        import ray
-
-        found: dict[str, float] = {}
-        died: dict[str, str] = {}
-        if not calls:
-            return found, died
-        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
-        for node, call in calls.items():
-            if call not in done:
-                continue
-            try:
-                found[node] = float(ray.get(call))
-            except ray.exceptions.ActorDiedError:
-                died[node] = "its process ended"
-            except ray.exceptions.RayError:
-                continue  # it may answer next time
-        return found, died

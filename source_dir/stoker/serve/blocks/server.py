@@ -79,20 +79,31 @@ class BlockServer:
 
 
 def _send(connection: socket.socket, block: str, columns: dict[str, Any], start: int, stop: int) -> None:
+    import numpy as np
+
+    text: dict[str, list[str]] = {}
+    layout, lists, dense, varying = [], [], [], []
     try:
-        arrays, ragged, text = pick(columns, start, stop)
-    except SchemaError as error:
+        for name, column in columns.items():
+            rows = column[start:stop]
+            if isinstance(rows, Ragged):
+                values = rows.values
+                lists.append([name, rows.dtype.name, list(rows.shape[2:]), len(values)])
+                varying += [rows.offsets, values]
+            elif rows.dtype == object:
+                text[name] = list(rows)
+            else:
+                layout.append([name, rows.dtype.name, list(rows.shape[1:])])
+                dense.append(np.ascontiguousarray(rows))
+    except SchemaError as error:  # invalid row offsets
         wire.send_message(connection, {"error": f"block {block}: {error}", "damaged": True})
         return
-    layout = [[name, array.dtype.name, list(array.shape[1:])] for name, array in arrays.items()]
-    rows = min(map(len, columns.values()), default=0)
-    lists = [[n, c.dtype.name, list(c.shape[2:]), len(c.values)] for n, c in ragged.items()]
-    header = {"rows": rows, "columns": layout, "ragged": lists, "text": text}
-    wire.send_message(connection, header, more=bool(arrays or ragged))
-    parts = [part for column in ragged.values() for part in (column.offsets, column.values)]
-    for array in (*arrays.values(), *parts):
-        if array.nbytes:
-            connection.sendall(memoryview(array.reshape(-1).view("u1")))
+    length = min(map(len, columns.values()), default=0)
+    header = {"rows": length, "columns": layout, "ragged": lists, "text": text}
+    wire.send_message(connection, header, more=bool(dense or varying))
+    for part in (*dense, *varying):
+        if part.nbytes:
+            connection.sendall(memoryview(part.reshape(-1).view("u1")))
 
 
 def _checked(request: dict[str, Any]) -> tuple[list[str], tuple[str, int, int] | None]:
@@ -110,27 +121,3 @@ def _checked(request: dict[str, Any]) -> tuple[list[str], tuple[str, int, int] |
 def _is_name(block: Any) -> bool:
     """Whether it is the name of a block; anything else could lead out of the folder."""
     return isinstance(block, str) and NAME.fullmatch(block) is not None
-
-
-def pick(
-    columns: dict[str, Any], start: int, stop: int
-) -> tuple[dict[str, Any], dict[str, Ragged], dict[str, list[str]]]:
-    """Rows of a block as contiguous arrays, rows of variable length, and lists of strings.
-
-    Raises:
-        SchemaError: invalid row offsets.
-    """
-    import numpy as np
-
-    arrays: dict[str, Any] = {}
-    ragged: dict[str, Ragged] = {}
-    text: dict[str, list[str]] = {}
-    for name, column in columns.items():
-        rows = column[start:stop]
-        if isinstance(rows, Ragged):
-            ragged[name] = rows
-        elif rows.dtype == object:
-            text[name] = list(rows)
-        else:
-            arrays[name] = np.ascontiguousarray(rows)
-    return arrays, ragged, text
