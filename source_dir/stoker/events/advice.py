@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from stoker.errors import where_raised
 from stoker.events import prices
 from stoker.events.summary import Bottleneck, Host, Summary
 from stoker.figures import count_of
@@ -268,6 +269,14 @@ def verdict(summary: Summary) -> Verdict:
         head += f"; {details[0]}"
         details = details[1:]
     return Verdict(head, run.binds, [*details, *_dear_stage(run), *_cost(summary)])
+
+
+def judged(summary: Summary) -> Verdict:
+    """The verdict; tolerates invalid figures, as in a file edited by hand."""
+    try:
+        return verdict(summary)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        return Verdict(f"no verdict: invalid figures in the summary ({where_raised(error)})", None)
 
 
 def _run(summary: Summary) -> _Run | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.config.redaction import scrub
 from stoker.events import kinds
+from stoker.events.advice import judged
 from stoker.events.prices import cost_row
 from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink
@@ -22,21 +23,6 @@ from stoker.session import metrics_line
 PLAIN_EVERY_S = 10.0
 MOST_PARTS = 6
 """Of metrics with several values, such as one per class, on a line or in the closing table."""
-
-BINDS = {
-    "gpu": "the GPUs: data is never late",
-    "cpu": "the CPUs that preprocess: more or faster CPU hosts help",
-    "network": "getting the data: the network between hosts, or the storage that is read",
-    "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
-    "lost_hosts": "lost hosts: training waited until their work was done elsewhere",
-    "one_wait": "none: one wait explains the input wait",
-    "late": "data comes late, although neither CPUs nor network are at their limit",
-}
-
-WITHOUT_GPUS = {
-    "gpu": "training on the CPU: data is never late",
-    "gpu_host_cpu": "the CPUs of the host that trains, which also assemble batches",
-}
 
 
 class PlainConsole(Sink):
@@ -274,7 +260,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
         rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:
-        rows.append(("bottleneck", bottleneck_text(summary)))
+        rows.append(("bottleneck", judged(summary).headline))
     if summary.cache:
         held = sum(host["bytes"] for host in summary.cache["hosts"])
         text = (
@@ -300,13 +286,6 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
     return rows
-
-
-def bottleneck_text(summary: Summary) -> str:
-    """The bottleneck in words that fit the machine."""
-    if not any(host.gpus for host in summary.cluster.hosts) and summary.bottleneck in WITHOUT_GPUS:
-        return WITHOUT_GPUS[summary.bottleneck]
-    return BINDS[summary.bottleneck] if summary.bottleneck else ""
 
 
 def losses_text(summary: Summary) -> str:

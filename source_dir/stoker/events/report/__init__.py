@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from stoker.errors import where_raised
-from stoker.events.advice import Verdict, verdict
+from stoker.events.advice import judged
 from stoker.events.report import charts, panels
 from stoker.events.report.panels import comparison
 from stoker.events.runs import RunData, read_run
@@ -89,14 +88,6 @@ def page_of(run: RunData) -> dict[str, Any]:
         "links": [(text, name) for name, text in LINKS.items() if (run.run_dir / name).exists()],
         "mlflow": mlflow_of(summary),
     }
-
-
-def judged(summary: Summary) -> Verdict:
-    """The verdict; tolerates invalid figures, as in a file edited by hand."""
-    try:
-        return verdict(summary)
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        return Verdict(f"no verdict: invalid figures in the summary ({where_raised(error)})", None)
 
 
 def key_figures(summary: Summary) -> list[Figure]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from markupsafe import Markup
+
 Point = tuple[float, float]
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 26, 34
@@ -123,7 +125,7 @@ def line_chart(
     y_top: float | None = None,
     from_zero: bool = True,
     height: int = 200,
-) -> str:
+) -> Markup:
     points = [p for line in lines for p in line.points]
     xs = [x for x, _ in points] + [e.x for e in events]
     ys = [y for _, y in points]
@@ -196,7 +198,7 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
-def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> str:
+def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> Markup:
     """A stacked bar with different hatching per part; wide parts are labelled with their share."""
     total = sum(part.value for part in parts) or 1.0
     at, body = 0.0, []
@@ -217,7 +219,7 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
     return svg(title, description, 48, body)
 
 
-def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> str:
+def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> Markup:
     """A horizontal bar chart that starts at zero."""
     known = [row.value for row in rows if row.value and row.value > 0]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
@@ -248,7 +250,7 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
     return svg(title, description, len(rows) * step, body)
 
 
-def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> str:
+def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> Markup:
     """A sparkline from 0 to `top` with its area filled."""
     wide, height = 200, 54
     kept = thin(sorted(points), 120)
@@ -272,7 +274,7 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
 
 def scatter(
     title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str
-) -> str:
+) -> Markup:
     """A scatter plot of named points; both axes start at zero."""
     height = 240
     x_ticks = nice_ticks(0, max(a for _, a, _ in dots), 5)
@@ -292,9 +294,10 @@ def scatter(
 _numbers = iter(range(1, 1 << 62))
 
 
-def svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> str:
+def svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> Markup:
+    """A whole chart; its parts have escaped the texts in them."""
     ident = f"c{next(_numbers)}"
-    return (
+    return Markup(  # noqa: S704
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{ident}t {ident}d">'
         f'<title id="{ident}t">{escape(title)}</title><desc id="{ident}d">{escape(description)}</desc>'
         + "".join(body)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from markupsafe import Markup
 
@@ -38,8 +39,19 @@ class Panel:
     """Legend: (colour and hatching number, text)."""
 
 
-def panel(title: str, svg: str, **more: object) -> Panel:
-    return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
+def bar_panel(
+    title: str,
+    text: str,
+    bars: Sequence[Bar],
+    unit: str,
+    heads: list[str],
+    rows: Rows | None = None,
+    **more: Any,
+) -> Panel:
+    """Bars with their values as a table, unless other rows are given."""
+    shown = [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
+    caption = more.pop("caption", text)
+    return Panel(title, [charts.bars(title, text, bars, unit, **more)], caption, heads, rows or shown)
 
 
 def table_rows(points: Sequence[Point]) -> Rows:
@@ -110,7 +122,7 @@ def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: s
         events=_events(run),
         y_top=100 if unit.startswith("%") else None,
     )
-    return panel(title, svg, caption=text, heads=["s", unit], rows=table_rows(points))
+    return Panel(title, [svg], caption=text, heads=["s", unit], rows=table_rows(points))
 
 
 def throughput(run: RunData) -> Panel | None:
@@ -135,9 +147,9 @@ def stacked(title: str, text: str, head: str, every: list[Part], unit: str) -> P
     large = [part for part in every if part.value >= 0.01 * total]
     rest = sum(part.value for part in every if part not in large)
     parts = [*large, Part("everything else", rest)] if rest > 0 else large
-    return panel(
+    return Panel(
         title,
-        charts.stacked_bar(title, text, parts, unit),
+        [charts.stacked_bar(title, text, parts, unit)],
         caption=text,
         heads=[head, unit, "share"],
         rows=[[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every],
@@ -182,13 +194,7 @@ def records(run: RunData) -> Panel | None:
     text = f"{found.read:,} {found.verb} = {found.trained:,} trained + {found.quarantined:,} quarantined"
     text += repeats_text(run.run_dir, found)
     text += f" + {found.remainder:,} left over."
-    return panel(
-        "Records in and out",
-        charts.bars("Training records of all epochs", text, rows, ""),
-        caption=text,
-        heads=["records", "number"],
-        rows=[[row.name, f"{row.value:,.0f}"] for row in rows if row.value is not None],
-    )
+    return bar_panel("Records in and out", text, rows, "", ["records", "number"])
 
 
 def limits(run: RunData) -> Panel | None:
@@ -208,16 +214,18 @@ def limits(run: RunData) -> Panel | None:
     rows = [Bar("measured", rate)]
     for part, name, value in could:
         binds = part == summary.bottleneck and near(summary, value)
-        rows.append(Bar(name, value, "limits the run" if binds else "", strong=binds))
-    text = "; ".join(
-        f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
+        rows.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
+    heads, caption = (
+        ["part", "samples/s"],
+        "What each part could carry alone. CPUs that also train reach less.",
     )
-    return panel(
-        "Throughput limits",
-        charts.bars("Limits in samples per second", text, rows, "samples/s", cut_at=4),
-        caption="What each part could carry alone. CPUs that also train reach less.",
-        heads=["part", "samples/s"],
-        rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
+    text = told(rows, "samples/s")
+    return bar_panel("Throughput limits", text, rows, "samples/s", heads, caption=caption, cut_at=4)
+
+
+def told(bars: Sequence[Bar], unit: str) -> str:
+    return "; ".join(
+        f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars
     )
 
 
@@ -234,7 +242,7 @@ def loss(run: RunData) -> Panel | None:
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
-    return panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=table_rows(run.loss))
+    return Panel("Loss", [svg], caption=caption, heads=["step", "loss"], rows=table_rows(run.loss))
 
 
 def chain(run: RunData) -> Panel | None:
@@ -258,13 +266,8 @@ def chain(run: RunData) -> Panel | None:
         f" {100 * dear['cpu_ms_per_sample'] / total:.0f} % of it."
     )
     table = [[s["stage"], figure(s["cpu_ms_per_sample"]), size(s["bytes_out"])] for s in stages]
-    return panel(
-        "The chain, stage by stage",
-        charts.bars("CPU milliseconds per sample by stage", text, rows, "ms"),
-        caption=text,
-        heads=["stage", "CPU ms per sample", "bytes out"],
-        rows=table,
-    )
+    heads = ["stage", "CPU ms per sample", "bytes out"]
+    return bar_panel("The chain, stage by stage", text, rows, "ms", heads, table)
 
 
 def host_cpu(run: RunData) -> Panel | None:
@@ -275,13 +278,9 @@ def host_cpu(run: RunData) -> Panel | None:
     groups = {host.host: host.group for host in run.summary.cluster.hosts}
     order = sorted(means, key=lambda host: (groups.get(host, ""), host))
     shown = order[:MOST_HOSTS]
+    text = "{:.0f} % on average, from 0 to 100 %"
     svgs = [
-        Markup(  # noqa: S704 - made by charts, escaped
-            charts.spark(
-                f"CPU use of {host}", f"{means[host]:.0f} % on average, from 0 to 100 %", run.host_cpu[host]
-            )
-        )
-        for host in shown
+        charts.spark(f"CPU use of {host}", text.format(means[host]), run.host_cpu[host]) for host in shown
     ]
     number = count_of(len(order), "host")
     caption = f"From 0 to 100 % of each host's CPUs, over the run; {number}."
@@ -328,7 +327,7 @@ def metrics(run: RunData) -> list[Panel]:
             from_zero=False,
             height=220,
         )
-        found.append(panel(name, svg, caption=text, heads=["step", name], rows=table_rows(shown)))
+        found.append(Panel(name, [svg], caption=text, heads=["step", name], rows=table_rows(shown)))
     several = [by_part(run, name, names) for name, names in parts.items() if name not in run.tables]
     found = found[:MOST_METRICS] + several[:MOST_METRICS]
     room = MOST_CELLS
@@ -354,8 +353,7 @@ def by_part(run: RunData, name: str, names: list[str]) -> Panel:
     if len(order) > MOST_ROWS:
         text += f" The chart shows the {MOST_ROWS} lowest of {len(order)}, the table all."
     rows = [[p[label:], figure(last[p]), "–" if best[p] is None else figure(best[p] or 0.0)] for p in order]
-    svg = charts.bars(f"{name}: last values", text, bars[:MOST_ROWS], "")
-    return panel(name, svg, caption=text, heads=["", "last", "best"], rows=rows)
+    return bar_panel(name, text, bars[:MOST_ROWS], "", ["", "last", "best"], rows)
 
 
 def table_of(name: str, table: MetricTable) -> Panel:
@@ -386,10 +384,12 @@ def table_of(name: str, table: MetricTable) -> Panel:
         return Panel(name, [], text, heads, shown[:MOST_LISTED], wide=len(columns) > 8)
     text += "Rows are targets and columns predictions, shaded by their share of the row."
     svg = matrix(name, text, rows, values)
-    return panel(name, svg, caption=text, heads=heads, rows=shown)
+    return Panel(name, [svg], caption=text, heads=heads, rows=shown)
 
 
-def matrix(title: str, description: str, names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
+def matrix(
+    title: str, description: str, names: Sequence[str], rows: Sequence[Sequence[float | None]]
+) -> Markup:
     """A square matrix, each cell shaded by its share of the row's sum; of few rows, with the values."""
     left, top = 92, 16
     side = min(34.0, (WIDTH - left) / len(names))
@@ -467,9 +467,8 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
         if what == "Cost" and not any(costs):
             continue
         rows_of = [Bar(shape, value or None) for shape, value in zip(shapes, values, strict=True)]
-        text = "; ".join(f"{b.name}: {figure(b.value, unit) if b.value else 'not measured'}" for b in rows_of)
-        svg = charts.bars(f"{title} by run", text, rows_of, unit)
-        found.append(panel(f"{what} by cluster shape", svg, caption=caption))
+        svg = charts.bars(f"{title} by run", told(rows_of, unit), rows_of, unit)
+        found.append(Panel(f"{what} by cluster shape", [svg], caption))
     dots = [
         (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
         for label, run in zip(labels, runs, strict=True)
@@ -478,5 +477,5 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     if dots:
         text = "Cost against time; lower left is better."
         svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
-        found.append(panel("Time and cost", svg, caption=text))
+        found.append(Panel("Time and cost", [svg], caption=text))
     return found
