@@ -6,13 +6,21 @@ import io
 import os
 import random
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from ray import cloudpickle
+
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
 from stoker.data import read_any
-from stoker.messages import BadRecord
+from stoker.entry import driver
+from stoker.messages import BadRecord, BlockReport
+from stoker.read.sources import Source
+from stoker.serve.opening import Data
 
 DAMAGES = int(os.environ.get("STOKER_FUZZ", "500"))
 """Damages per format; STOKER_FUZZ raises the number."""
@@ -31,15 +39,33 @@ def tar_of(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMA
 
 
 def records(root: Path | str, split: str = "train") -> list[Any]:
-    """All records of a split, as a run reads them: checked first, then shard by shard."""
-    source = read_any(str(root), split)
+    return read_all(read_any(str(root), split))
+
+
+def read_all(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
+    """All records of a source, as a run reads them: checked first, then shard by shard, by what is sent."""
     assert source is not None
     source.check()
-    reader = source.for_workers()
-    found = [record for shard in source.shards(100, None) for record in reader.read(shard, None)]
+    reader = cloudpickle.loads(cloudpickle.dumps(source.for_workers()))
+    found: list[Any] = []
+    for shard in source.shards(records, None if seed is None else np.random.default_rng(seed)):
+        found += reader.read(shard, None if seed is None else np.random.default_rng(seed))
     # The books of an epoch compare these when they close.
     assert source.count() in (None, len(found)), f"counted {source.count()}, read {len(found)}"
     return found
+
+
+def opened(root: Path | str, **params: Any) -> driver.Opened:
+    """A job of ImageClassification, as it is before its cluster forms."""
+    given = {"data": str(root), "image_size": 16, "augment": "none", **params}
+    return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
+
+
+def preprocessed(data: Data, split: str = "train", records: int = 100) -> Iterator[tuple[Any, BlockReport]]:
+    """What the chain makes of each shard of a split."""
+    source = data.sources[split]
+    for shard in source.shards(records, None):
+        yield data.chains[split].run(source.for_workers().read(shard, None), epoch=0)
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,3 @@ def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
 
     # A limit that is the end of an epoch leaves nothing of it.
     assert booked(job(2 * per_epoch).summary) == [first, first, tuple(2 * count for count in first)]
-
-
-def test_a_source_can_be_handed_to_a_pipeline_of_ray_data(ray_cluster: None, digits: Path) -> None:
-    from stoker.data import read_parquet
-
-    source = read_parquet(str(digits / "parquet"), "val")
-    assert source is not None
-    keys = [row["key"] for row in source.to_ray(100).map(lambda row: {"key": row["key"]}).take_all()]
-    assert len(keys) == len(set(keys)) == source.count()

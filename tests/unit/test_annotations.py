@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import damage
 import pytest
 import torch
 from inprocess import no_ray_data
 from spoilt import JPG, PNG
 
-from stoker.config.loading import Resolved, load
-from stoker.config.schema import Config
-from stoker.entry import driver
+from stoker.config.loading import load
 from stoker.entry import job_checks as checks
 from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
@@ -33,9 +33,7 @@ def folder(root: Path, csv: str | bytes, *files: str, name: str = "labels.csv") 
     return root
 
 
-def opened(root: Path, **params: Any) -> driver.Opened:
-    given = {"data": str(root), "labels": "labels.csv", "image_size": 16, "augment": "none", **params}
-    return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
+opened = partial(damage.opened, labels="labels.csv")
 
 
 def read(root: Path, **params: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:

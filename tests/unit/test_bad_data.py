@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from damage import tar_of
+from damage import opened, preprocessed, tar_of
 from spoilt import (
     FLAT,
     JPG,
@@ -40,8 +40,6 @@ from spoilt import (
     written,
 )
 
-from stoker.config.loading import Resolved
-from stoker.config.schema import Config
 from stoker.entry import driver
 from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
@@ -282,11 +280,9 @@ WHOLE: dict[str, tuple[Make, tuple[int, ...]]] = {
 """Writes the data; how many records each split has: none is missing, and none comes from elsewhere."""
 
 
-def opened(make: Make, root: Path, classes: int | None = 10) -> driver.Opened:
+def made(make: Make, root: Path, classes: int | None = 10) -> driver.Opened:
     root.mkdir()
-    address = make(root) or str(root)
-    params = {"data": address, "num_classes": classes, "image_size": 16, "augment": "none"}
-    return driver.open_all(Resolved(Config.model_validate({"params": params}), {}))
+    return opened(make(root) or root, num_classes=classes)
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *FROM_LABELS])
@@ -295,7 +291,7 @@ def test_data_is_refused_in_one_line_before_training(
 ) -> None:
     make, expected = REFUSED.get(case) or FROM_LABELS[case]
     with pytest.raises(UsageError) as refused:
-        opened(make, tmp_path / "data", 10 if case in REFUSED else None)
+        made(make, tmp_path / "data", 10 if case in REFUSED else None)
     assert bootstrap._refused(refused.value) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and expected in line
@@ -304,12 +300,11 @@ def test_data_is_refused_in_one_line_before_training(
 @pytest.mark.parametrize("case", [*QUARANTINED, *WHOLE])
 def test_every_record_is_used_as_it_is_or_quarantined(case: str, tmp_path: Path) -> None:
     make, count, reason = QUARANTINED.get(case) or (WHOLE[case][0], 0, "")
-    _, data = opened(make, tmp_path / "data")
+    _, data = made(make, tmp_path / "data")
     rows, bad = {}, []
-    for split, source in data.sources.items():
+    for split in data.sources:
         rows[split] = 0
-        for part in source.shards(100, None):
-            columns, report = data.chains[split].run(source.for_workers().read(part, None), epoch=0)
+        for columns, report in preprocessed(data, split):
             rows[split] += report.rows
             bad += report.bad
             for name, values in columns.items():

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 import pytest
+from damage import preprocessed, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -47,10 +48,7 @@ def write(
 
 
 def rows_of(root: Any, columns: list[str] | None = None) -> list[Any]:
-    source = read_parquet(str(root), "train", columns)
-    assert source is not None
-    source.check()
-    return [row for shard in source.shards(9, None) for row in source.read(shard, None)]
+    return read_all(read_parquet(str(root), "train", columns), 9)
 
 
 def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
@@ -63,15 +61,13 @@ def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
 
 def trained(data: Any, split: str = "train") -> list[tuple[tuple[int, ...], int]]:
     """Colour and label of each record of a split, as a batch has them."""
-    source, found = data.sources[split], []
-    reader = source.for_workers()
-    for shard in source.shards(4, None):
-        columns, report = data.chains[split].run(reader.read(shard, None), 0)
+    found: list[Any] = []
+    for columns, report in preprocessed(data, split, 4):
         assert not report.bad
         image = columns["image__hwc"]
         assert (image == image[:, :1, :1]).all()
         found += [(tuple(p.tolist()), int(n)) for p, n in zip(image[:, 0, 0], columns["label"], strict=True)]
-    assert len(found) == source.count()
+    assert len(found) == data.totals[split]
     return found
 
 

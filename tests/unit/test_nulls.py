@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from damage import read_all
 from pyarrow import parquet
 
 from stoker.data import read_delta, read_parquet
 from stoker.errors import UsageError
 from stoker.messages import BadRecord
-from stoker.read.sources import Source
 
-
-def records(source: Source | None) -> list[Any]:
-    assert source is not None
-    source.check()
-    reader = source.for_workers()
-    return [record for shard in source.shards(3, None) for record in reader.read(shard, None)]
+records = partial(read_all, records=3)
 
 
 def write(folder: Path, statistics: bool = True, **columns: Any) -> str:

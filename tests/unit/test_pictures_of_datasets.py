@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from damage import preprocessed
 from pictured import pixels
 from PIL import Image
 from typer.testing import CliRunner
@@ -30,10 +31,8 @@ def opened(**params: Any) -> Data:
 
 def batched(data: Data) -> Any:
     """Every image of training, channels first."""
-    source, chain = data.sources["train"], data.chains["train"]
     found = []
-    for shard in source.shards(4, None):
-        columns, report = chain.run(source.read(shard, None), epoch=0)
+    for columns, report in preprocessed(data, records=4):
         assert not report.bad
         last = columns.get("image__hwc")
         found += list(columns["image"] if last is None else last.transpose(0, 3, 1, 2))

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from damage import read_all
 from pyarrow import parquet
 
 from stoker.chain.chain import Chain
@@ -21,27 +22,15 @@ from stoker.chain.transforms import DecodeImage
 from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
 from stoker.errors import UsageError
 from stoker.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
-from stoker.read.sources import Source
 from stoker.recipe import Recipe
 from stoker.serve.shards import Loaded, blocks_of, order_of
-
-
-def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
-    assert source is not None
-    source.check()
-    order = None if seed is None else np.random.default_rng(seed)
-    reader = source.for_workers()
-    found: list[Any] = []
-    for shard in source.shards(records, order):
-        found += reader.read(shard, None if seed is None else np.random.default_rng(seed))
-    return found
 
 
 def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> None:
     contents = []
     for form in ("webdataset", "parquet", "images"):
         source = read_any(str(digits / form), "train")
-        records = everything(source)
+        records = read_all(source)
         assert source is not None
         assert len(records) == source.count() == 1437
         assert len({r["key"] for r in records}) == 1437
@@ -51,10 +40,10 @@ def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> Non
 
 @pytest.mark.parametrize("form", ["webdataset", "parquet", "images"])
 def test_a_seeded_order_permutes_and_loses_nothing(form: str, digits: Path) -> None:
-    plain = [r["key"] for r in everything(read_any(str(digits / form), "val"))]
-    once = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=1)]
-    again = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=1)]
-    other = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=2)]
+    plain = [r["key"] for r in read_all(read_any(str(digits / form), "val"))]
+    once = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=1)]
+    again = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=1)]
+    other = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=2)]
     assert once == again
     assert plain != once != other
     assert sorted(plain) == sorted(once) == sorted(other)
@@ -104,17 +93,17 @@ def test_parquet_gives_numbers_strings_lists_tensors_and_image_structs(tmp_path:
         }
     )
     parquet.write_table(table, tmp_path / "train-0.parquet")
-    record = everything(read_parquet(str(tmp_path), "train"))[1]
+    record = read_all(read_parquet(str(tmp_path), "train"))[1]
     assert record["x"] == 2.5
     assert record["name"] == "b"
     assert record["features"].tolist() == [1.0, 2.0]
     assert record["pixels"].shape == (2, 3)
     assert record["image"] == b"jpeg"
     assert record["key"] == "train-0.parquet:1"
-    assert list(everything(read_parquet(str(tmp_path), "train", columns=["x"]))[0]) == ["key", "x"]
+    assert list(read_all(read_parquet(str(tmp_path), "train", columns=["x"]))[0]) == ["key", "x"]
     assert read_parquet(str(tmp_path), "val") is None
     with pytest.raises(UsageError, match="has no column y; it has x, name"):
-        everything(read_parquet(str(tmp_path), "train", columns=["y"]))
+        read_all(read_parquet(str(tmp_path), "train", columns=["y"]))
 
 
 def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> None:
@@ -127,7 +116,7 @@ def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> Non
                 raise ValueError("torn")
             return np.zeros(2), i
 
-    records = everything(read_torch(Pairs(), columns=("x", "y")))
+    records = read_all(read_torch(Pairs(), columns=("x", "y")))
     assert records[0]["y"] == 0
     assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn")
     with pytest.raises(UsageError, match="needs a map-style dataset"):
@@ -146,7 +135,7 @@ def test_tar_members_are_grouped_and_a_broken_label_is_a_bad_record(tmp_path: Pa
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    first, second = everything(read_webdataset(str(tmp_path), "train"))
+    first, second = read_all(read_webdataset(str(tmp_path), "train"))
     assert first == {"key": "train-0.tar:a/0", "image": b"x", "label": 3, "json": {"w": 1}}
     assert isinstance(second, BadRecord)
     assert ".cls" in second.reason
@@ -158,7 +147,7 @@ def test_files_of_one_name_in_several_folders_keep_their_records_apart(tmp_path:
     for part in ("a", "b"):
         (tmp_path / "train" / part).mkdir(parents=True)
         parquet.write_table(pa.table({"x": [1, 2]}), tmp_path / "train" / part / "rows.parquet")
-    keys = [record["key"] for record in everything(read_parquet(str(tmp_path), "train"))]
+    keys = [record["key"] for record in read_all(read_parquet(str(tmp_path), "train"))]
     assert keys == ["a/rows.parquet:0", "a/rows.parquet:1", "b/rows.parquet:0", "b/rows.parquet:1"]
 
 
@@ -173,7 +162,7 @@ def images(root: Path, **classes: str) -> None:
 def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
     """A validation split without the first class must not be numbered from 0 again."""
     images(tmp_path, train="circle square triangle", val="square triangle")
-    train, val = (everything(read_images(str(tmp_path), split)) for split in ("train", "val"))
+    train, val = (read_all(read_images(str(tmp_path), split)) for split in ("train", "val"))
     labels = {record["key"]: record["label"] for record in train}
     assert labels == {"circle/1.jpg": 0, "square/1.jpg": 1, "triangle/1.jpg": 2}
     assert {record["key"]: record["label"] for record in val} == {"square/1.jpg": 1, "triangle/1.jpg": 2}
@@ -192,7 +181,7 @@ def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> Non
     (tmp_path / "training" / "b").mkdir()
     (tmp_path / "training" / "b" / "a.xml").write_text("<a/>")
     for split in ("train", "val"):
-        found = everything(read_images(str(tmp_path), split))
+        found = read_all(read_images(str(tmp_path), split))
         assert {record["key"]: record["label"] for record in found} == {"a/1.jpg": 0, "c/1.jpg": 1}
 
 
@@ -208,7 +197,7 @@ def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) ->
             path.write_bytes(content.encode())
     names: dict[str, Any] = {"torch": torch, "Path": Path, "Recipe": Recipe, "read_torch": read_torch}
     exec("from __future__ import annotations\n" + code, names)  # noqa: S102 - as a reader types it
-    assert everything(names["Roads"](data=str(tmp_path)).read("train")) == [
+    assert read_all(names["Roads"](data=str(tmp_path)).read("train")) == [
         {"key": f"{name}.jpg", "image": f"{name}.jpg".encode(), "mask": f"{name}.png".encode()}
         for name in ("a", "b")
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from damage import read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import Batches, batches, no_cluster, start
@@ -19,22 +20,11 @@ from stoker.config.loading import load
 from stoker.data import read_any, read_delta, read_parquet
 from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
-from stoker.read.sources import Source
 
 __all__ = ["no_cluster"]
 
 
-def rows_of(source: Source | None, records: int = 64) -> list[dict[str, Any]]:
-    """What the tasks read, through the pickled form that they get."""
-    assert source is not None
-    source.check()
-    import pickle
-
-    theirs = pickle.loads(pickle.dumps(source.for_workers()))  # noqa: S301
-    order = np.random.default_rng(0)
-    found = [row for shard in source.shards(records, order) for row in theirs.read(shard, order)]
-    assert len(found) == source.count()
-    return found
+rows_of = partial(read_all, seed=0)
 
 
 @pytest.fixture

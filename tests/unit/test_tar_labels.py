@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import tar_of
+from damage import opened, preprocessed, read_all, tar_of
 from PIL import Image
 
-from stoker.config.loading import Resolved
-from stoker.config.schema import Config
 from stoker.data import read_webdataset
-from stoker.entry import driver
 from stoker.errors import UsageError
 from stoker.messages import BadRecord
 
@@ -44,17 +41,11 @@ def shard(suffix: str, value: Any, count: int = 6, name: str = "{}") -> Members:
     ]
 
 
-def opened(folder: Path, **params: Any) -> driver.Opened:
-    params = {"data": str(folder), "image_size": 16, "augment": "none", **params}
-    return driver.open_all(Resolved(Config.model_validate({"params": params}), {}))
-
-
 def trained(folder: Path, split: str = "train", **params: Any) -> list[tuple[int, int]]:
     """Number of each image and its label, as the recipe's batches hold them."""
     _, data = opened(folder, **params)
     found: list[tuple[int, int]] = []
-    for part in data.sources[split].shards(100, None):
-        columns, report = data.chains[split].run(data.sources[split].for_workers().read(part, None), epoch=0)
+    for columns, report in preprocessed(data, split):
         assert not report.bad, report.bad
         numbers = (columns["image__hwc"].mean((1, 2, 3)) - 20) / 10
         found += zip(numbers.round().astype(int).tolist(), columns["label"].tolist(), strict=True)
@@ -218,9 +209,7 @@ def test_a_record_whose_label_is_none_is_quarantined_with_the_reason(tmp_path: P
     values = {0: b"[0. 1.]", 1: b"[0.5 0.5]", 2: b"1", 3: b"[0 0]", 4: b"[1 1]", 5: b"cat"}
     write(tmp_path, shard("cls", lambda i: values[i]))
     source = read_webdataset(str(tmp_path), "train", ["label"])
-    assert source is not None
-    source.check()
-    found = [r for part in source.shards(9, None) for r in source.read(part, None)]
+    found = read_all(source)
     assert [r["label"] for r in found if not isinstance(r, BadRecord)] == [1, 1]
     reasons = [r.reason for r in found if isinstance(r, BadRecord)]
     assert reasons[-1] == ".cls: invalid literal for int() with base 10: b'cat'"

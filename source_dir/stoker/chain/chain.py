@@ -56,9 +56,7 @@ class Chain:
         """Longest allowed row of a padded column; None: no limit."""
         self.collate = collate
         """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
-        self.stages = stages
-        self.seed = seed
-        self.with_keys = with_keys
+        self.stages, self.seed, self.with_keys = stages, seed, with_keys
         self.prefix = prefix
         """Number of leading stages whose results are cached across epochs. They run separately from the
         others, so that a record is the same whether or not it was cached."""
@@ -77,11 +75,8 @@ class Chain:
         """Unpickling imports what the transforms need, before any record is timed."""
         self.__dict__.update(state)
         limit_pixels(self.max_pixels)
-        for segment in self._segments:
-            for stage in segment.stages:
-                prepare = getattr(stage.apply, "prepare", None)
-                if prepare:
-                    prepare()
+        for stage in (stage for segment in self._segments for stage in segment.stages):
+            getattr(stage.apply, "prepare", lambda: None)()
 
     def run(
         self,

@@ -1,12 +1,4 @@
-"""Every host: values of Arrow columns, and where they are NULL.
-
-NULLs of Parquet and Delta columns are found before training. Rules say what becomes of them:
-
-read_parquet(root, split, nulls={"age": "quarantine"})   drop the record and count it as bad
-read_parquet(root, split, nulls={"age": "keep"})         a float: NaN; otherwise 0, False or "", and a column
-                                                         age__valid, which is False there
-read_parquet(root, split, nulls={"age": 0.0})            use this value instead
-"""
+"""Every host: values of Arrow columns, where they are NULL, and what `nulls=` of a reader makes of that."""
 
 from __future__ import annotations
 
@@ -193,7 +185,7 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
     if isinstance(array.type, pa.ExtensionType):
         array = array.storage
     kind = array.type
-    mask = _nulls(array) if array.null_count else None
+    mask = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     inner = None
     if content := content_of_struct(kind):
         inner = _mask(array.field(content))
@@ -204,13 +196,7 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
         if values is not None:
             inner = np.zeros(len(array), bool)
             inner[there[compute.list_parent_indices(lists).to_numpy()[values]]] = True
-    if inner is None:
-        return mask
-    return inner if mask is None else mask | inner
-
-
-def _nulls(array: Any) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False)
+    found: NDArray[np.bool_] | None = mask if inner is None else inner if mask is None else mask | inner
     return found
 
 
@@ -273,10 +259,8 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
     rows = {path: footer.matching for path, footer in files}
     for column in columns:
         if column in source.nulls:
-            if source.nulls[column] != QUARANTINE:
-                stand_in(
-                    column, source.nulls[column], source.types[column]
-                )  # refuses a rule that does not fit
+            if (rule := source.nulls[column]) != QUARANTINE:
+                stand_in(column, rule, source.types[column])  # refuses a rule that does not fit
             if column + VALID_SUFFIX in columns:
                 problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
             continue
@@ -332,12 +316,6 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
     )
 
 
-def has_valid_column(rule: Any, kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(rule == KEEP) and not pa.types.is_floating(kind)
-
-
 def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
     path = next(iter(counts))
     others = f", and {sum(counts.values()) - counts[path]} in {count_of(len(counts) - 1, 'other file')}"
@@ -358,6 +336,8 @@ class Rules:
         self, column: str, kind: Any, mask: np.ndarray[Any, Any] | None, value: Callable[[int], Any]
     ) -> dict[str, Callable[[int], Any]]:
         """A column as seen by records: name → function from row number to value; also its validity column."""
+        import pyarrow as pa
+
         rule = self.nulls.get(column)
         if column not in self.nulls:
             if mask is not None and mask.any():
@@ -371,6 +351,6 @@ class Rules:
         if mask is not None:
             instead, hidden = stand_in(column, rule, kind), mask
             found[column] = lambda row: instead if hidden[row] else value(row)
-        if has_valid_column(rule, kind):
+        if rule == KEEP and not pa.types.is_floating(kind):
             found[column + VALID_SUFFIX] = lambda row: mask is None or not mask[row]
         return found

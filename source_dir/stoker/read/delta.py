@@ -66,14 +66,8 @@ def open_delta(
     actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
     actions.sort(key=lambda action: action["path"])
     paths = [_path_of(action["path"], root) for action in actions]
-    constants = {
-        path: {
-            name.removeprefix("partition."): value
-            for name, value in action.items()
-            if name.startswith("partition.")
-        }
-        for path, action in zip(paths, actions, strict=True)
-    }
+    given = [{n[10:]: value for n, value in each.items() if n.startswith("partition.")} for each in actions]
+    constants = dict(zip(paths, given, strict=True))
     files = filesystem.get_file_info(paths)
     return DeltaSource(files, columns, filters, constants, nulls, types)
 

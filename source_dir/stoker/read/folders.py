@@ -82,14 +82,12 @@ def split_folder(root: str, split: str) -> str | None:
         files = list_files(root)
         there = child_folders(root)
         _refuse_misnamed(root, split, there)
-        hint = ""
-        if not {*there} & {*SPLIT_NAMES["val"]} and any(
-            f.path.lower().endswith(IMAGE_SUFFIXES) for f in files
-        ):
-            hint = (
-                "; split it into train/ and val/ first, see docs/tutorials/own-images.md, or name a CSV file"
-                " with the labels in params.labels"
-            )
+        images = any(f.path.lower().endswith(IMAGE_SUFFIXES) for f in files)
+        hint = (
+            "; split it into train/ and val/ first, see docs/tutorials/own-images.md, or name a CSV file"
+            " with the labels in params.labels"
+        )
+        hint = hint if images and not {*there} & {*SPLIT_NAMES["val"]} else ""
         raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'}){hint}")
     return None
 

@@ -5,6 +5,7 @@ The head surveys shards before training; chain workers read by what it found.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import defaultdict
@@ -206,7 +207,6 @@ class Survey:
     folders: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Folder of images → shards that have it."""
     dotted: str = ""
-    """The first member that names its column."""
 
     def add(self, other: Survey) -> None:
         self.rows += other.rows
@@ -312,15 +312,13 @@ def _parsed(content: bytes) -> Any:
 
 
 def _number(value: Any) -> int | None:
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         if isinstance(value, bytes | str):
             return number_of(value if isinstance(value, bytes) else value.encode())
         if isinstance(value, list):
             return place_of_one(value)
         if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
             return int(value)
-    except (ValueError, TypeError):
-        pass
     return None
 
 

@@ -298,14 +298,8 @@ class ParquetSource(StreamedSource):
             # Statistics rule out most row groups that cannot match, without reading them.
             kept = fragment.split_by_row_group(expression(own), schema)
             possible = {info.id for part in kept for info in part.row_groups}
-        found = []
-        matching = 0
-        for group in (g for g in groups if g.number in possible):
-            rows = len(self._rows(path, [group]))
-            if rows:
-                found.append(group)
-                matching += rows
-        return found, matching
+        rows = {g: len(self._rows(path, [g])) for g in groups if g.number in possible}
+        return [group for group, matching in rows.items() if matching], sum(rows.values())
 
     def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
         """Positions of the rows to keep within these concatenated row groups."""

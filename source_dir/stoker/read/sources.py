@@ -20,7 +20,6 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from stoker.errors import DataError
 from stoker.messages import BadRecord, Record, Shard
 
 if TYPE_CHECKING:
@@ -91,27 +90,6 @@ class Source(ABC):
     def path_of(self, key: str) -> str:
         """Where a user finds a record; the key, unless it is part of a path only."""
         return key
-
-    def to_ray(self, records: int = 1024) -> Any:
-        """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines.
-
-        Args:
-            records: approximate number per block.
-
-        Returns:
-            Rows with the columns of a record. Reading a damaged record raises DataError.
-        """
-        import ray
-
-        shards, reader = self.shards(records, None), self.for_workers()
-
-        def rows(row: dict[str, Any]) -> Iterator[Record]:
-            for record in reader.read(shards[row["id"]], None):
-                if isinstance(record, BadRecord):
-                    raise DataError(f"record {record.key} {record.reason}")
-                yield record
-
-        return ray.data.range(len(shards), override_num_blocks=max(len(shards), 1)).flat_map(rows)
 
 
 class IndexedSource(Source):

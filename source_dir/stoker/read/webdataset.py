@@ -77,8 +77,7 @@ class WebDatasetSource(StreamedSource):
         derived = ("key", "label") if self.rule.place else ("key",)
         absent = [c for c in self.columns or () if c not in (*derived, *found.columns)]
         if self.walked and absent and (self.strict or (absent[0] == "image" and found.dotted)):
-            image = absent[0] == "image" and found.dotted
-            dotted = f" ({found.dotted}: rename it without dots if that is not meant)" if image else ""
+            dotted = f" ({self._dotted()})" if absent[0] == "image" and found.dotted else ""
             known = ", ".join(found.columns)
             raise UsageError(
                 f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{dotted}"
@@ -86,6 +85,9 @@ class WebDatasetSource(StreamedSource):
         read = found.columns if self.columns is None else (*self.columns, self.rule.place)
         if self.walked and (left := [c for c in found.columns if c not in read]):
             self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
+
+    def _dotted(self) -> str:
+        return f"{self.survey().dotted}: rename it without dots if that is not meant"
 
     @property
     def walked(self) -> bool:
@@ -135,12 +137,13 @@ class WebDatasetSource(StreamedSource):
         """By parameter of `ImageClassification`, what else to do if shards lack its column."""
         found = self.survey()
         far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
-        fields = (
-            f"no field of {', '.join(LABEL_KEYS)} is a label in every .json" if JSON in found.columns else ""
-        )
-        why = f" ({self.rule.why or fields or far})" if self.rule.why or fields or far else ""
-        dotted = found.dotted and f"; {found.dotted}: rename it without dots if that is not meant"
-        return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
+        keys = f"no field of {', '.join(LABEL_KEYS)} is a label in every .json"
+        why = self.rule.why or (keys if JSON in found.columns else far)
+        why = f" ({why})" if why else ""
+        return {
+            "image_column": found.dotted and f"; {self._dotted()}",
+            "label_column": f"; or add it as 0.cls beside 0.jpg{why}",
+        }
 
     def label_values(self, column: str) -> set[Any] | None:
         """The distinct labels of a column; None if the shards are not read before training."""
