@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import shlex
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,7 +21,8 @@ from launcher.advise.check import verdict as judging
 from launcher.advise.check import watch
 from launcher.advise.check.timeline import LEAST_STEPS
 from launcher.advise.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
-from stoker.errors import UsageError
+from launcher.places.local import handled
+from stoker.errors import ScriptError, UsageError, nearest
 from stoker.events.prices import price_list
 from stoker.hosts.raynode import end_with_parent
 
@@ -40,10 +39,6 @@ class CheckOptions(HostOptions):
     steps: int | None = None
     timeout: float = 900.0
     as_json: bool = False
-
-
-class ScriptError(Exception):
-    """The script ended before a verdict was possible; exit code 1."""
 
 
 def check(script: Path | None, options: CheckOptions) -> int:
@@ -89,10 +84,8 @@ def existing(script: Path | None) -> Path:
         )
     if script.is_file():
         return script
-    beside = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
-    close = difflib.get_close_matches(script.name, beside, n=1, cutoff=0.5)
-    hint = f"; did you mean {script.parent / close[0]}?" if close else ""
-    raise UsageError(f"{script}: no such script{hint}")
+    known = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    raise UsageError(f"{script}: no such script{nearest(script.name, known, cutoff=0.5)}")
 
 
 def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -114,9 +107,7 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
         try:
             seen: dict[str, Any] = json.loads((Path(folder) / watch.RESULT).read_text())
         except OSError:
-            if code is None:
-                raise ScriptError(f"no result within --timeout {options.timeout:.0f} s") from None
-            raise ScriptError(_ended(code)) from None
+            raise ScriptError(_ended(code, options.timeout)) from None
         sums = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("fetch-*.json"))]
     if seen["ended"] == "failed":
         before = f"{options.steps} steps" if options.steps else "enough steps"
@@ -139,10 +130,9 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
         start_new_session=True,
         preexec_fn=end_with_parent,
     )
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if in_main else None
     try:
-        yield process
+        with handled(signal.SIGTERM, lambda *_: sys.exit(143)):
+            yield process
     except KeyboardInterrupt:
         # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -150,8 +140,6 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
             process.wait(CLOSING_S)
         raise
     finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -173,10 +161,11 @@ def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> in
     return None
 
 
-def _ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"the script was killed by {signal.Signals(-code).name} before enough steps were measured"
-    return "the script exited without a result before enough steps were measured"
+def _ended(code: int | None, timeout_s: float) -> str:
+    if code is None:
+        return f"no result within --timeout {timeout_s:.0f} s"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "exited without a result"
+    return f"the script {how} before enough steps were measured"
 
 
 def advised(

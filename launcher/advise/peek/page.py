@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 import wave
@@ -20,7 +19,7 @@ from launcher.advise.peek.looking import as_array, times
 from launcher.advise.peek.problems import LABELS
 from stoker.errors import UsageError
 from stoker.messages import Record
-from stoker.train.sample_images import Box, Overlay, Painter
+from stoker.train.sample_images import Box, Overlay, Painter, encoded
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
@@ -156,9 +155,7 @@ def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Seq
     picture = painter.draw(Image.fromarray(pixels), Overlay(first, list(boxes)))
     for mask in others:
         picture = painter.draw(picture, Overlay(mask, []))
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return encoded(picture)
 
 
 def _corners(box: Any, form: str) -> tuple[float, float, float, float]:

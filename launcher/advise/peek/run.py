@@ -162,17 +162,13 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     notes = [] if found.sure else ["the run did not log this step and may have ended earlier"]
     lines = []
     for part, own_losses in zip(parts, values or [[] for _ in parts], strict=True):
-        columns = {n: v if isinstance(v, list) else shown(v) for n, v in part.batch.items()}
         for row, key in enumerate(part.keys):
-            lines.append(Line(part.rank, key, row_of(columns, row), own_losses[row] if own_losses else None))
+            lines.append(
+                Line(part.rank, key, row_of(part.batch, row), own_losses[row] if own_losses else None)
+            )
     names = class_names_of(recipe, data.sources["train"].classes())
     sheet = Sheet(boxes_of(data.chains["train"].stages), recipe.class_names, names)
     return Step(lines, found.epoch, made.workers, [*notes, note], sheet)
-
-
-def shown(tensor: Any) -> Any:
-    """A column as an array, which has no bfloat16."""
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 @dataclass
