@@ -89,8 +89,6 @@ class Prediction:
     """The limit that must be raised first."""
     remote_share: float
     """x: share of the samples preprocessed by CPU hosts, in 0…1."""
-    ceilings: dict[Term, float]
-    """Samples/s that each limit alone allows at this split; infinite if it does not limit."""
 
 
 def predict(work: Workload, shape: Shape) -> Prediction:
@@ -100,7 +98,7 @@ def predict(work: Workload, shape: Shape) -> Prediction:
     rate = curve.total(remote)
     # CPU hosts work first, as in the placement; the remainder stays on the GPU host.
     share = min(remote / rate, 1.0) if rate > 0 and math.isfinite(rate) else float(remote > 0)
-    return Prediction(rate, curve.binding(rate, remote), share, curve.ceilings(rate, share))
+    return Prediction(rate, curve.binding(rate, remote), share)
 
 
 def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
@@ -117,7 +115,7 @@ def knee(work: Workload, shape: Shape) -> float:
     needed = curve.knee_remote()
     if needed <= 0:
         return 0.0
-    each = curve.most_remote_of_cpu_hosts(1)
+    each = min(curve.produced(1), curve.sent(1))
     return needed / each if each > 0 else math.inf
 
 
@@ -150,16 +148,18 @@ class _Curve:
         # At this rate, receiving alone saturates the GPU hosts' CPUs.
         self.receiving = _ratio(self.gpu_cpus, work.receive_s + work.other_s)
 
-    def most_remote_of_cpu_hosts(self, count: float) -> float:
-        """R that `count` CPU hosts can produce and send."""
-        work, shape = self.work, self.shape
-        produced = _ratio(shape.efficiency * count * shape.cpu_host_cpus, work.cpu_s) if count else 0.0
-        sent = _ratio(count * shape.cpu_host_bytes_per_s, work.bytes_per_sample) if count else 0.0
-        return min(produced, sent)
+    def produced(self, count: float) -> float:
+        """R that `count` CPU hosts can preprocess."""
+        return _ratio(self.shape.efficiency * count * self.shape.cpu_host_cpus, self.work.cpu_s)
+
+    def sent(self, count: float) -> float:
+        """R that `count` CPU hosts can send."""
+        return _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample) if count else 0.0
 
     def most_remote(self, count: float) -> float:
         """The largest R that can be produced, sent and received."""
-        return min(self.most_remote_of_cpu_hosts(count), self.network, self.receiving)
+        produced = self.produced(count) if count else 0.0
+        return min(produced, self.sent(count), self.network, self.receiving)
 
     def total(self, remote: float) -> float:
         lines = [base + slope * remote for base, slope in self._lines() if math.isfinite(base)]
@@ -210,31 +210,10 @@ class _Curve:
             return "gpu"
         if rate >= self.receiver_cap * near:
             return "receiver"
-        produced = self.most_remote_of_cpu_hosts(self.shape.cpu_hosts)
-        sent = _ratio(self.shape.cpu_hosts * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
-        if self.shape.cpu_hosts and remote >= min(self.network, sent) * near:
+        hosts = self.shape.cpu_hosts
+        if hosts and remote >= min(self.network, self.sent(hosts)) * near:
             return "network"
-        if remote >= produced * near:
-            return "cpu"
-        return "gpu_host_cpu"
-
-    def ceilings(self, rate: float, share: float) -> dict[Term, float]:
-        """The rate that each limit alone allows, at the remote share x of the solution."""
-        work, shape = self.work, self.shape
-        local = _ratio(self.slots, (1 - share) * work.cpu_s)
-        produced = _ratio(shape.efficiency * shape.cpu_hosts * shape.cpu_host_cpus, share * work.cpu_s)
-        per_sample = (1 - share) * work.cpu_s + share * work.receive_s + work.other_s
-        nic = min(
-            shape.gpu_hosts * shape.gpu_host_bytes_per_s,
-            shape.cpu_hosts * shape.cpu_host_bytes_per_s if shape.cpu_hosts else math.inf,
-        )
-        return {
-            "gpu": self.gpu_cap,
-            "cpu": produced if shape.cpu_hosts and share > 0 else local,
-            "network": _ratio(nic, share * work.bytes_per_sample),
-            "gpu_host_cpu": min(_ratio(self.gpu_cpus, per_sample), local),
-            "receiver": self.receiver_cap,
-        }
+        return "cpu" if not hosts or remote >= self.produced(hosts) * near else "gpu_host_cpu"
 
 
 def _ratio(supply: float, demand: float) -> float:

@@ -54,9 +54,6 @@ class Scaler:
     Growing needs two things: training waits for preprocessing longer than the target, and the limits model
     finds a number of hosts with a lower cost per sample. Without prices, it takes the smallest number with
     which training does not wait.
-
-    Args:
-        options: bounds, target and prices.
     """
 
     def __init__(self, options: CpuHostsConfig) -> None:
@@ -67,30 +64,18 @@ class Scaler:
         """CPUs of one CPU host; 0: unknown until the first has joined."""
         self._steps, self._blocks = Window(TRAINING_S), Window(PRODUCTION_S)
         self._since: float | None = None
-        """Since when another number has been wanted."""
+        """Since when another number has been wanted; `_up`: a larger one."""
         self._up = False
-        """Whether that number is larger."""
         self._asked: float | None = None
         """When hosts were requested that have not joined yet."""
         self._ended = False
 
     def stepped(self, samples: float, seconds: float, late_s: float) -> None:
-        """Add training steps.
-
-        Args:
-            samples: of all train workers.
-            seconds: that the steps took.
-            late_s: of these, how long training waited for blocks to be produced.
-        """
+        """Add training steps of all train workers, which waited `late_s` of `seconds` for preprocessing."""
         self._steps.add(samples=samples, seconds=seconds, late=late_s)
 
     def made(self, records: float, seconds: float) -> None:
-        """Add blocks.
-
-        Args:
-            records: that chain workers have read and preprocessed.
-            seconds: of one chain worker; reading included, so that slow storage counts as well.
-        """
+        """Add blocks; `seconds` of chain workers include reading, so that slow storage counts as well."""
         self._blocks.add(records=records, seconds=seconds)
 
     def look(self, now: float, own: int, joined: list[int], ended: bool = False) -> Decision | None:
