@@ -30,7 +30,7 @@ IGNORED = ".data/\nruns/\n__pycache__/\n"
 
 
 def init(folder: Path | None, kind: str | None) -> int:
-    """Laptop: write the project and print how to run it; on a terminal, prompt for missing options.
+    """Write the project and print how to run it; on a terminal, prompt for missing options.
 
     Raises:
         UsageError: the kind is unknown, a file already exists, or the folder is not writable.
@@ -55,7 +55,7 @@ def init(folder: Path | None, kind: str | None) -> int:
 
 
 def files_of(kind: str, folder: Path) -> dict[str, str]:
-    """Laptop: name → content of a project's files; the job is named after the folder."""
+    """Name → content of a project's files; the job is named after the folder."""
     sources = {path.name: path for path in sorted((PROJECTS / kind).iterdir()) if path.is_file()}
     sources |= {name: examples_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}
@@ -66,7 +66,7 @@ def files_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Laptop: write all files, or none if any of them already exists.
+    """Write all files, or none if any of them already exists.
 
     Raises:
         UsageError: files already exist, or the folder is not writable.

@@ -207,7 +207,7 @@ def plan(
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
-        if resolved.config.script is None and cluster is not None:
+        if resolved.config.script is None:
             check_recipe(job)
     variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **tracked.environment}
     notes = [tracked.note] if tracked.note else []

@@ -7,7 +7,7 @@ NEEDED = ("typer", "rich", "pydantic", "yaml", "psutil", "jinja2", "stoker")
 
 
 def refuse_absent() -> None:
-    """Laptop: end with one line and exit code 2 if packages are missing, or Python is too old."""
+    """End with one line and exit code 2 if packages are missing, or Python is too old."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     why = "lacks " + ", ".join(absent)
     if sys.version_info < (3, 11):  # noqa: UP036 - a Python in which nothing is installed may be older

@@ -10,7 +10,7 @@ from stoker.errors import UsageError
 
 
 def with_values(text: str, changes: dict[str, Any]) -> str:
-    """Laptop: the text with values set by `section.key`, replacing existing keys or adding new ones.
+    """The text with values set by `section.key`, replacing existing keys or adding new ones.
 
     Args:
         text: a YAML document whose root is a mapping, or an empty one.

@@ -78,7 +78,7 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
     assert float(rows[1].split(",")[1]) == summary["metrics"]["last"]["train/loss"]
 
 
-def test_an_own_backend_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_place_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [(name, text)] = [(name, text) for name, text in examples(PAGE.name).items() if "/" in name]
     (tmp_path / Path(name).name).write_text(text)
     monkeypatch.setattr(places, "__path__", [*places.__path__, str(tmp_path)])

@@ -221,7 +221,7 @@ class S3Store:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """Laptop: `s3://bucket/some/key` → (bucket, some/key)."""
+    """`s3://bucket/some/key` → (bucket, some/key)."""
     parts = urlsplit(uri)
     return parts.netloc, parts.path.lstrip("/")
 
@@ -234,7 +234,7 @@ Row = tuple[Literal["ok", "note", "FAIL"], str, str, str]
 
 
 def findings(config: Config) -> Iterator[Row]:
-    """Laptop: (mark, what, found, remedy) of identity and quotas; nothing where no job asks for AWS.
+    """(mark, what, found, remedy) of identity and quotas; nothing where no job asks for AWS.
 
     Without a job that names instance types, only the identity is looked at, if there are credentials.
     """

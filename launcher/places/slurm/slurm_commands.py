@@ -114,7 +114,7 @@ def seconds_of(limit: str) -> int | None:
 
 
 def gpus_of(gres: str) -> int:
-    """Anywhere: `gpu:a100:4(S:0-1),nvme:1` → 4."""
+    """`gpu:a100:4(S:0-1),nvme:1` → 4."""
     words = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)
     return sum(map(int, words))
 

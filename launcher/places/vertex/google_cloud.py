@@ -59,7 +59,7 @@ def project_of(configured: str | None, offline: bool) -> str:
 
 @cache
 def credentials() -> tuple[Any, str | None]:
-    """Laptop: (the application default credentials, their project)."""
+    """(the application default credentials, their project)."""
     _types()
     import google.auth
 
