@@ -18,7 +18,7 @@ bash scripts/places.sh || failed=1
 for part in unit integration rehearsal e2e; do
   run "long-$part" -m soak "tests/$part"
 done
-# With these, about a million frames of the block server's protocol and of the lifeline's.
+# With these, about a million frames of the block server's protocol.
 export STOKER_SCHEMA_EXAMPLES=20000 STOKER_FUZZ=5000 STOKER_FRAMES=600000
 run properties tests/unit/test_schema_of_a_split.py tests/unit/test_damaged_files.py \
   tests/unit/test_protocol_fuzz.py

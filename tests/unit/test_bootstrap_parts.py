@@ -1,4 +1,4 @@
-"""The bootstrap's parts: requirements, log lines, the lifeline, the object store, arguments."""
+"""The bootstrap's parts: requirements, log lines, the head's door, the object store, arguments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,14 +22,15 @@ import pytest
 from stoker.config.loading import load
 from stoker.entry import main as run
 from stoker.entry import roles
+from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import ScriptError
-from stoker.hosts import arrivals, cluster, machine, raynode, requirements
+from stoker.hosts import arrivals, machine, raynode, requirements
 from stoker.hosts.cluster import read_token, set_environment
-from stoker.hosts.lifeline import Ended, Lifeline, LifelineServer
 from stoker.hosts.output import PrefixedStream, write_failure
 from stoker.hosts.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
 from stoker.hosts.services import sagemaker
 from stoker.hosts.topology import resolve
+from stoker.serve.blocks import wire
 
 TOKEN = "0" * 64
 TWO_HOSTS = resolve({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
@@ -117,61 +119,76 @@ def test_every_line_names_its_origin() -> None:
     assert not stream.isatty()
 
 
-def port_of(server: LifelineServer) -> int:
-    return int(server._socket.getsockname()[1])
-
-
-def test_the_lifeline_tells_ready_and_end() -> None:
-    server = LifelineServer("127.0.0.1", 0, TOKEN)
-    port = port_of(server)
-    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
-    assert line.wait_ready(0.1) is False
-    server.ready()
-    assert line.wait_ready(60) is True
-    assert line.poll(0.1) is None
-    assert server.connected() == {"algo-2"}
-    late = Lifeline("127.0.0.1", port, "algo-3", TOKEN)
-    assert late.wait_ready(60) is True
-    server.end(1)
-    assert line.poll(2) == Ended(1, "the head has ended with exit code 1")
-    assert late.poll(2) == Ended(1, "the head has ended with exit code 1")
-
-
-@pytest.mark.long
-def test_the_lifeline_refuses_a_wrong_token_and_a_silent_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = LifelineServer("127.0.0.1", 0, TOKEN)
-    with pytest.raises(PermissionError, match="refused this host's token"):
-        Lifeline("127.0.0.1", port_of(server), "algo-2", "1" * 64)
-    assert server.connected() == set()
-    server.end(0)
-    monkeypatch.setattr("stoker.hosts.lifeline.HELLO_TIMEOUT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError):
-        Lifeline("127.0.0.1", other.getsockname()[1], "algo-2", TOKEN, timeout_s=1)
-
-
 def test_no_process_of_a_cluster_unpickles_what_data_files_bring_along() -> None:
     with mock.patch.dict(os.environ, {"RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": "1"}):
         set_environment(TOKEN)
         assert not any(name.startswith("RAY_DATA_AUTOLOAD_") for name in os.environ)
 
 
-def test_a_killed_head_ends_the_lifeline_at_once() -> None:
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    opened = Door("127.0.0.1", 0)
+    yield opened
+    opened.close()
+
+
+def reached(port: int) -> Head:
+    head = Head("127.0.0.1", port)
+    head.reach(time.monotonic() + 60, lambda: None)
+    return head
+
+
+def nothing() -> None: ...
+
+
+def test_a_host_learns_when_ray_is_ready_and_how_the_job_ends(door: Door) -> None:
+    early = reached(door.port)
+    with pytest.raises(ClusterError, match="was not ready before the timeout"):
+        early.ready(time.monotonic() + 0.1, nothing)
+    door.tell({"ready": {"timm": "1.0"}})
+    for head in (early, late := reached(door.port)):
+        assert head.ready(time.monotonic() + 60, nothing) == {"timm": "1.0"}
+        head.check()
+    door.end(3, hosts=2, grace_s=60)
+    for head in (early, late):
+        with pytest.raises(HeadLost, match="the head has ended with exit code 3") as ended:
+            head.ready(time.monotonic() + 60, nothing)
+        assert ended.value.code == 3
+
+
+def test_neither_side_of_the_door_believes_a_wrong_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    door.tell({"ready": {}})
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
+    with pytest.raises(ClusterError, match=r"cannot reach the head .* closed the connection"):
+        Head("127.0.0.1", door.port).reach(time.monotonic(), nothing)
+    assert not door._hosts
+    monkeypatch.setattr(wire, "GREETING_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="cannot reach"):
+        Head("127.0.0.1", silent.getsockname()[1]).reach(time.monotonic(), nothing)
+
+
+def test_a_killed_head_is_missed_at_once_and_a_silent_one_may_be_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     code = (
-        "import sys, time; from stoker.hosts.lifeline import LifelineServer;"
-        f"s = LifelineServer('127.0.0.1', 0, '{TOKEN}'); s.ready();"
-        "print(s._socket.getsockname()[1], flush=True); time.sleep(600)"
+        "import time; from stoker.entry.door import Door;"
+        "d = Door('127.0.0.1', 0); d.tell({'ready': {}}); print(d.port, flush=True); time.sleep(600)"
     )
-    head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert head.stdout is not None
-    port = int(head.stdout.readline())
-    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
-    assert line.wait_ready(60) is True
-    head.kill()
-    started = time.monotonic()
-    ended = line.poll(100)
-    head.wait()
-    assert ended is not None and ended.code is None
-    assert time.monotonic() - started < 50, "told by the kernel, not by a time-out"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    head = reached(int(process.stdout.readline()))
+    head.ready(time.monotonic() + 60, nothing)
+    process.kill()
+    process.wait()
+    with pytest.raises(HeadLost, match="the head's process ended without an exit code") as killed:
+        head.ready(time.monotonic() + 50, nothing)  # told by the kernel, not by a time-out
+    assert killed.value.code is None and not killed.value.cut_off
+    head._line = mock.Mock(recv_into=mock.Mock(side_effect=OSError(110, "timed out")))
+    with mock.patch("select.select", return_value=([1], [], [])), pytest.raises(HeadLost) as gone:
+        head.check()
+    assert gone.value.cut_off and str(gone.value) == "the head is gone: timed out"
 
 
 def test_a_taken_port_is_named_with_its_holder() -> None:
@@ -278,38 +295,27 @@ def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> 
     assert (base / "output" / "failure").read_text().startswith("AttributeError: 'list' object")
 
 
-def test_names_that_resolve_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = LifelineServer("127.0.0.1", 0, TOKEN)
-    port = port_of(server)
-    answers = iter([socket.gaierror(), socket.gaierror(), "127.0.0.1"])
-
-    def resolve_late(name: str) -> str:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
-    monkeypatch.setattr(cluster.socket, "gethostbyname", resolve_late)
-    deadline = time.monotonic() + 60
-    address, line = cluster.reach_head(TWO_HOSTS, port, TOKEN, deadline, lambda: None)
-    assert address == "127.0.0.1"
-    line.close()
-    server.end(0)
+def test_names_that_resolve_late_are_waited_for(door: Door) -> None:
+    answers = [socket.gaierror(), socket.gaierror(), "127.0.0.1"]
+    with mock.patch.object(socket, "gethostbyname", side_effect=answers):
+        head = Head("algo-1", door.port)
+        head.reach(time.monotonic() + 60, nothing)
+    assert head.address == "127.0.0.1"
 
 
-@pytest.mark.long
-def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def never(name: str) -> str:
-        raise socket.gaierror
-
-    monkeypatch.setattr(cluster.socket, "gethostbyname", never)
-    with pytest.raises(ClusterError, match="the name algo-1 does not resolve yet"):
-        cluster.reach_head(TWO_HOSTS, 1, TOKEN, time.monotonic() + 0.5, lambda: None)
-    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
-    with pytest.raises(ClusterError, match="port 1 of algo-1: Connection refused"):
-        cluster.reach_head(TWO_HOSTS, 1, TOKEN, time.monotonic() + 0.5, lambda: None)
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (socket.gaierror(), "the name algo-1 does not resolve yet"),
+        (["127.0.0.1"] * 99, "port 1 of algo-1: Connection refused"),
+    ],
+)
+def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(answer: Any, says: str) -> None:
+    with (
+        mock.patch.object(socket, "gethostbyname", side_effect=answer),
+        pytest.raises(ClusterError, match=says),
+    ):
+        Head("algo-1", 1).reach(time.monotonic() + 0.5, nothing)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +401,7 @@ time.sleep(600)
 def test_ray_that_misses_its_own_deadline_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raynode, "RAY", ray_that_misses(STARTS - 1, tmp_path / "starts"))
+    monkeypatch.setattr(raynode, "COMMAND_LINE", ray_that_misses(STARTS - 1, tmp_path / "starts"))
     node = RayNode([], tmp_path)
     try:
         node.wait_started()
@@ -409,7 +415,7 @@ def test_ray_gets_a_folder_in_a_private_one_wherever_temporary_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray opens its own to every user of the host, and the paths of its sockets have at most 107 bytes."""
-    monkeypatch.setattr(raynode, "RAY", "import sys; print(sys.argv); sys.exit()")
+    monkeypatch.setattr(raynode, "COMMAND_LINE", "import sys; print(sys.argv); sys.exit()")
     monkeypatch.setattr("tempfile.tempdir", None)
     short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     made = []
@@ -433,11 +439,13 @@ def test_ray_gets_a_folder_in_a_private_one_wherever_temporary_files_are(
 def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raynode, "RAY", ray_that_misses(99, tmp_path / "starts"))
+    monkeypatch.setattr(raynode, "COMMAND_LINE", ray_that_misses(99, tmp_path / "starts"))
     with pytest.raises(ClusterError, match=r"Ray did not start: .*timed out during startup"):
         RayNode([], tmp_path).wait_started()
     assert len((tmp_path / "starts").read_text()) == STARTS
-    monkeypatch.setattr(raynode, "RAY", "import sys; open('once', 'a').write('.'); sys.exit('Error: no')")
+    monkeypatch.setattr(
+        raynode, "COMMAND_LINE", "import sys; open('once', 'a').write('.'); sys.exit('Error: no')"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError, match="Ray did not start: Error: no"):
         RayNode([], tmp_path).wait_started()
@@ -470,20 +478,19 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
     about = {"current_host": "algo-1", "current_group_name": "gpu", "hosts": hosts, "instance_groups": groups}
     topology = resolve(about, "gpu")
     monkeypatch.setattr(arrivals, "GONE_S", 0.2)
-    monkeypatch.setattr(arrivals, "present_hosts", lambda _: {host: {} for host in ("algo-1", *arrives)})
-    server = LifelineServer("127.0.0.1", 0, TOKEN)
-    port = port_of(server)
-    lines = {host: Lifeline("127.0.0.1", port, host, TOKEN) for host in ("algo-2", "algo-3")}
-    while server.connected() != set(lines):
-        time.sleep(0.01)
-    lines[dies].close()
+    began = time.monotonic()
+
+    def present(_: object) -> dict[str, dict[str, Any]]:
+        there = ["algo-1", *([dies] if time.monotonic() - began < 0.5 else arrives)]
+        return {host: {} for host in there}
+
+    monkeypatch.setattr(arrivals, "present_hosts", present)
     # Only where another host may still come is the timeout what ends the wait.
     timeout = 2 if "did not join" in str(expected) or (least == 0) else 300
     config = load({"cluster": {"join_timeout_s": timeout, "min_cpu_hosts": least}}).config
-    began = time.monotonic()
 
     def formed() -> list[str]:
-        return arrivals.wait_for_hosts(topology, config, began, lambda: None, server.lost)
+        return arrivals.wait_for_hosts(topology, config, began, lambda: None)
 
     if isinstance(expected, list):
         assert formed() == expected
@@ -491,4 +498,3 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
         with pytest.raises(ClusterError, match=expected):
             formed()
     assert time.monotonic() - began < 100
-    server.end(0)

@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 
-from stoker.hosts.lifeline import Lifeline, LifelineServer
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
@@ -169,67 +168,3 @@ def wrong_requests() -> Iterator[bytes]:
 def packed(message: Any) -> Iterator[bytes]:
     content = json.dumps(message).encode()
     yield struct.pack(">I", len(content)) + content
-
-
-@pytest.mark.long
-def test_the_lifeline_answers_no_host_without_the_token(
-    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    server, chance = LifelineServer("127.0.0.1", 0, TOKEN), random.Random(5)
-    port = server._socket.getsockname()[1]
-    server.ready()
-    right = json.dumps({"host": "algo-2", "nonce": "0" * 32, "proof": "f" * 64}).encode() + b"\n"
-    frames = [
-        right,
-        b"[" * 1000 + b"\n",
-        b"1\n",
-        b"null\n",
-        b'{"host": 1, "proof": "\\ud800"}\n',
-        b"x" * 5000,
-    ]
-    frames += [mutated(right, chance) for _ in range(FRAMES // 2)]
-    for frame in frames:
-        found = answers(port, frame, lambda connection: None)
-        assert found.count(b"\n") <= 1 and b"proof" not in found, frame
-    assert not failed, failed[0]
-    assert not server.connected()
-    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
-    assert line.wait_ready(20) is True
-    server.end(0)
-    line.close()
-
-
-def test_a_recorded_head_is_not_believed(leaves_nothing: None) -> None:
-    """Whoever has seen a handshake of this job cannot pass for its head."""
-    server, recorded = LifelineServer("127.0.0.1", 0, TOKEN), []
-    port = server._socket.getsockname()[1]
-    with socket.create_server(("127.0.0.1", 0)) as relay:
-        threading.Thread(target=_relay, args=(relay, port, recorded), daemon=True).start()
-        Lifeline("127.0.0.1", relay.getsockname()[1], "algo-2", TOKEN).close()
-    server.end(0)
-    nonce, proof = recorded
-    with socket.create_server(("127.0.0.1", 0)) as fake:
-        threading.Thread(target=_replay, args=(fake, nonce, proof), daemon=True).start()
-        with pytest.raises(PermissionError, match="the head does not hold this job's token"):
-            Lifeline("127.0.0.1", fake.getsockname()[1], "algo-2", TOKEN)
-
-
-def _relay(relay: socket.socket, port: int, recorded: list[bytes]) -> None:
-    """Between a host and the head: pass the handshake on and note the head's lines."""
-    host, _ = relay.accept()
-    with host, socket.create_connection(("127.0.0.1", port)) as head:
-        for source, target in ((head, host), (host, head), (head, host)):
-            line = source.makefile("rb").readline()
-            if source is head:
-                recorded.append(line)
-            target.sendall(line)
-
-
-def _replay(fake: socket.socket, nonce: bytes, proof: bytes) -> None:
-    host, _ = fake.accept()
-    with host:
-        host.sendall(nonce)
-        host.makefile("rb").readline()
-        host.sendall(proof)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from stoker.entry.door import Head, HeadLost
 from stoker.hosts import raynode, requirements
-from stoker.hosts.lifeline import Ended, Lifeline
 from stoker.hosts.requirements import ConflictError
 from stoker.hosts.services import vertex
 from stoker.hosts.topology import TopologyError
@@ -40,12 +39,15 @@ def test_hosts_that_are_described_wrongly_fail_with_the_reason(tmp_path: Path, c
 
 
 @pytest.mark.long
-def test_the_heads_cause_is_written_before_another_host_learns_of_its_end(tmp_path: Path) -> None:
+def test_the_heads_cause_is_written_before_another_host_learns_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Vertex AI ends a job with the first host of its first pool, which need not be the head."""
     code, config = tmp_path / "code", tmp_path / "ml" / "input" / "config"
     shutil.copytree(TRAIN.parent, code, ignore=shutil.ignore_patterns("__pycache__"))
     config.mkdir(parents=True)
     token = "7" * 64
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     (code / ".ray-token").write_text(token)
     hosts = {"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], "network_interface_name": "lo"}
     (config / "resourceconfig.json").write_text(json.dumps(hosts))
@@ -55,13 +57,10 @@ def test_the_heads_cause_is_written_before_another_host_learns_of_its_end(tmp_pa
         (code / "job.yaml").write_text(f"recipe: recipes.digits:Digits\ncluster: {{port: {port}}}\n")
         environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml")}
         head = subprocess.Popen([sys.executable, code / "train.py"], env=environment)
-        lifeline = None
-        while lifeline is None and head.poll() is None:
-            with contextlib.suppress(OSError):
-                lifeline = Lifeline("127.0.0.1", port + 1, "algo-2", token)
-            time.sleep(0.1)
-        assert lifeline is not None
-        assert isinstance(lifeline.wait_ready(120), Ended)
+        seen = Head("127.0.0.1", port + 1)
+        seen.reach(time.monotonic() + 120, lambda: None)
+        with pytest.raises(HeadLost):
+            seen.ready(time.monotonic() + 120, lambda: None)
         assert f"port {port}" in failure.read_text()
     assert head.wait(120) == 1
 

@@ -252,4 +252,4 @@ def test_memory_is_that_of_the_hosts_own_component(variables: dict[str, str], me
 def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:
     ports = [port_of(str(job)) for job in range(100_000, 101_000)]
     assert len(set(ports)) == len(ports)
-    assert all(port % 2 == 0 and 20_000 <= port < 30_000 for port in ports), "the lifeline takes the next one"
+    assert all(port % 2 == 0 and 20_000 <= port < 30_000 for port in ports), "the door takes the next one"

@@ -19,48 +19,33 @@ from pyarrow import parquet
 
 from stoker.data import read_parquet
 from stoker.errors import UsageError
-from stoker.hosts.lifeline import LifelineServer
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
 
 SECRET = b"s" * 32
 FOLDER = BlockFolder("test", "far")
-Server = BlockServer | LifelineServer
-SERVERS: dict[str, tuple[str, str, Callable[[], Server]]] = {
-    "block server": (
-        "stoker.serve.blocks.server",
-        "stoker.serve.blocks.wire.GREETING_TIMEOUT_S",
-        lambda: BlockServer("127.0.0.1", SECRET, FOLDER),
-    ),
-    "lifeline": (
-        "stoker.hosts.lifeline",
-        "stoker.hosts.lifeline.HELLO_TIMEOUT_S",
-        lambda: LifelineServer("127.0.0.1", 0, "t" * 64),
-    ),
-}
-EACH = pytest.mark.parametrize("which", SERVERS)
 
 
-def connect(server: Server, timeout_s: float = 20) -> socket.socket:
+def block_server() -> BlockServer:
+    return BlockServer("127.0.0.1", SECRET, FOLDER)
+
+
+def connect(server: BlockServer, timeout_s: float = 20) -> socket.socket:
     return socket.create_connection(server._socket.getsockname(), timeout=timeout_s)
 
 
-@EACH
-def test_a_server_listens_on_the_address_of_its_host_alone(which: str) -> None:
-    server = SERVERS[which][2]()
+def test_a_server_listens_on_the_address_of_its_host_alone() -> None:
+    server = block_server()
     port = server._socket.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     server._socket.close()
 
 
-@EACH
-def test_a_handshake_ends_however_slowly_the_other_side_sends(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SERVERS[which][1], 0.3)
-    server, over = SERVERS[which][2](), threading.Event()
+def test_a_handshake_ends_however_slowly_the_other_side_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.serve.blocks.wire.GREETING_TIMEOUT_S", 0.3)
+    server, over = block_server(), threading.Event()
     with connect(server, 5) as silent, connect(server, 5) as slow:
 
         def drip() -> None:
@@ -93,10 +78,9 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-@EACH
-def test_handshakes_at_the_same_time_are_limited(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SERVERS[which][0]}.MOST_GREETINGS", 2)
-    server = SERVERS[which][2]()
+def test_handshakes_at_the_same_time_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.serve.blocks.wire.MOST_GREETINGS", 2)
+    server = block_server()
     with connect(server) as first, connect(server) as second, connect(server, 0.3) as third:
         assert first.recv(1) and second.recv(1)
         with pytest.raises(TimeoutError):
@@ -108,7 +92,7 @@ def test_handshakes_at_the_same_time_are_limited(which: str, monkeypatch: pytest
 
 
 def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> None:
-    server = BlockServer("127.0.0.1", SECRET, FOLDER)
+    server = block_server()
     with connect(server) as connection:
         wire.greet_server(connection, wire.run_key(SECRET))
         connection.settimeout(20)
@@ -118,7 +102,7 @@ def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> No
 
 
 def test_a_recorded_or_reflecting_block_server_is_not_believed() -> None:
-    server = BlockServer("127.0.0.1", SECRET, FOLDER)
+    server = block_server()
     key = wire.run_key(SECRET)
     ours, theirs = socket.socketpair()
     with connect(server) as host, ours:

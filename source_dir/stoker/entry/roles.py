@@ -17,12 +17,11 @@ from typing import Any
 
 from stoker.config.loading import Resolved
 from stoker.config.redaction import scrub
-from stoker.config.schema import Config
+from stoker.entry.door import Door, Head, HeadLost
 from stoker.entry.libraries import libraries_of
 from stoker.errors import DataError, UsageError
 from stoker.hosts import arrivals, cluster, forks, raynode, requirements
 from stoker.hosts.copies import Copies
-from stoker.hosts.lifeline import Ended, Lifeline, LifelineServer
 from stoker.hosts.output import say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services.base import Service
@@ -36,20 +35,13 @@ END_GRACE_S = 5.0
 LAST_FILES_S = 5.0
 """How long a host that ends the job stays after the head's end, for the head to write its last files."""
 REJOINS = 3
-SEARCH_S = 15.0
-"""How long a host that was cut off tries to reach the head again: a link may be back after seconds."""
+SEARCH_S, REJOIN_S = 4.0, 60.0
+"""How long a host tries to reach the head again that was cut off, as a link may be back after seconds, or
+whose Ray has ended."""
 
 
 class Stopped(Exception):  # noqa: N818 - a request, not an error
-    """Every host: a stop signal arrived before there was anything to save."""
-
-
-class HeadEnded(Exception):  # noqa: N818 - not an error: every job ends like this
-    """Worker host: the head ended while this host was joining."""
-
-    def __init__(self, ended: Ended) -> None:
-        super().__init__(ended.why)
-        self.ended = ended
+    """A stop signal arrived before there was anything to save."""
 
 
 class Stop:
@@ -94,27 +86,24 @@ class Stop:
 def run_head(
     resolved: Resolved, topology: Topology, service: Service, code: Path, stop: Stop, started: float
 ) -> Outcome:
-    """Head: start Ray, wait for the hosts, run the driver and report the outcome to every host."""
+    """Start Ray, wait for the hosts, run the driver and report the outcome to every host."""
     config = resolved.config
     node: RayNode | None = None
-    lifeline: LifelineServer | None = None
+    door: Door | None = None
     outcome = Outcome(1, "the head ended without a result")
     try:
-        token = cluster.read_token(code)
-        cluster.set_environment(token)
+        cluster.set_environment(cluster.read_token(code))
         address = raynode.address_of(topology.interface)
-        # Open the lifeline first, so that workers learn of any later failure.
-        raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
-        lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token, package_versions(code))
+        # Open the door first, so that the others learn of any later failure.
+        raynode.probe_port(address, door_port(config.cluster.port), "cluster.port + 1")
+        door = Door(address, door_port(config.cluster.port))
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
-        own = _shared_arguments(resolved, topology, address)
-        folder = raynode.private_folder()
-        node = RayNode([*head, *own], folder, forks.started(preloaded(config, trains=True), folder))
+        node = _start_ray(resolved, topology, head, address)
         import ray
 
         node.wait_started(stop.check)
-        lifeline.ready()
+        door.tell({"ready": package_versions(code)})
         # Check the recipe while the hosts join, so that problems show before training.
         from stoker.entry import job_checks as checks
 
@@ -126,7 +115,7 @@ def run_head(
             logging_level=logging.ERROR,
         )
         stop.install()
-        present = arrivals.wait_for_hosts(topology, config, started, stop.check, lifeline.lost)
+        present = arrivals.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {arrivals.by_group(topology, present)}")
         place = place_of(service, topology, formed)
@@ -144,9 +133,9 @@ def run_head(
         stop.on_request = _ignore  # already ending
         if outcome.code:  # before the other hosts learn of it: the service may end the job with one of them
             write_failure_soon(lambda: service.folders().failure, outcome.cause)
-        if lifeline is not None:
-            # Give late hosts time to connect, so that they do not wait for a head that failed early.
-            lifeline.end(outcome.code, set(topology.hosts[1:]), 0 if outcome.code == 0 else END_GRACE_S)
+        if door is not None:
+            # Give late hosts time to come, so that they do not wait for a head that failed early.
+            door.end(outcome.code, len(topology.hosts) - 1, END_GRACE_S if outcome.code else 0)
         if node is not None:
             import ray
 
@@ -158,56 +147,52 @@ def run_head(
 def run_worker(
     resolved: Resolved, topology: Topology, ends_job: bool, code: Path, stop: Stop, started: float
 ) -> Outcome:
-    """Worker host: join, stay until the head ends, then leave within seconds.
+    """Join, stay until the head ends, then leave within seconds.
 
-    Once joined, it exits with 0: SageMaker fails a job for any host's non-zero exit code, and the head's
+    Once joined, a host exits with 0: SageMaker fails a job for any host's non-zero exit code, and the head's
     code alone decides the outcome. A host with `ends_job` exits with the head's code.
     """
     config = resolved.config
+    cluster.set_environment(cluster.read_token(code))
+    head = Head(topology.head, door_port(config.cluster.port))
     deadline = started + config.cluster.join_timeout_s
-    token = cluster.read_token(code)
-    cluster.set_environment(token)
-    folder = raynode.private_folder()
     joined = 0
+
+    def check() -> None:
+        stop.check()
+        if stop.overdue:
+            raise Stopped
+        head.check()
+
     try:
         while True:
-            address, lifeline = cluster.reach_head(
-                topology, lifeline_port(config.cluster.port), token, deadline, stop.check
-            )
-            ready = lifeline.wait_ready(max(1.0, deadline - time.monotonic()))
-            if ready is False:
-                raise ClusterError(f"Ray on the head {topology.head} was not ready before the timeout")
-            if isinstance(ready, Ended):
-                return _left(ready, ends_job)
-            if differs := requirements.difference(package_versions(code), lifeline.head_versions):
-                raise ClusterError(
-                    f"its packages differ from those of the head {topology.head}: {differs}; pin them in"
-                    f" {requirements.CONSTRAINTS} next to requirements.txt, or use one image for all hosts"
-                )
-            own = raynode.address_of(topology.interface)
-            join = [f"--address={address}:{config.cluster.port}"]
-            trains = topology.group == topology.gpu_group
-            server = forks.started(preloaded(config, trains), folder)
-            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], folder, server)
+            head.reach(deadline, stop.check)
+            node: RayNode | None = None
             try:
-                node.wait_started(_head_lives(lifeline, stop))
+                _refuse_other_packages(head, code, deadline, stop)
+                node = _join(resolved, topology, head)
+                node.wait_started(check)
                 joined += 1
                 say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
                 # A stop reaches every host; keep serving until the head has written its last checkpoint.
                 stop.on_request = _ignore
-                ended = cluster.stay(lifeline, _alive(node), lambda: _give_up(stop))
+                while node.alive:
+                    check()
+                    time.sleep(0.25)
+                why, search_s = "Ray ended on this host; rejoining", REJOIN_S
+            except HeadLost as lost:
+                if not (lost.cut_off and 0 < joined <= REJOINS):
+                    return _left(lost, ends_job)
+                why, search_s = f"{lost}; trying to rejoin", SEARCH_S
             finally:
-                node.stop()
-                lifeline.close()
-            if ended is not None and not (ended.cut_off and joined <= REJOINS):
-                return _left(ended, ends_job)
+                if node is not None:
+                    node.stop()
+                head.close()
             if joined > REJOINS:
                 return _without(f"Ray ended {joined} times on this host; not joining again", ends_job)
-            say(f"{ended.why}; trying to rejoin" if ended else "Ray ended on this host; rejoining")
+            say(why)
             stop.on_request = None
-            deadline = time.monotonic() + (SEARCH_S if ended else 60)
-    except HeadEnded as end:
-        return _left(end.ended, ends_job)
+            deadline = time.monotonic() + search_s
     except Stopped:
         if joined and not ends_job:
             return Outcome(0)
@@ -218,6 +203,20 @@ def run_worker(
         if config.cluster.min_cpu_hosts is not None:
             return _without(f"did not join: {error}; cluster.min_cpu_hosts allows that", ends_job)
         return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
+
+
+def _refuse_other_packages(head: Head, code: Path, deadline: float, stop: Stop) -> None:
+    on_head = head.ready(max(deadline, time.monotonic() + 1), stop.check)
+    if differs := requirements.difference(package_versions(code), on_head):
+        raise ClusterError(
+            f"its packages differ from those of the head {head.name}: {differs}; pin them in"
+            f" {requirements.CONSTRAINTS} next to requirements.txt, or use one image for all hosts"
+        )
+
+
+def _join(resolved: Resolved, topology: Topology, head: Head) -> RayNode:
+    to = f"--address={head.address}:{resolved.config.cluster.port}"
+    return _start_ray(resolved, topology, [to], raynode.address_of(topology.interface))
 
 
 def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> Outcome:
@@ -259,21 +258,22 @@ def place_of(service: Service, topology: Topology, formed_s: float) -> Place:
     )
 
 
-def preloaded(config: Config, trains: bool) -> forks.Imports:
-    """Every host: what this host's fork server imports, the libraries of the recipe included."""
-    imports = forks.FOR_TRAINING if trains else forks.FOR_CHAINS
-    return imports.also(*libraries_of(config, SOURCE_FOLDER))
-
-
 def package_versions(code: Path) -> dict[str, str]:
-    """Every host: installed versions of the staged requirements; they must be the same on all hosts."""
+    """Installed versions of the staged requirements; they must be the same on all hosts."""
     file = code / "requirements.txt"
     return requirements.versions(file.read_text(encoding="utf-8") if file.is_file() else "")
 
 
-def lifeline_port(ray_port: int) -> int:
-    """Every host: the head's lifeline port, the one after Ray's."""
+def door_port(ray_port: int) -> int:
+    """The port after Ray's."""
     return ray_port + 1
+
+
+def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: str) -> RayNode:
+    folder = raynode.private_folder()
+    imports = forks.FOR_TRAINING if topology.trains else forks.FOR_CHAINS
+    server = forks.started(imports.also(*libraries_of(resolved.config, SOURCE_FOLDER)), folder)
+    return RayNode([*how, *_shared_arguments(resolved, topology, address)], folder, server)
 
 
 def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
@@ -307,37 +307,17 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome(1, scrub(f"{type(error).__name__}: {error} ({_origin(error)})"))
 
 
-def _left(ended: Ended, ends_job: bool) -> Outcome:
-    say(f"leaving: {ended.why}")
-    if ends_job:
-        time.sleep(LAST_FILES_S)
-    return Outcome(1 if ended.code is None else ended.code, ended.why) if ends_job else Outcome(0)
+def _left(lost: HeadLost, ends_job: bool) -> Outcome:
+    say(f"leaving: {lost}")
+    if not ends_job:
+        return Outcome(0)
+    time.sleep(LAST_FILES_S)
+    return Outcome(1 if lost.code is None else lost.code, str(lost))
 
 
 def _without(why: str, ends_job: bool) -> Outcome:
     say(why if ends_job else f"{why}; the job continues without this host")
     return Outcome(1, f"{why}; the service ends the job with this host") if ends_job else Outcome(0)
-
-
-def _head_lives(lifeline: Lifeline, stop: Stop) -> Callable[[], None]:
-    """A check that raises `HeadEnded`; Ray alone would try to join a dead head for minutes."""
-
-    def check() -> None:
-        stop.check()
-        ended = lifeline.poll(0)
-        if ended is not None:
-            raise HeadEnded(ended)
-
-    return check
-
-
-def _alive(node: RayNode) -> Callable[[], bool]:
-    return lambda: node.alive
-
-
-def _give_up(stop: Stop) -> None:
-    if stop.overdue:
-        raise Stopped
 
 
 def _ignore(reason: str) -> None:

@@ -17,7 +17,7 @@ GONE_S = 60.0
 
 
 def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
-    """Head: the job's hosts that are alive in the cluster, as host name → Ray node entry."""
+    """The job's hosts that are alive in the cluster, as host name → Ray node entry."""
     import ray
 
     by_label = {label(host): host for host in topology.hosts}
@@ -27,13 +27,9 @@ def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
 
 
 def wait_for_hosts(
-    topology: Topology,
-    config: Config,
-    started: float,
-    check: Callable[[], None],
-    lost: Callable[[float], set[str]] = lambda for_s: set(),
+    topology: Topology, config: Config, started: float, check: Callable[[], None]
 ) -> list[str]:
-    """Head: wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
+    """Wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
 
     A host that was here and is lost is not waited for until the timeout, because its instance is gone.
 
@@ -42,7 +38,6 @@ def wait_for_hosts(
         config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
         started: `time.monotonic()` at which the timeout starts.
         check: called in every iteration; raises to give up.
-        lost: the hosts that reached this one and have been lost for so many seconds.
 
     Returns:
         The names of the hosts that have joined.
@@ -53,15 +48,17 @@ def wait_for_hosts(
     timeout = config.cluster.join_timeout_s
     least = config.cluster.min_cpu_hosts
     reported = 0.0
+    seen: dict[str, float] = {}
     while True:
         check()
-        present = present_hosts(topology)
+        present, now = present_hosts(topology), time.monotonic()
+        seen |= dict.fromkeys(present, now)
         missing = [host for host in topology.hosts if host not in present]
-        waited = time.monotonic() - started
+        waited = now - started
         if not missing:
             return list(present)
         absent = by_group(topology, missing)
-        gone = [host for host in missing if host in lost(GONE_S)]
+        gone = [host for host in missing if now - seen.get(host, now) > GONE_S]
         late = waited > timeout
         without = missing if late else gone
         cpu_hosts = [h for h in topology.hosts if topology.group_of(h) != topology.gpu_group]
@@ -78,8 +75,8 @@ def wait_for_hosts(
                 f"hosts that were lost while the cluster formed: {by_group(topology, gone)};"
                 " cluster.min_cpu_hosts lets a run start without CPU hosts"
             )
-        if time.monotonic() - reported > REPORT_EVERY_S:
-            reported = time.monotonic()
+        if now - reported > REPORT_EVERY_S:
+            reported = now
             there = by_group(topology, list(present)) or "none"
             so_far = f"{waited:.0f} of {timeout:.0f} s"
             say(f"waiting for hosts, {so_far}; missing: {absent}; joined: {there}")
@@ -87,6 +84,6 @@ def wait_for_hosts(
 
 
 def by_group(topology: Topology, hosts: list[str]) -> str:
-    """Anywhere: the hosts, listed by group: `cpu: algo-2, algo-3`."""
+    """The hosts, listed by group: `cpu: algo-2, algo-3`."""
     parts = [(g.name, [host for host in g.hosts if host in hosts]) for g in topology.groups]
     return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)

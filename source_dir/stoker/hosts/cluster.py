@@ -6,10 +6,8 @@ import logging
 import os
 import shlex
 import shutil
-import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,11 @@ from typing import Any
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts import forks, machine, raynode, requirements
-from stoker.hosts.lifeline import Ended, Lifeline
-from stoker.hosts.output import say
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.topology import Topology, label
 from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.storage.checkpoint_store import Cleaner
 
-REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -218,60 +213,10 @@ def read_token(folder: Path) -> str:
 
 
 def labels_of(topology: Topology) -> dict[str, str]:
-    """Every host: this host's Ray labels."""
+    """This host's Ray labels."""
     labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
     kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
     return labels | ({"stoker.type": kind} if kind else {})
-
-
-def reach_head(
-    topology: Topology, port: int, token: str, deadline: float, check: Callable[[], None]
-) -> tuple[str, Lifeline]:
-    """Worker host: connect to the head; returns its address and the connection.
-
-    Args:
-        topology: names the head.
-        port: the head's lifeline port.
-        token: the job's token.
-        deadline: `time.monotonic()` at which to give up.
-        check: called in every iteration; raises to give up.
-
-    Raises:
-        ClusterError: the head was not reached; the message says whether name, port or token failed.
-    """
-    started = time.monotonic()
-    reported = started
-    pause = 0.2
-    while True:
-        check()
-        try:
-            address = socket.gethostbyname(topology.head)
-            left = min(CONNECT_S, max(deadline - time.monotonic(), 0.5))
-            return address, Lifeline(address, port, topology.host, token, left)
-        except socket.gaierror:
-            problem = f"the name {topology.head} does not resolve yet"
-        except OSError as error:
-            problem = f"port {port} of {topology.head}: {error.strerror or error}"
-        now = time.monotonic()
-        if now > deadline:
-            raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
-        if now - reported > REPORT_EVERY_S:
-            reported = now
-            so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
-            say(f"waiting for the head, {so_far}; {problem}")
-        time.sleep(min(pause, max(deadline - now, 0)))
-        pause = min(2.0, pause * 1.5)
-
-
-def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None]) -> Ended | None:
-    """Worker host: block until the head ends (returns how) or this host's Ray does (returns None)."""
-    while True:
-        check()
-        ended = lifeline.poll(0.5)
-        if ended is not None:
-            return ended
-        if not alive():
-            return None
 
 
 def set_ray_train() -> None:

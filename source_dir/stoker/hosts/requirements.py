@@ -198,7 +198,7 @@ def versions(text: str) -> dict[str, str]:
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
-    """Every host: how this host's packages differ from the head's, as text; "" if they match."""
+    """How a host's packages differ from the head's, as text; "" if they match."""
     texts = [
         f"{name} {here.get(name, '(absent)')} here, {on_head.get(name, '(absent)')} on the head"
         for name in sorted({*here, *on_head})

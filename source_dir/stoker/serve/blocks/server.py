@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from typing import Any
 
 from stoker.chain.columns import Ragged
@@ -14,48 +12,21 @@ from stoker.serve.blocks.folder import NAME, BlockFolder
 
 IDLE_TIMEOUT_S = 3600.0
 """A connection idle for this long is closed; a live train worker reconnects."""
-MOST_GREETINGS = 128
-"""Handshakes in progress at the same time; further connections wait until one of them ends."""
 
 
-class BlockServer:
-    """One per host and run, in the host's agent; one thread per connection."""
+class BlockServer(wire.Listener):
+    """One per host and run, in the host's agent."""
 
     def __init__(self, address: str, secret: bytes, folder: BlockFolder) -> None:
-        self._key, self._folder = wire.run_key(secret), folder
-        self._greetings = threading.Semaphore(MOST_GREETINGS)
-        self._socket = socket.create_server((address, 0), backlog=128)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="block-server", daemon=True).start()
+        self._folder = folder
+        super().__init__(address, 0, secret)
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._socket.close()
-
-    def _accept(self) -> None:
+    def talk(self, connection: socket.socket) -> None:
+        wire.set_timeouts(connection, IDLE_TIMEOUT_S)
+        latest: tuple[str, dict[str, Any]] = "", {}
         while True:
-            self._greetings.acquire()
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="blocks", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                wire.greet_client(connection, self._key)
-            except OSError:
-                return
-            finally:
-                self._greetings.release()
-            wire.set_timeouts(connection, IDLE_TIMEOUT_S)
-            latest: tuple[str, dict[str, Any]] = "", {}
-            with contextlib.suppress(OSError):
-                while True:
-                    request = wire.receive_message(connection, wire.REQUEST_BYTES)
-                    latest = self._answer(connection, latest, *_checked(request))
+            request = wire.receive_message(connection, wire.REQUEST_BYTES)
+            latest = self._answer(connection, latest, *_checked(request))
 
     def _answer(
         self,

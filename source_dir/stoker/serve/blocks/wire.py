@@ -14,6 +14,7 @@ Every function raises WireError if the peer does not keep to it, ends, or stays 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -21,6 +22,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 MESSAGE_BYTES, REQUEST_BYTES = 64 * 2**20, 2**20
 """Longer headers, and longer requests, are not part of the protocol."""
+MOST_GREETINGS = 128
+"""Handshakes in progress at the same time; further connections wait until one of them ends."""
 GREETING_TIMEOUT_S = 5.0
 """Deadline of a handshake, however slowly the peer sends."""
 
@@ -55,6 +59,50 @@ def run_key(secret: bytes) -> bytes:
     alone, if seen on the network, does not yield the key.
     """
     return hmac.new(cluster_token().encode(), b"stoker blocks" + secret, hashlib.sha256).digest()
+
+
+class Listener:
+    """Accepts connections of processes that hold the key; one thread for each.
+
+    Args:
+        address: the host's cluster address.
+        port: 0: any that is free.
+        secret: see `run_key`.
+    """
+
+    def __init__(self, address: str, port: int, secret: bytes) -> None:
+        self._key = run_key(secret)
+        self._greetings = threading.Semaphore(MOST_GREETINGS)
+        self._socket = socket.create_server((address, port), backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name=type(self).__name__, daemon=True).start()
+
+    def talk(self, connection: socket.socket) -> None:
+        """Serve a connection until it ends; OSError if it does."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._greetings.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            try:
+                greet_client(connection, self._key)
+            finally:
+                self._greetings.release()
+            self.talk(connection)
 
 
 def greet_client(connection: socket.socket, key: bytes) -> None:

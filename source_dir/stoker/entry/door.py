@@ -1,0 +1,167 @@
+"""The head's door: there, the other hosts make sure that it is their head, and see how it ends.
+
+    host    the handshake of block connections: both sides prove that they hold the job's token
+    head    {"ready": {package: version}}   when Ray takes hosts; they compare, and join
+    head    {"end": exit code}              when the job ends; they leave
+
+A host joins no Ray whose head has not proved itself, because Ray gives its token to whoever listens. The
+kernel closes the connection as soon as the head's process ends, for any reason, and keepalive probes detect a
+lost machine; Ray's daemons outlive their process and take about a minute to notice a lost head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.hosts.output import say
+from stoker.hosts.raynode import ClusterError
+from stoker.serve.blocks import wire
+
+REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
+SECRET = b"door"
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 2,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 5000,  # ms
+}
+"""Together: a head counts as gone after 5 s of silence."""
+
+
+class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like this
+    """The head has ended, with an exit code if it could tell, or is `cut_off` and may still be there."""
+
+    def __init__(self, why: str, code: int | None = None, cut_off: bool = False) -> None:
+        super().__init__(why)
+        self.code, self.cut_off = code, cut_off
+
+
+class Door(wire.Listener):
+    """Head: tells every host that comes what it has told the others."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._lock = threading.Lock()
+        self._told: list[dict[str, Any]] = []
+        self._hosts: list[socket.socket] = []
+        super().__init__(address, port, SECRET)
+
+    def talk(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        with self._lock:
+            for message in self._told:
+                wire.send_message(connection, message)
+            self._hosts.append(connection)
+        while connection.recv(1024):
+            pass
+
+    def tell(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            self._told.append(message)
+            for connection in self._hosts:
+                with contextlib.suppress(OSError):
+                    wire.send_message(connection, message)
+
+    def end(self, code: int, hosts: int, grace_s: float) -> None:
+        """Tell how the job ends, once so many hosts have come or some seconds have passed."""
+        deadline = time.monotonic() + grace_s
+        while len(self._hosts) < hosts and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.close()
+        self.tell({"end": code})
+
+
+class Head:
+    """Worker host: the head as seen through its door.
+
+    Args:
+        name: its host name.
+        port: of the door.
+    """
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.port, self.address = name, port, ""
+        self._line = socket.socket()
+
+    def reach(self, deadline: float, check: Callable[[], None]) -> None:
+        """Come to its door.
+
+        Args:
+            deadline: `time.monotonic()` at which to give up.
+            check: called in every iteration; raises to give up.
+
+        Raises:
+            ClusterError: it was not reached; the message says whether name, port or token failed.
+        """
+        started = reported = time.monotonic()
+        pause = 0.2
+        while True:
+            check()
+            try:
+                return self._connect(min(CONNECT_S, max(deadline - time.monotonic(), 0.5)))
+            except socket.gaierror:
+                problem = f"the name {self.name} does not resolve yet"
+            except OSError as error:
+                problem = f"port {self.port} of {self.name}: {error.strerror or error}"
+            now = time.monotonic()
+            if now > deadline:
+                raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
+            if now - reported > REPORT_EVERY_S:
+                reported = now
+                so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
+                say(f"waiting for the head, {so_far}; {problem}")
+            time.sleep(min(pause, max(deadline - now, 0)))
+            pause = min(2.0, pause * 1.5)
+
+    def ready(self, deadline: float, check: Callable[[], None]) -> dict[str, str]:
+        """Wait until Ray on the head takes hosts; returns the head's package versions.
+
+        Raises:
+            ClusterError: it did not before the deadline.
+            HeadLost: the head ended before.
+        """
+        while time.monotonic() < deadline:
+            check()
+            if (message := self._next(0.2)) is not None:
+                return dict(message["ready"])
+        raise ClusterError(f"Ray on the head {self.name} was not ready before the timeout")
+
+    def check(self) -> None:
+        """Look whether the head is still there; does not wait.
+
+        Raises:
+            HeadLost: it is not.
+        """
+        self._next(0)
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _connect(self, timeout_s: float) -> None:
+        self._line.close()
+        self.address = socket.gethostbyname(self.name)
+        self._line = socket.create_connection((self.address, self.port), timeout_s)
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            self._line.setsockopt(socket.IPPROTO_TCP, option, value)
+        wire.greet_server(self._line, wire.run_key(SECRET))
+        self._line.settimeout(None)
+
+    def _next(self, timeout_s: float) -> dict[str, Any] | None:
+        if not select.select([self._line], [], [], timeout_s)[0]:
+            return None
+        try:
+            message = wire.receive_message(self._line)
+            code = int(message["end"]) if "end" in message else None
+        except (ConnectionResetError, wire.WireError):
+            raise HeadLost("the head's process ended without an exit code") from None
+        except OSError as error:
+            raise HeadLost(f"the head is gone: {error.strerror or error}", cut_off=True) from None
+        if code is not None:
+            raise HeadLost(f"the head has ended with exit code {code}", code)
+        return message
