@@ -55,6 +55,8 @@ def test_a_host_that_is_cut_off_for_seconds_joins_again(rehearse: Rehearse) -> N
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",
         "rehearsal.faults=['partition:algo-2@/joined the head/', 'heal:algo-2@/trying to rejoin/+2s']",
+        tasks=60,
+        task_s=0.5,  # longer than the host is away
         until_hosts=2,
     )
     assert done.codes == {"algo-1": 0, "algo-2": 0}
