@@ -188,6 +188,15 @@ def test_a_block_for_which_shared_memory_has_no_room_lies_in_the_temporary_folde
     assert not (tmp_path / "disk" / name).exists()
 
 
+def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = BlockFolder("test", "far")
+    folder.roots = [tmp_path]
+    monkeypatch.setattr("os.getuid", lambda: -1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        folder.write(columns_of(4))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
     buffers = BufferPool(pinned=False)
     array = buffers.empty((64, 1000, 3), np.uint8)

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode
+from stoker.chain.decode import Mode, decode_image
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
@@ -55,14 +55,19 @@ class DecodeImage(RecordTransform):
         self.mode, self.bits = mode, bits
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "image": self.opened(record).pixels()}
+        source = self._source(record)
+        encoded = isinstance(source, bytes)
+        return {**record, "image": decode_image(source, self.mode, self.bits) if encoded else source}
 
     def opened(self, record: Record) -> Picture:
         """The picture of a record; of a JPEG, only its header is read."""
+        return Picture(self._source(record), self.mode, self.bits)
+
+    def _source(self, record: Record) -> Any:
+        """The file's bytes, or an array."""
         image = value_of(record, "image")
         encoded = isinstance(image, bytes | bytearray | memoryview)
-        source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
-        return Picture(source, self.mode, self.bits)
+        return bytes(image) if encoded else with_channels(image, self.mode, self.bits)
 
 
 class CheckLabel(RecordTransform):
