@@ -38,7 +38,7 @@ _EXPORTS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Anywhere: import public names lazily, so that `import stoker` loads nothing else."""
+    """Import public names lazily, so that `import stoker` loads nothing else."""
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

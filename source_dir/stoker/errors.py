@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """Anywhere: invalid usage, configuration or data; exit code 2, one line per problem."""
+    """Invalid usage, configuration or data; exit code 2, one line per problem."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -19,7 +19,7 @@ class UsageError(Exception):
 
 
 class Problems:
-    """Anywhere: collects what several checks refuse, to report all of it at once.
+    """Collects what several checks refuse, to report all of it at once.
 
     problems = Problems()
     with problems:
@@ -44,13 +44,13 @@ class Problems:
         return bool(self._found)
 
     def refuse(self) -> None:
-        """Anywhere: raise one UsageError with all problems, each once; nothing if there are none."""
+        """Raise one UsageError with all problems, each once; nothing if there are none."""
         if self._found:
             raise UsageError(*self._found)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Anywhere: a hint to append to an error: `; did you mean epochs?`, or `; ` and `otherwise`."""
+    """A hint to append to an error: `; did you mean epochs?`, or `; ` and `otherwise`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     hint = f"did you mean {close[0]}?" if close else otherwise
     return f"; {hint}" if hint else ""
@@ -89,7 +89,7 @@ STATED = (CacheError, ChainError, DataError, ScriptError, UsageError)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Head: unwrap an error from Ray: the first cause written for users, or else the deepest."""
+    """Unwrap an error from Ray: the first cause written for users, or else the deepest."""
     cause: BaseException = error
     seen = {id(cause)}
     while not isinstance(cause, STATED):
@@ -105,7 +105,7 @@ _BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause
 
 
 def explain(error: BaseException) -> str:
-    """Head: explain an error from Ray in one line."""
+    """Explain an error from Ray in one line."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
@@ -115,7 +115,7 @@ def explain(error: BaseException) -> str:
 
 
 def where_raised(error: BaseException) -> str:
-    """Every host: format an exception as `Type: message (file.py:12)`, preferring the user's frames."""
+    """Format an exception as `Type: message (file.py:12)`, preferring the user's frames."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and "importlib" not in f.filename]
     frame = (own or frames)[-1] if frames else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def count_of(number: int, noun: str) -> str:
-    """Anywhere: 1 host, 2 hosts."""
+    """1 host, 2 hosts."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size(count: float) -> str:
-    """Anywhere: 1536 → 1.5 kB."""
+    """1536 → 1.5 kB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -18,7 +18,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Anywhere: 4321 → 1 h 12 min."""
+    """4321 → 1 h 12 min."""
     minutes = round(seconds / 60)
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -24,9 +24,10 @@ from pydantic_core import ErrorDetails
 
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.config.values import Quoted, Text, expanded_data, finite, read_yaml, typed_at
+from stoker.config.values import Quoted, Text, expanded_data, finite, read_yaml, typed
 from stoker.errors import UsageError, nearest
 
+_MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
 TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
 SECRETS_FILE = "job.secrets.json"
@@ -90,7 +91,7 @@ def load(
     for key, value in given:
         try:
             # Only the recipe's class says what its parameters are: `typed_params`.
-            _put(tree, key, value if key.startswith("params.") else typed_at(value, Config, key.split(".")))
+            _put(tree, key, value if key.startswith("params.") else typed(value, Config, key.split(".")))
         except ValueError as error:
             problems.append(f"{origin}: {key or repr('=' + value)}: {error}")
         origins[key] = origin
@@ -171,10 +172,7 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
     if detail["type"] in ("model_type", "model_attributes_type"):
         known = list(_section_at(model, loc).model_fields)
         message = f"has keys of its own: {', '.join([*known[:4], *(['…'] if known[4:] else [])])}"
-    if detail["type"] == "string_too_short":
-        message = "must not be empty"
-    if detail["type"] == "list_type":
-        message = "must be a list, such as [a, b]"
+    message = _MESSAGES.get(detail["type"], message)
     return f"{key}: {message} (got {redaction.redact(detail['input'], loc[-1] if loc else '')!r})"
 
 

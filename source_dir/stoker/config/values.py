@@ -16,7 +16,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -45,14 +45,18 @@ class Quoted(Text):
     __slots__ = ()
 
 
-def typed(value: Any, kind: Any) -> Any:
+def typed(value: Any, kind: Any, path: Sequence[str] = ()) -> Any:
     """A value, in which each `Text` has become what the type says; all else is left as it is.
 
     Args:
         value: a text, or a mapping or list with texts in it.
-        kind: the type of its field.
+        kind: the type of its field, or of what has the field at `path`.
+        path: keys.
     """
-    return _typed(value, list(_members(kind)))
+    kinds = list(_members(kind))
+    for part in path:
+        kinds = _part(kinds, part)
+    return _typed(value, kinds)
 
 
 def _typed(value: Any, kinds: list[Any]) -> Any:
@@ -66,14 +70,6 @@ def _typed(value: Any, kinds: list[Any]) -> Any:
     if isinstance(value, list):
         return [_typed(item, _item(kinds, at)) for at, item in enumerate(value)]
     return value
-
-
-def typed_at(value: Any, model: type[BaseModel], path: list[str]) -> Any:
-    """As `typed`, for the field at a path of keys."""
-    kinds: list[Any] = [model]
-    for part in path:
-        kinds = _part(kinds, part)
-    return _typed(value, kinds)
 
 
 def has_text(value: Any) -> bool:

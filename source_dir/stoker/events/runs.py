@@ -85,8 +85,16 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
 def row_of(run_dir: Path) -> dict[str, Any]:
     """One run as a row; see `runs_dataframe`."""
     summary = read_summary(run_dir / "summary.json")
+    row = figures_of(summary)
+    row |= {f"last/{name}": value for name, value in summary.metrics.last.items()}
+    row |= {f"best/{name}": value for name, value in summary.metrics.best.items()}
+    return row | {CONFIG + key: value for key, value in flat_config(run_dir).items()}
+
+
+def figures_of(summary: Summary) -> dict[str, Any]:
+    """What the columns of a comparison say of a run."""
     cost = summary.cost or {}
-    row: dict[str, Any] = {
+    return {
         "status": summary.status,
         "backend": summary.backend,
         "started": summary.started,
@@ -101,14 +109,11 @@ def row_of(run_dir: Path) -> dict[str, Any]:
         "usd": cost.get("usd"),
         "usd_per_million_samples": cost.get("usd_per_million_samples"),
     }
-    row |= {f"last/{name}": value for name, value in summary.metrics.last.items()}
-    row |= {f"best/{name}": value for name, value in summary.metrics.best.items()}
-    return row | {CONFIG + key: value for key, value in flat_config(run_dir).items()}
 
 
 def shape_of(summary: Summary) -> str:
     """A run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
-    kinds = Counter((host.group, host.model_dump().get("type") or "") for host in summary.cluster.at_once())
+    kinds = Counter((host.group, host.type or "") for host in summary.cluster.at_once())
     return " + ".join(
         f"{count} × {group}" + (f" ({kind})" if kind else "") for (group, kind), count in kinds.items()
     )

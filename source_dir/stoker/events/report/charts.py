@@ -272,25 +272,6 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
     return svg(title, description, height, body, wide)
 
 
-def scatter(
-    title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str
-) -> Markup:
-    """A scatter plot of named points; both axes start at zero."""
-    height = 240
-    x_ticks = nice_ticks(0, max(a for _, a, _ in dots), 5)
-    y_ticks = nice_ticks(0, max(b for _, _, b in dots), 4)
-    x = _Scale(0, x_ticks[-1], LEFT, WIDTH - 40, x_ticks)
-    y = _Scale(0, y_ticks[-1], height - BOTTOM, TOP, y_ticks)
-    body = [*_axes(x, y, height, x_label, y_label, WIDTH - 40)]
-    for number, (name, a, b) in enumerate(dots):
-        body.append(
-            f"<g><title>{escape(name)}: {figure(a)}, {figure(b)}</title>"
-            f'<circle class="s{number % 5 + 1} dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>'
-            f'<text class="name" x="{x(a) + 8:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text></g>'
-        )
-    return svg(title, description, height, body)
-
-
 _numbers = iter(range(1, 1 << 62))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -15,7 +15,7 @@ from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
 from stoker.events.report import charts
 from stoker.events.report.charts import WIDTH, Bar, Line, Moment, Part, Point, figure, svg
-from stoker.events.runs import RunData
+from stoker.events.runs import RunData, figures_of
 from stoker.events.summary import number
 from stoker.figures import count_of, size
 
@@ -427,55 +427,32 @@ def matrix(
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    from stoker.events.runs import shape_of
+    """Several runs side by side."""
 
-    labels = [f"{n + 1}" for n in range(len(runs))]
+    def cell(value: float | None, shown: Callable[[float], str]) -> str:
+        return "–" if value is None else shown(value)
+
+    figures = [figures_of(run.summary) for run in runs]
     rows: Rows = []
-    for label, run in zip(labels, runs, strict=True):
-        summary, cost = run.summary, run.summary.cost or {}
-        known, chose = summary.metrics.best, (summary.model_from or {}).get("metric")
+    for place, (run, row) in enumerate(zip(runs, figures, strict=True), 1):
+        known, chose = run.summary.metrics.best, (run.summary.model_from or {}).get("metric")
         others = (name for name in known if name.startswith("val/") and "loss" not in name)
-        best = next(((name, known[name]) for name in (chose, *others) if name in known), None)
-        usd = cost.get("usd")
-        per = cost.get("usd_per_million_samples")
-        rows.append(
-            [
-                label,
-                run.name,
-                shape_of(summary),
-                str(summary.train_workers),
-                summary.status,
-                figure(rate) if (rate := summary.speed.steady_samples_per_s) else "–",
-                f"{summary.speed.input_wait_pct:.0f} %" if rate else "–",
-                figure(summary.seconds, "s"),
-                "–" if best is None else f"{best[0]} {figure(best[1])}",
-                "–" if usd is None else charts.usd(usd),
-                "–" if per is None else charts.usd(per),
-            ]
-        )
+        best = next((f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–")
+        speed = cell(row["samples_per_s"], figure), cell(row["input_wait_pct"], "{:.0f} %".format)
+        cost = [cell(row[name], charts.usd) for name in ("usd", "usd_per_million_samples")]
+        about = [str(place), run.name, row["hosts"], str(row["train_workers"]), row["status"]]
+        rows.append([*about, *speed, figure(row["seconds"], "s"), best, *cost])
     heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
     caption = "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
     found = [Panel("Runs side by side", [], caption, heads, rows, wide=True)]
-    shapes = [f"{label} · {shape_of(run.summary)}" for label, run in zip(labels, runs, strict=True)]
-    rates = [run.summary.speed.steady_samples_per_s for run in runs]
-    costs = [number((run.summary.cost or {}).get("usd_per_million_samples")) for run in runs]
-    for what, title, unit, values, caption in (
-        ("Throughput", "Samples per second", "samples/s", rates, ""),
-        ("Time", "Seconds", "s", [run.summary.seconds for run in runs], ""),
-        ("Cost", "Dollars per million samples", "$ per 1M samples", costs, "Estimated, after warm-up."),
+    for what, name, unit, caption in (
+        ("Throughput", "samples_per_s", "samples/s", ""),
+        ("Time", "seconds", "s", ""),
+        ("Cost", "usd_per_million_samples", "$ per 1M samples", "Estimated, after warm-up."),
     ):
-        if what == "Cost" and not any(costs):
-            continue
-        rows_of = [Bar(shape, value or None) for shape, value in zip(shapes, values, strict=True)]
-        svg = charts.bars(f"{title} by run", told(rows_of, unit), rows_of, unit)
-        found.append(Panel(f"{what} by cluster shape", [svg], caption))
-    dots = [
-        (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
-        for label, run in zip(labels, runs, strict=True)
-        if run.summary.cost and run.summary.cost.get("usd") is not None
-    ]
-    if dots:
-        text = "Cost against time; lower left is better."
-        svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
-        found.append(Panel("Time and cost", [svg], caption=text))
+        bars = [Bar(f"{n} · {row['hosts']}", number(row[name]) or None) for n, row in enumerate(figures, 1)]
+        if what != "Cost" or any(bar.value for bar in bars):
+            title = f"{what} by cluster shape"
+            svg = charts.bars(title, told(bars, unit), bars, unit)
+            found.append(Panel(title, [svg], caption))
     return found
