@@ -125,7 +125,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         tiles.append(
             sheet.tile(sample.key, after or sample.read, sample.reason, sample.read if after else None)
         )
-    stages, lines, problems = stage_rows(seen.points), headlines(seen, opened.name), list[Problem]()
+    stages, lines, problems = stage_rows(seen.points), headlines(seen, data, opened.name), list[Problem]()
     if options.model and not seen.refused:
         found, problems = try_model(opened, recipe, data)
         lines += found
@@ -314,9 +314,9 @@ def _train(worker: Worker, batch: Batch) -> float:
     return float(loss.detach())
 
 
-def headlines(seen: Look, name: str) -> list[str]:
+def headlines(seen: Look, data: Data, name: str) -> list[str]:
     """Record counts, examined records, and time per record."""
-    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in seen.totals.items()]
+    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
     failed = f", {len(seen.bad)} failed" if seen.bad else ""
     lines = [
         f"{name}: {' + '.join(counts)} records from {seen.source}",

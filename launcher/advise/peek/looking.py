@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -226,7 +226,6 @@ class Look:
 
     split: str
     source: str
-    totals: dict[str, int | None]
     points: list[Point]
     samples: list[Sample]
     bad: dict[str, str] = field(default_factory=dict)
@@ -235,10 +234,6 @@ class Look:
     """Why a run with this data would be rejected or fail."""
     moved: list[tuple[str, bool]] = field(default_factory=list)
     """A line per stage that moves the image without its masks, and whether that ends a run."""
-    notes: list[str] = field(default_factory=list)
-    """What lies beside the records and is not read."""
-    path_of: Callable[[str], str] = str
-    """Key → where a user finds the record."""
     ms: float | None = None
     """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
@@ -294,7 +289,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
     name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
-    seen = Look(split, name, data.totals, [Point("read")], [], notes=data.notes(), path_of=source.path_of)
+    seen = Look(split, name, [Point("read")], [])
     try:
         data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
