@@ -359,7 +359,6 @@ def end_tags(summary: Summary) -> dict[str, str]:
 
 
 def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
-    """Tags that identify a run's code and place."""
     tags = {
         "mlflow.source.name": recipe,
         "mlflow.source.type": "JOB",

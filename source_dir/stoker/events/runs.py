@@ -199,7 +199,6 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read a run directory."""
     path = run_dir / "summary.json"
     if not path.is_file():
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
@@ -305,7 +304,6 @@ def _is_png(text: Any) -> bool:
 
 
 def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:
-    """Take one logged step: rates since the previous one in the same epoch."""
     if math.isfinite(event.loss):
         run.loss.append((event.step, event.loss))
     samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s

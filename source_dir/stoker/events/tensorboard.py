@@ -96,7 +96,6 @@ def picture(tag: str, png: bytes) -> Any:
 
 
 def hyperparameters(config: dict[str, Any], metrics: list[str]) -> list[Any]:
-    """A run's hyperparameters and the metrics to judge it by."""
     names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name)) for name in metrics]
     start = plugin_data_pb2.SessionStartInfo()
     for key, value in config.items():

@@ -24,8 +24,6 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a line chart."""
-
     name: str
     points: Sequence[Point]
 
@@ -41,8 +39,6 @@ class Moment:
 
 @dataclass(frozen=True)
 class Part:
-    """One segment of a stacked bar."""
-
     name: str
     value: float
 

@@ -112,7 +112,6 @@ SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker los
 
 
 def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData) -> Panel:
-    """A curve against the seconds of a run, with its events."""
     svg = charts.line_chart(
         f"{title} over time",
         text,
@@ -181,7 +180,6 @@ def start(run: RunData) -> Panel | None:
 
 
 def records(run: RunData) -> Panel | None:
-    """Training records in and out, over all epochs."""
     found = run.summary.records
     if not found.read:
         return None
@@ -230,7 +228,6 @@ def told(bars: Sequence[Bar], unit: str) -> str:
 
 
 def loss(run: RunData) -> Panel | None:
-    """Loss at logged steps and at the end of each epoch."""
     if not run.loss:
         return None
     lines = [Line("step", run.loss)]
@@ -246,7 +243,6 @@ def loss(run: RunData) -> Panel | None:
 
 
 def chain(run: RunData) -> Panel | None:
-    """CPU time and output bytes of each stage."""
     stages = run.summary.chain
     if not stages:
         return None
@@ -427,8 +423,6 @@ def matrix(
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    """Several runs side by side."""
-
     def cell(value: float | None, shown: Callable[[float], str]) -> str:
         return "–" if value is None else shown(value)
 

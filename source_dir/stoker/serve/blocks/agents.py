@@ -45,7 +45,6 @@ class HostAgent:
         self._cpu = CpuMeter()
 
     def where(self) -> tuple[str, int]:
-        """Address and port of the block server."""
         return self._address, self._server.port
 
     def rows(self, block: str, start: int, stop: int) -> tuple[dict[str, Any], int]:

@@ -178,7 +178,6 @@ def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: in
 
 
 def as_batch(columns: dict[str, Any], schema: Schema) -> dict[str, Any]:
-    """A whole block as one batch."""
     rows = min(map(len, columns.values()), default=0)
     batch = BatchBuilder(BufferPool(pinned=False), rows, schema)
     batch.take(BlockSlice("", 0, rows, of=rows), columns, 0)

@@ -281,7 +281,6 @@ class Transport:
             self.hosts.done(part)
 
     def finish_pass(self) -> None:
-        """Release the blocks of a finished pass."""
         with self._lock:
             self._own.clear()
 

@@ -28,7 +28,6 @@ SHARE = 0.5
 
 
 def here(run: str) -> BlockFolder:
-    """The folder of a run on this host of the cluster."""
     import ray
 
     return BlockFolder(run, ray.get_runtime_context().get_node_id())
@@ -74,7 +73,6 @@ class BlockFolder:
         raise FileNotFoundError(f"block {name} is not on this host")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Drop blocks."""
         for name in names:
             for root in self.roots:
                 with contextlib.suppress(FileNotFoundError):

@@ -139,7 +139,6 @@ class Room:
 
 
 def aligned(size: int) -> int:
-    """Round up to the next aligned offset."""
     return -(-size // ALIGNED) * ALIGNED
 
 

@@ -171,7 +171,6 @@ def receive_soon(connection: socket.socket, length: int) -> bytes:
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """Receive exactly `length` bytes."""
     content = bytearray(length)
     receive_into(connection, memoryview(content))
     return bytes(content)
