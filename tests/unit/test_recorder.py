@@ -107,26 +107,3 @@ def test_cpu_use_counts_from_the_first_step_on(tmp_path: Path) -> None:
         {"host": "here", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
         {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
     ]
-
-
-def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:
-    shown: list[str] = []
-    console = PlainConsole(1)
-    console.line = shown.append  # type: ignore[method-assign]
-    report(Summary(name="flowers", seconds=61.0), console, tmp_path, 0, took_s=8.0)
-    assert shown[0] == "flowers: done in 8 s; trained before, in 61 s"
-    report(Summary(name="flowers", seconds=8.0), console, tmp_path, 0, took_s=8.0)
-    assert "flowers: done in 8 s" in shown
-
-
-def test_a_stop_is_told_once_when_asked_and_once_when_done(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    console = PlainConsole(3)
-    for kind in ("stop", "stopped"):
-        console.on_event(event_of({"event": kind, "reason": "Ctrl-C"}))
-    report(Summary(status="interrupted", error="Ctrl-C"), console, tmp_path, 130, took_s=8.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == ["stop: Ctrl-C", "stopped: Ctrl-C"] and lines[-1].startswith("details: ")
-    console.on_event(event_of({"event": "stopped", "reason": "train.max_steps reached at step 9"}))
-    assert capsys.readouterr().out == "stopped: train.max_steps reached at step 9\n"
