@@ -19,7 +19,7 @@ from launcher.job import Job, open_job
 from launcher.places import sagemaker
 from launcher.places.remote import job_name
 from launcher.places.sagemaker import sagemaker_rules
-from launcher.places.sagemaker.training_job import default_image, draft
+from launcher.places.sagemaker.training_job import default_image, request_of
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -394,7 +394,7 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
 
 def test_no_request_holds_more_than_the_model_allows() -> None:
     """Each limit of the facts, broken in the finished request itself."""
-    good = draft(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
+    good = request_of(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
     assert sagemaker_rules.problems(good) == []
     breaks: list[tuple[str, Any]] = [
         ("TrainingJobName", "a_b"),

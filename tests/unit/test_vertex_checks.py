@@ -12,7 +12,7 @@ import pytest
 from launcher.job import Job, open_job
 from launcher.places import vertex
 from launcher.places.vertex import google_cloud, vertex_rules
-from launcher.places.vertex.custom_job import draft
+from launcher.places.vertex.custom_job import request_of
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -54,7 +54,7 @@ def problems_of(changes: dict[str, str]) -> list[str]:
     job = make_job(changes)
     settings = job.resolved.config.vertex
     return vertex_rules.problems(
-        draft(job, "flowers-1", settings.project or "", settings.gcs_uri or "gs://bucket")
+        request_of(job, "flowers-1", settings.project or "", settings.gcs_uri or "gs://bucket")
     )
 
 

@@ -27,7 +27,7 @@ from launcher.places.remote import (
     usd_per_hour,
 )
 from launcher.places.sagemaker import aws, sagemaker_rules
-from launcher.places.sagemaker.training_job import SageMakerRequest, draft, group
+from launcher.places.sagemaker.training_job import SageMakerRequest, group, request_of
 from launcher.source import measure, table
 from stoker.config.loading import Resolved
 from stoker.errors import UsageError
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer
 
 OFFLINE_ACCOUNT = "000000000000"
-
-
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0
 _WORDS = {"InProgress": "running", "Completed": "succeeded", "Stopping": "running: stopping"}
@@ -74,7 +72,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
     if not (offline or known):
         collected(problems, aws.refuse_without_credentials, None)
-    wanted = draft(job, job_name(job.name, stamp()), region, s3_uri)
+    wanted = request_of(job, job_name(job.name, stamp()), region, s3_uri)
     problems += sagemaker_rules.problems(wanted)
     count, size, refused = measure(job, wanted.data_at, "params or sagemaker.channels")
     problems += refused

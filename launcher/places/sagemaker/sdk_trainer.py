@@ -28,7 +28,7 @@ CONVERTED = (
 
 
 def model_trainer(request: SageMakerRequest, **options: Any) -> ModelTrainer:
-    """Convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
+    """Convert a checked request to a `ModelTrainer` whose `train()` starts the same job.
 
     Uploads local data immediately, once, and stages the source; `train()` uploads the source below
     `sagemaker.s3_uri`. All jobs of one trainer share a Ray token.

@@ -155,7 +155,7 @@ def default_image(region: str) -> str | None:
     return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
 
 
-def draft(job: Job, name: str, region: str, s3_uri: str) -> SageMakerRequest:
+def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerRequest:
     """Build the whole request, valid or not, with all objects below `s3_uri`; `sagemaker_rules` checks it."""
     config = job.resolved.config
     settings = config.sagemaker

@@ -25,7 +25,7 @@ from launcher.places.remote import (
     stamp,
 )
 from launcher.places.vertex import google_cloud, vertex_rules
-from launcher.places.vertex.custom_job import VertexRequest, draft
+from launcher.places.vertex.custom_job import VertexRequest, request_of
 from launcher.source import measure
 from stoker.errors import UsageError
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
@@ -58,7 +58,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     problems: list[str] = []
     project = collected(problems, lambda: google_cloud.project_of(settings.project, offline), "")
     uri = (settings.gcs_uri or "gs://bucket").rstrip("/")
-    wanted = draft(job, job_name(job.name, stamp()), project, uri)
+    wanted = request_of(job, job_name(job.name, stamp()), project, uri)
     found: list[str] = []
     found += collected(found, lambda: vertex_rules.problems(wanted), [])
     # Missing credentials also explain why no project is known.

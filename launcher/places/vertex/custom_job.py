@@ -186,7 +186,7 @@ def container_command(code_uri: str) -> list[str]:
     return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
 
 
-def draft(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
+def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
     """Build the whole request, valid or not, with all objects below `gcs_uri`; `vertex_rules` checks it."""
     config = job.resolved.config
     pools, region = pools_of(config), config.vertex.region

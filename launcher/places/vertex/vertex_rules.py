@@ -1,6 +1,6 @@
 """Laptop: checks of a Vertex AI job before anything is uploaded.
 
-Each rule checks a draft without network access and yields lines `key: what is wrong (got …); remedy`.
+Each rule checks a request without network access and yields lines `key: what is wrong (got …); remedy`.
 All rules run, so that the user sees every problem at once. The last one reads the request into the client
 library's own types.
 """
