@@ -54,10 +54,10 @@ from stoker.errors import UsageError
 from stoker.hosts.copies import Copies
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import (
-    BACKEND_VARIABLE,
     LASTING_DIR_VARIABLE,
     LAUNCH_DIR_VARIABLE,
     PACKAGE_VARIABLE,
+    PLACE_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_FILE,
 )
@@ -213,12 +213,12 @@ def plan(
     notes = [tracked.note] if tracked.note else []
     if cluster is None:
         run_dir, lasting = found.run_dir or run_directory.new_run_dir(job), None
-        variables[BACKEND_VARIABLE] = "local"
+        variables[PLACE_VARIABLE] = "local"
     else:
         run_dir, lasting = folders(job)
         if ray_jobs.find_token() is None:
             notes.append("no token: anyone who can reach this cluster can run code on it")
-        variables |= {BACKEND_VARIABLE: "ray", "RAY_TRAIN_V2_ENABLED": "1", "RAY_ADDRESS": cluster}
+        variables |= {PLACE_VARIABLE: "ray", "RAY_TRAIN_V2_ENABLED": "1", "RAY_ADDRESS": cluster}
         variables |= {LASTING_DIR_VARIABLE: str(lasting)} if lasting else {}
     variables[RUN_DIR_VARIABLE] = str(run_dir)
     return NotebookRequest(job, run_dir, lasting, cluster, variables, tuple(notes))

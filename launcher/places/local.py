@@ -23,7 +23,7 @@ from launcher.places import Place
 from launcher.run_directory import PROCESS_FILE, PastRun, attach
 from stoker.errors import UsageError
 from stoker.hosts.raynode import end_with_parent
-from stoker.place import BACKEND_VARIABLE, CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.scripts.script_checks import command_line
 
 FORWARD_AFTER_S = 2.0
@@ -168,7 +168,7 @@ def submit(request: LocalRequest) -> LocalRun:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    place = {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir), LAUNCH_DIR_VARIABLE: str(Path.cwd())}
+    place = {PLACE_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir), LAUNCH_DIR_VARIABLE: str(Path.cwd())}
     return os.environ | place
 
 

@@ -18,7 +18,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts.machine import HOST_CPUS_VARIABLE
 from stoker.hosts.topology import Topology, TopologyError, resolve
-from stoker.place import BACKEND_VARIABLE
+from stoker.place import PLACE_VARIABLE
 
 CODE_CHANNEL = "code"
 MAX_HOSTS = 100
@@ -233,7 +233,7 @@ def host_environment(config: Config) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PIP_NO_INPUT": "1",
         "PIP_RETRIES": "0",
-        BACKEND_VARIABLE: "rehearsal",
+        PLACE_VARIABLE: "rehearsal",
         HOST_CPUS_VARIABLE: str(config.rehearsal.cpus),
     }
 

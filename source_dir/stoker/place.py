@@ -1,4 +1,4 @@
-"""Head: the backend of a run and the folders for its files."""
+"""Head: the place of a run and the folders for its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
-BACKEND_VARIABLE = "STOKER_BACKEND"
+PLACE_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
 ORIGINS_FILE = "job.origins.json"
@@ -37,10 +37,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Head: the backend's name and the folders of one run."""
+class RunPlace:
+    """Head: the name of the place and the folders of one run."""
 
-    backend: str
+    name: str
     run_dir: Path
     """`config.yaml`, `summary.json`, `events.jsonl`, `tensorboard/`, `logs/`."""
     checkpoint_dir: Path
@@ -58,13 +58,13 @@ class Place:
     """Names of the job's hosts; empty if unknown."""
 
 
-def local_place() -> Place:
+def local_place() -> RunPlace:
     """Head: the place of a local run, from the launcher's environment variables or their defaults."""
     run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
     lasting = os.environ.get(LASTING_DIR_VARIABLE)
     folder = Path(lasting) if lasting else run_dir
-    return Place(
-        backend=os.environ.get(BACKEND_VARIABLE, "local"),
+    return RunPlace(
+        name=os.environ.get(PLACE_VARIABLE, "local"),
         run_dir=run_dir,
         checkpoint_dir=folder / "checkpoints",
         model_dir=folder / "model",

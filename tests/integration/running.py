@@ -18,7 +18,7 @@ from stoker.errors import UsageError
 from stoker.events.summary import Summary
 from stoker.hosts import forks, raynode
 from stoker.hosts.raynode import MISSED_DEADLINE, STARTS
-from stoker.place import Place
+from stoker.place import RunPlace
 from stoker.ray_compat import fork_workers
 
 
@@ -68,6 +68,6 @@ def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sectio
         checks.check(resolved, data_too=False)
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
-    place = Place("local", run_dir, run_dir / "checkpoints", run_dir / "model")
+    place = RunPlace("local", run_dir, run_dir / "checkpoints", run_dir / "model")
     code = driver.run(resolved, place).code
     return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)

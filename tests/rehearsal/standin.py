@@ -98,7 +98,7 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
         "tasks_by_host": {h: sum(1 for _, g in done if g == h) for h in {g for _, g in done}},
         "hosts": hosts,
         "expected_hosts": list(place.expected_hosts),
-        "backend": place.backend,
+        "backend": place.name,
         "learning_rate": resolved.config.train.lr,
         "origins": resolved.origins,
         "measured": _measure() if params.get("measure") else None,

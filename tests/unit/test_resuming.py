@@ -19,7 +19,7 @@ from stoker.checkpoints.format import Content
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.place import Place
+from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 
@@ -37,7 +37,7 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
 
 def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.Start, list[str]]:
     synced = backend == "sagemaker"
-    place = Place(backend, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
+    place = RunPlace(backend, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
     return resuming.plan(load(None, overrides).config, place, said.append), said
 

@@ -31,7 +31,7 @@ from stoker import figures
 from stoker.config.redaction import redact
 from stoker.errors import UsageError
 from stoker.hosts import requirements
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
 
 POLL_S = 2.0
 STOP_WAIT_S = 120
@@ -193,7 +193,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
     ]
     run_dir = f"{output.rstrip('/')}/{name}"
     environment = {
-        BACKEND_VARIABLE: "ray",
+        PLACE_VARIABLE: "ray",
         RUN_DIR_VARIABLE: run_dir,
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),

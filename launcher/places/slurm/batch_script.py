@@ -22,7 +22,7 @@ from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesCon
 from stoker.config.redaction import is_secret
 from stoker.errors import nearest
 from stoker.hosts.raynode import LONGEST_TEMP_DIR
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
+from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
 
 JOB_FILE = "slurm.job"
 """In the run directory: the job's id."""
@@ -107,7 +107,7 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
     own = "" if config.setup or config.image else str(Path(sys.executable).parent)
     epilog = f'rm -rf "${{TMPDIR:-/tmp}}/{OWN_FOLDER}" "/tmp/{OWN_FOLDER}"'
     return [
-        f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
+        f"export {PLACE_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
         # A job keeps its id when it is requeued; a script that is submitted twice has another one.
         f'(set -C; echo "$SLURM_JOB_ID" > ../{JOB_FILE}) 2>/dev/null',

@@ -28,7 +28,7 @@ from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import google_prices
 from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
-from stoker.place import BACKEND_VARIABLE
+from stoker.place import PLACE_VARIABLE
 
 CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
 ARCHIVE = "code.tar.gz"
@@ -232,7 +232,7 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
         return []
     listed = replicas_by_pool([(pool, pool.count) for pool in made.groups])
     told = pools_variable([(pool.name, pool.type, pool.gpus or 0) for pool, _ in listed])
-    variables = {BACKEND_VARIABLE: "vertex", **told, **settings.environment}
+    variables = {PLACE_VARIABLE: "vertex", **told, **settings.environment}
     env = [{"name": name, "value": value} for name, value in variables.items()]
     image = Keyed(settings.image, "vertex.image")
     program: dict[str, Any] = {

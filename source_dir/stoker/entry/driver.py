@@ -31,7 +31,7 @@ from stoker.events.recorder import Recorder
 from stoker.events.sinks import Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary
 from stoker.hosts.topology import label
-from stoker.place import Outcome, Place
+from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
 from stoker.storage.checkpoint_store import open_store
 from stoker.train.recipe_work import RecipeWork, Work
@@ -63,7 +63,7 @@ def stop_requested() -> str:
     return _stop_reason
 
 
-def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outcome:
+def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Outcome:
     """Head: execute one run, from opening the data to writing the summary.
 
     Args:
@@ -83,7 +83,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         name=config.name,
         script=config.script,
         args=redaction.redact(config.args, "args"),
-        backend=place.backend,
+        backend=place.name,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     summary.metrics.modes = modes(config)
@@ -171,7 +171,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         )
 
 
-def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: Tracking) -> Work:
+def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking: Tracking) -> Work:
     """Head: create the work of the train workers: a recipe or a script.
 
     Raises:

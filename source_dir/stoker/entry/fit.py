@@ -13,7 +13,7 @@ from stoker.config.schema import Config
 from stoker.entry.run_log import open_log
 from stoker.errors import explain
 from stoker.hosts.topology import TRAIN_RESOURCE
-from stoker.place import Place
+from stoker.place import RunPlace
 from stoker.train.recipe_work import Work
 
 
@@ -23,7 +23,7 @@ class Fit:
     The task runs on this host. Its worker has Ray Train and PyTorch preloaded; the driver imports neither.
     """
 
-    def __init__(self, work: Work, place: Place, coordinator: Any) -> None:
+    def __init__(self, work: Work, place: RunPlace, coordinator: Any) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

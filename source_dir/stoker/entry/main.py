@@ -25,7 +25,7 @@ from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import services
 from stoker.hosts.services.base import Service
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE
+from stoker.place import ORIGINS_FILE, PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Every host: run as a host of the service that started this process, else locally."""
-    if os.environ.get(BACKEND_VARIABLE) not in ("local", "ray"):
+    if os.environ.get(PLACE_VARIABLE) not in ("local", "ray"):
         for service in services():
             try:
                 resource = service.resource()
@@ -61,7 +61,7 @@ def run_locally(arguments: list[str]) -> int:
     from stoker.hosts.raynode import ClusterError
 
     try:
-        return _run_locally(arguments, on_cluster=os.environ.get(BACKEND_VARIABLE) == "ray")
+        return _run_locally(arguments, on_cluster=os.environ.get(PLACE_VARIABLE) == "ray")
     except ClusterError as error:
         return _refused(error)
     except KeyboardInterrupt:
@@ -124,7 +124,7 @@ def _stop_locally(number: int, frame: Any) -> None:
     from stoker.place import STOP_FILE, local_place
 
     place = local_place()
-    if place.backend == "local":  # the launcher waits beside it and removes the file
+    if place.name == "local":  # the launcher waits beside it and removes the file
         with contextlib.suppress(OSError):
             (place.run_dir / STOP_FILE).touch()
     if driver.stop_requested():
@@ -220,7 +220,7 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
     )
     redaction.learn_job(resolved.config.model_dump(mode="json"))
-    if os.environ.get(BACKEND_VARIABLE) == "local":
+    if os.environ.get(PLACE_VARIABLE) == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)

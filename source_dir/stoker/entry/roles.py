@@ -26,7 +26,7 @@ from stoker.hosts.output import say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services.base import Service
 from stoker.hosts.topology import Topology, label
-from stoker.place import BACKEND_VARIABLE, Outcome, Place
+from stoker.place import PLACE_VARIABLE, Outcome, RunPlace
 from stoker.recipe import SOURCE_FOLDER
 
 STOP_TIMEOUT_S = 100.0
@@ -219,7 +219,7 @@ def _join(resolved: Resolved, topology: Topology, head: Head) -> RayNode:
     return _start_ray(resolved, topology, [to], raynode.address_of(topology.interface))
 
 
-def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> Outcome:
+def drive(resolved: Resolved, place: RunPlace, stop: Stop, opened: Any = None) -> Outcome:
     """Head: run the driver; any exit other than its return, user code's included, is a failure."""
     try:
         driver: Any = importlib.import_module("stoker.entry.driver")
@@ -242,11 +242,11 @@ def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> O
     return outcome
 
 
-def place_of(service: Service, topology: Topology, formed_s: float) -> Place:
+def place_of(service: Service, topology: Topology, formed_s: float) -> RunPlace:
     """Head: the service's folders, and the hosts of the job."""
     folders = service.folders()
-    return Place(
-        backend=os.environ.get(BACKEND_VARIABLE, service.name),
+    return RunPlace(
+        name=os.environ.get(PLACE_VARIABLE, service.name),
         run_dir=folders.run,
         checkpoint_dir=folders.checkpoints,
         model_dir=folders.model,
@@ -282,7 +282,7 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
         say(f"warning: {store.warning}")
     gpus = raynode.count_gpus() if topology.trains else 0
     # Emulated hosts have none, and Slurm grants devices itself.
-    if topology.rents_gpus and not gpus and os.environ.get(BACKEND_VARIABLE) not in ("rehearsal", "slurm"):
+    if topology.rents_gpus and not gpus and os.environ.get(PLACE_VARIABLE) not in ("rehearsal", "slurm"):
         why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
         raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
     return raynode.arguments_for(

@@ -25,7 +25,7 @@ from stoker.events.kinds import Event, HostCpu, read_events
 from stoker.events.runs import flat_config
 from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Status, Summary
-from stoker.place import COMMIT_FILE, Place
+from stoker.place import COMMIT_FILE, RunPlace
 from stoker.storage.checkpoint_store import Store, open_store
 
 SEND_EVERY_S = 2.0
@@ -370,10 +370,12 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
     return tags
 
 
-def mlflow_sinks(config: Config, place: Place, kept: Store, tell: Callable[[str], None]) -> list[MlflowSink]:
+def mlflow_sinks(
+    config: Config, place: RunPlace, kept: Store, tell: Callable[[str], None]
+) -> list[MlflowSink]:
     """Start sending a run to MLflow, if configured."""
     settings = config.tracking.mlflow
     if not settings.uri:
         return []
-    tags = run_tags(config.script or config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
+    tags = run_tags(config.script or config.recipe, place.name, Path(stoker.__file__).resolve().parents[1])
     return [MlflowSink(settings, config.name, place.run_dir, tags, place.model_dir, kept, tell=tell)]

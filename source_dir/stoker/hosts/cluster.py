@@ -17,7 +17,7 @@ from stoker.errors import UsageError
 from stoker.hosts import forks, machine, raynode, requirements
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.topology import Topology, label
-from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
+from stoker.place import PACKAGE_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.storage.checkpoint_store import Cleaner
 
 LOOPBACK = "127.0.0.1"
@@ -121,7 +121,7 @@ def _runtime_env() -> dict[str, Any] | None:
     package = os.environ.get(PACKAGE_VARIABLE)
     if package is None:
         return None
-    names = (BACKEND_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
+    names = (PLACE_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
     return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
 
 

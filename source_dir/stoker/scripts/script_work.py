@@ -11,7 +11,7 @@ from stoker.config.schema import Config
 from stoker.events.sinks import Tracking
 from stoker.figures import count_of
 from stoker.hosts.topology import NODE_LABEL
-from stoker.place import LAUNCH_DIR_VARIABLE, Place
+from stoker.place import LAUNCH_DIR_VARIABLE, RunPlace
 from stoker.scripts.script_checks import command_line
 from stoker.train.resume import own_place, refuse_unshared
 from stoker.train.trainer import count_workers
@@ -24,7 +24,7 @@ class ScriptWork:
     torch_config = "stoker.train.trainer:ScriptConfig"
     steps_per_epoch: int | None = None
 
-    def __init__(self, config: Config, place: Place, tracking: Tracking) -> None:
+    def __init__(self, config: Config, place: RunPlace, tracking: Tracking) -> None:
         import ray
 
         self.config, self.place = config, place
@@ -54,7 +54,7 @@ class ScriptWork:
         return [f"{files} from before in {folder}: stoker.checkpoint_dir()"] if there else []
 
     def settings(self) -> dict[str, Any]:
-        local = self.place.backend == "local"
+        local = self.place.name == "local"
         return {
             "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
             "run_dir": str(self.place.run_dir),

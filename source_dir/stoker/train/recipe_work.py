@@ -9,7 +9,7 @@ from stoker.config.schema import Config, TrainConfig
 from stoker.errors import Problems, UsageError
 from stoker.events.sinks import Tracking
 from stoker.figures import count_of
-from stoker.place import Place
+from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
 from stoker.serve.splitter import least_rows
@@ -62,7 +62,7 @@ class RecipeWork:
     loop = "stoker.train.loop:train_worker"
     torch_config = "stoker.train.trainer:RecipeConfig"
 
-    def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
+    def __init__(self, config: Config, data: Data, place: RunPlace, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
         refuse_single_records(config, data, self.workers)

@@ -18,7 +18,7 @@ from stoker.events.recorder import notable_events
 from stoker.events.summary import Summary
 from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL
-from stoker.place import Place
+from stoker.place import RunPlace
 from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
@@ -57,7 +57,7 @@ def check_path(config: Config) -> None:
 
 
 def prepare(
-    config: Config, place: Place, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
+    config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> Start:
     """Find the start of the run and check it against the checkpoint it resumes from."""
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
@@ -71,7 +71,7 @@ def prepare(
     return start
 
 
-def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
+def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
     """Find the checkpoint to resume from, as set by `checkpoint.resume`.
 
     A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
@@ -105,12 +105,12 @@ def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
     return Start(where, synced, found, synced)
 
 
-def own_place(config: Config, place: Place) -> tuple[str, bool]:
+def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
     """(folder or URI of this run's checkpoints, whether the service copies it elsewhere)."""
     given = config.checkpoint.dir
     if given is None:
         return str(place.checkpoint_dir), place.synced
-    if "://" not in given and place.backend == "ray" and not Path(given).is_absolute():
+    if "://" not in given and place.name == "ray" and not Path(given).is_absolute():
         raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
     store = open_store(given)
     return store.where, False

@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker.hosts.services.base import Folders, Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE, RUN_DIR_VARIABLE, TOKEN_FILE
+from stoker.place import ORIGINS_FILE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE
 
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
@@ -60,7 +60,7 @@ def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
         TopologyError: variables are missing or contradict each other.
     """
     if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" not in variables:
-        if variables.get(BACKEND_VARIABLE) == NAME:
+        if variables.get(PLACE_VARIABLE) == NAME:
             raise TopologyError("Slurm: no SLURM_STEP_ID; start train.py with srun, one task per node")
         return None
     host = _needed(variables, "SLURMD_NODENAME")
@@ -91,7 +91,7 @@ def port_of(job_id: str) -> int:
 
 def resource() -> Mapping[str, Any] | None:
     """Every host: the job's hosts and groups; None for what is typed in a step without being a staged job."""
-    staged = (CODE / TOKEN_FILE).is_file() or os.environ.get(BACKEND_VARIABLE) == NAME
+    staged = (CODE / TOKEN_FILE).is_file() or os.environ.get(PLACE_VARIABLE) == NAME
     return resource_of(os.environ) if staged else None
 
 

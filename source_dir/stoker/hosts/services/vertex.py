@@ -19,7 +19,7 @@ from typing import Any
 
 from stoker.hosts.services.base import Folders, Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import BACKEND_VARIABLE
+from stoker.place import PLACE_VARIABLE
 
 CLUSTER_VARIABLE = "CLUSTER_SPEC"
 JOB_VARIABLE = "CLOUD_ML_JOB_ID"
@@ -51,7 +51,7 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     """
     text = variables.get(CLUSTER_VARIABLE, "")
     if JOB_VARIABLE not in variables and "workerpool" not in text:
-        if variables.get(BACKEND_VARIABLE) == "vertex":
+        if variables.get(PLACE_VARIABLE) == "vertex":
             raise TopologyError(f"{CLUSTER_VARIABLE}, {JOB_VARIABLE}: not set, so this host knows no others")
         return None
     missing = [name for name in OUTPUT_VARIABLES if not variables.get(name, "").startswith("gs://")]
