@@ -19,7 +19,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import prefix_length
 from stoker.chain.transforms import DecodeImage, ShrinkLarger
-from stoker.messages import EpochPlan, Work
+from stoker.messages import PassPlan, Work
 from stoker.read.host_cache import SHARED_MEMORY, CacheSpec, HostCache
 from stoker.read.images import ImageFolderSource
 from stoker.serve.shards import Loaded, blocks_of
@@ -54,7 +54,7 @@ def per_core(width: int, height: int) -> list[Measure]:
             epochs = itertools.count()
 
             def once() -> list[Any]:
-                plan = EpochPlan(0, next(epochs), "train", shuffle=True, block_records=len(images))
+                plan = PassPlan(0, next(epochs), "train", shuffle=True, block_records=len(images))
                 return list(blocks_of(loaded, plan, Work(0, shard)))
 
             return once
@@ -153,7 +153,7 @@ def epochs(
     from stoker.config.schema import Config
     from stoker.serve.blocks.client import open_transport
     from stoker.serve.opening import open_data, start_coordinator
-    from stoker.train.feed import EpochFeed, PrefetchLimit
+    from stoker.train.feed import Feed, PrefetchLimit
 
     count = COPIES * IMAGES
     settings: dict[str, Any] = {
@@ -173,7 +173,7 @@ def epochs(
         device = torch.device("cpu")
         transport = open_transport(coordinator, config.data, device)
         for epoch in range(passes):
-            stream = EpochFeed(
+            stream = Feed(
                 coordinator=coordinator,
                 attempt=0,
                 split="train",

@@ -27,7 +27,7 @@ from stoker.config.schema import Config
 from stoker.data import read_range
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.opening import Data, start_coordinator
-from stoker.train.feed import EpochFeed, PrefetchLimit
+from stoker.train.feed import Feed, PrefetchLimit
 
 GPU_HOSTS, GPU_HOST_CPUS = 2, 5
 CPU_HOSTS, CPU_HOST_CPUS = 2, 2
@@ -71,7 +71,7 @@ class TrainWorker:
     def ours(self, coordinator: Any, rank: int, config: Config) -> Taken:
         """Consume batches of Stoker."""
         device = torch.device("cpu")
-        feed = EpochFeed(
+        feed = Feed(
             coordinator=coordinator,
             attempt=0,
             rank=rank,

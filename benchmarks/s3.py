@@ -40,7 +40,7 @@ from benchmarks.stream import one_pass
 from stoker.config.loading import load
 from stoker.data import read_webdataset
 from stoker.read.sources import ID_MODULUS, record_id
-from stoker.train.feed import EpochFeed
+from stoker.train.feed import Feed
 
 RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 48
 TOTAL = SHARD_RECORDS * SHARDS
@@ -181,7 +181,7 @@ def stoker(size: int, crcs: dict[str, int], shuffle: str) -> float:
     return slope(times, TOTAL, WINDOW) * size / SHARD_RECORDS / 1e6
 
 
-def check(stream: EpochFeed, sums: list[int], crcs: dict[str, int]) -> None:
+def check(stream: Feed, sums: list[int], crcs: dict[str, int]) -> None:
     """Check that speed does not come from doing less: every record once, with the right contents."""
     ids = sum(record_id(f"{shard:05d}.tar:{name}") for shard in range(SHARDS) for name in crcs)
     if stream.rows != TOTAL or stream.id_sum != ids % ID_MODULUS:

@@ -6,7 +6,6 @@ cluster. 64 train workers consume the rows.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.messages import BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import Holdings
 from stoker.serve.passes import Passes
 from stoker.serve.pool import ChainHost
@@ -48,7 +47,7 @@ class Shards(Source):
         return SHARDS * ROWS
 
 
-def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
+def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> RecipeAttempt:
     """An attempt of a training run on that cluster."""
     data = {"block_records": ROWS, "shuffle": False}
     config = Config.model_validate(
@@ -56,20 +55,19 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
     )
     source = Shards()
     passes = Passes(config, {"train": source}, {"train": b""})
-    changed = threading.Condition()
-    shared = (changed, changed, {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
-    attempt = Attempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
-    with changed:
+    shared = (Locks.new(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
+    attempt = RecipeAttempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
+    with attempt.changed:
         attempt.produce(hosts, 2**60, count(), Holdings())
     return attempt
 
 
-def listed(attempt: Attempt) -> float:
+def listed(attempt: RecipeAttempt) -> float:
     """Seconds until the first shard may be claimed."""
     began = time.perf_counter()
     planner = attempt.planner
     assert planner is not None
-    while not (planner.lines and planner.lines[0].listed()):
+    while not (planner.passes and planner.passes[0].listed()):
         planner.advance()
         time.sleep(0.01)
     return time.perf_counter() - began
@@ -83,7 +81,7 @@ def run() -> list[Measure]:
     whole_s = listed(attempt)
     planner = attempt.planner
     assert planner is not None
-    stream = attempt.streams["train", 0]
+    stream = attempt.open["train", 0]
     workers = deque(Process(f"p{n}", f"h{n % HOSTS}", "") for n in range(HOSTS * CORES))
     working: deque[tuple[Process, Claim]] = deque()
     made, began = 0, time.process_time()

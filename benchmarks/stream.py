@@ -12,14 +12,12 @@ from stoker.config.schema import Config
 from stoker.read.sources import Source
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.opening import Data, start_coordinator
-from stoker.train.feed import EpochFeed, PrefetchLimit
+from stoker.train.feed import Feed, PrefetchLimit
 
 JOIN_S = 10.0
 
 
-def one_pass(
-    config: Config, source: Source, chain: list[Any], device: Any
-) -> AbstractContextManager[EpochFeed]:
+def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> AbstractContextManager[Feed]:
     """Laptop, connected to a cluster: a pass over `source` with coordinator, chain tasks and feed.
 
     Args:
@@ -37,7 +35,7 @@ def one_pass(
 
 
 @contextmanager
-def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
+def pass_over(config: Config, data: Data, device: Any) -> Iterator[Feed]:
     """Laptop, connected to a cluster: one pass over the training split of opened data."""
     import ray
 
@@ -46,7 +44,7 @@ def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
     try:
         # Requested by start_coordinator already; wait until it is done.
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=600)
-        yield EpochFeed(
+        yield Feed(
             coordinator=coordinator,
             attempt=0,
             device=device,

@@ -1,6 +1,6 @@
 """Every value that crosses a process boundary, in order of travel.
 
-source  →  Shard, EpochPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
+source  →  Shard, PassPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
 coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  coordinator
 """
 
@@ -42,7 +42,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class PassPlan:
     """Head → chain worker: everything that defines one pass over one split."""
 
     seed: int
@@ -91,7 +91,7 @@ class Claim(NamedTuple):
 
     number: int
     """Tells it from all other claims; reports on one that was taken back are refused."""
-    plan: EpochPlan
+    plan: PassPlan
     work: list[Work]
     care: Care
     wait_s: float = 0.0

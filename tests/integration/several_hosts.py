@@ -121,7 +121,7 @@ def lost_server() -> dict[str, Any]:
     import torch
 
     from stoker.serve.blocks.client import open_transport
-    from stoker.train.feed import EpochFeed, PrefetchLimit
+    from stoker.train.feed import Feed, PrefetchLimit
 
     # Little is fetched ahead, and much is left when the server is killed.
     kinds: dict[str, Any] = {"preprocess_on": ["cpu"], "prefetch_s": 0.001}
@@ -131,7 +131,7 @@ def lost_server() -> dict[str, Any]:
     until(lambda: len(made_by(train)) == 2 and min(made_by(train).values()) >= 10)
     device = torch.device("cpu")
     transport = open_transport(train.coordinator, config.data, device)
-    stream = EpochFeed(
+    stream = Feed(
         coordinator=train.coordinator,
         attempt=0,
         device=device,

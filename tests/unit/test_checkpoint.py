@@ -18,7 +18,7 @@ from stoker.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
-from stoker.train.feed import EpochFeed, Loaded, PrefetchLimit
+from stoker.train.feed import Feed, Loaded, PrefetchLimit
 from stoker.train.step_timer import Stamps
 
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
 
 def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answered() -> None:
     nothing: Any = {"coordinator": None, "attempt": 0, "transport": None, "device": torch.device("cpu")}
-    feed = EpochFeed(**nothing, prefetch=PrefetchLimit(1.0, 1), stall_timeout_s=1)
+    feed = Feed(**nothing, prefetch=PrefetchLimit(1.0, 1), stall_timeout_s=1)
     for asked in (False, True, False):
         ids = np.arange(2, dtype=np.int64)
         feed._count(Loaded({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))

@@ -16,7 +16,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import RecordTransform
 from stoker.data import read_torch
-from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
+from stoker.messages import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.sources import Source, record_id
 from stoker.serve.shards import Loaded, blocks_of
 from stoker.serve.suspects import Suspects
@@ -94,7 +94,7 @@ Given = list[tuple[dict[str, Any], BlockReport]]
 def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[Given, Suspects, int]:
     """As Ray runs a task: again whenever its process dies."""
     suspects, number = Suspects(), 0
-    plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
+    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
     (shard,) = source.shards(COUNT, None)
     work = Work(5, shard, skip)
     while True:
@@ -142,7 +142,7 @@ def test_groups_keep_their_numbers_and_all_other_records(
 def test_quarantined_records_are_not_even_read() -> None:
     source = read_torch(Items(frozenset({7})))
     (shard,) = source.shards(COUNT, None)
-    plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
+    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
     loaded = Loaded(source, Chain([], seed=1))
     ((_, report),) = blocks_of(loaded, plan, Work(0, shard), Guard({"7": "it kills"}, None))
     assert report.bad == [BadRecord("7", "it kills")]

@@ -25,7 +25,7 @@ from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
-from stoker.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
+from stoker.messages import BlockReport, DataCursor, PassPlan, Shard, Work
 from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, homes_of, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
@@ -58,7 +58,7 @@ def run_pass(
     source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     """All groups of a pass, as one task after the other makes them."""
-    plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
+    plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
     loaded = Loaded(source.for_workers(), chain(cache is not None), cache)
     made = []
     for number, shard in enumerate(source.shards(120, np.random.default_rng(epoch))):
@@ -160,7 +160,7 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(digits: Path
         cache = HostCache(root, form, SPEC)
         run_pass(source, 0, cache)
         groups = iter([])
-        plan = EpochPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
+        plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
         shard = source.shards(240, None)[0]
         groups = blocks_of(Loaded(source.for_workers(), chain(), cache), plan, Work(0, shard))
         made = [next(groups)]

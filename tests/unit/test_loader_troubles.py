@@ -24,8 +24,9 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import cluster
-from stoker.loader.attempt import LoaderAttempt, LoaderSettings
+from stoker.loader.attempt import LoaderAttempt
 from stoker.messages import BlockReport, Made, Process, Shard
+from stoker.serve.attempt import Locks
 from stoker.serve.items import ITEM_S, Holdings
 from stoker.serve.pool import ChainHost, Pool
 
@@ -181,7 +182,7 @@ def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
-PROCESS = Process("worker", "h", "process")
+PROCESS, OTHER = Process("worker", "h", "process"), Process("other", "h", "another")
 
 
 class Head:
@@ -190,21 +191,16 @@ class Head:
     def __init__(self, budget: int, streams: int) -> None:
         pool = Pool()
         pool.update([ChainHost("h", 1)], False, 0.0)
-        changed = threading.Condition()
-        numbers, settings = itertools.count(), LoaderSettings(600.0)
         self.attempt = LoaderAttempt(
-            0, settings, pool, budget, numbers, Holdings(), changed, changed, lambda text: None, {}
+            0, 600.0, pool, budget, itertools.count(), Holdings(), Locks.new(), lambda text: None, {}
         )
         self.planner = self.attempt.planner
-        with changed:
+        with self.attempt.changed:
             for key, workers in (("train", streams), ("val", 0)):
                 self.attempt.open(key, key, workers)
-                shards = (
-                    [(n, Shard(f"{n}"), 0) for n in range(streams or 9)]
-                    if key == "train" or not workers
-                    else []
-                )
-                self.attempt.submit(key, shards, None)
+                if key == "train" or not workers:
+                    shards = [(n, Shard(f"{n}"), 0) for n in range(workers or 9)]
+                    self.attempt.submit(key, shards, None)
 
     def claim(self) -> tuple[int, str, int, int]:
         """Number, pass and shard of what the process is given, and blocks to skip."""
@@ -213,13 +209,15 @@ class Head:
         assert claim is not None
         return claim.number, claim.plan.split, claim.work[0].number, claim.work[0].skip
 
-    def made(self, number: int, shard: int, nth: int = 0, last: bool = True) -> None:
+    def made(self, number: int, shard: int, nth: int = 0, last: bool = True) -> bool:
+        """The process reports a batch; whether it makes the next one of the same shard."""
         with self.attempt.changed:
             # So long that each shard is an item.
             report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=ITEM_S)
-            self.planner.reported(PROCESS, number, Made(report, f"{shard}.{nth}"))
+            go_on = self.planner.reported(PROCESS, number, Made(report, f"{shard}.{nth}"))
             if last:
                 self.planner.ended(PROCESS)
+        return go_on
 
 
 def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
@@ -232,35 +230,47 @@ def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -
         head.made(number, shard)
         if split == "val":
             with head.attempt.changed:  # its script takes what is there
-                stream: Any = head.attempt.lines["val"].stream
+                stream = head.attempt.passes["val"]
                 stream.next = (shard + 1, 0)
                 stream.ready.clear()
     assert found.count("val") >= 6
 
 
-def test_a_worker_of_an_iterable_dataset_that_is_ahead_makes_way_for_another_pass() -> None:
-    head = Head(budget=10**9, streams=1)
+def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
+    head = Head(budget=10**9, streams=2)
+    train, val = head.attempt.passes["train"], head.attempt.passes["val"]
     with head.attempt.changed:
-        val = head.attempt.lines["val"]
         waiting, val.work = val.work, type(val.work)()
     number, split, shard, _ = head.claim()
-    assert split == "train"
-    for nth in range(4):
-        head.made(number, shard, nth, last=False)
+    assert (split, shard) == ("train", 0)
+    assert head.made(number, shard, 0, last=False)
+    train.next = (1, 0)  # the script has taken the first batch and waits for one of the other stream
+    train.ready.clear()
+    assert not head.made(number, shard, 1, last=False)
+    number, _, shard, skip = head.claim()
+    assert (shard, skip) == (1, 0)
+    assert [head.made(number, 1, nth, last=False) for nth in range(4)] == [True, True, True, False]
+    number, _, shard, skip = head.claim()
+    assert (shard, skip) == (0, 2), "the one that is less ahead"
+    assert [head.made(number, 0, nth, last=False) for nth in range(2, 5)] == [True, True, False]
     with head.attempt.changed:
-        assert not head.planner.makes_way(PROCESS.worker, 4)  # nobody waits
+        assert head.planner.claim(PROCESS) is None, "both are far enough"
+        assert head.planner.claim(OTHER) is None, "and nobody else reads them"
         val.work = waiting
-        assert not head.planner.makes_way(PROCESS.worker, 3)
-        assert head.planner.makes_way(PROCESS.worker, 4)
     number, split, shard, _ = head.claim()
     assert split == "val"
     head.made(number, shard)
+    train.next = (0, 1)
+    del train.ready[0, 1]
+    val.work.clear()
+    assert head.claim()[1:] == ("train", 0, 5)
     with head.attempt.changed:
-        stream: Any = head.attempt.lines["train"].stream
-        stream.next = (0, 4)
-        stream.ready.clear()  # the script goes on with the other
-        val.work.clear()
-    assert head.claim()[1:] == ("train", 0, 4)
+        head.planner.pool.workers_are({PROCESS.worker: "h"}, 0.0)
+        assert head.attempt.bound() == {PROCESS.worker}
+        head.planner.pool.workers_are({}, 0.0)
+        del train.ready[1, 0]
+        claim = head.planner.claim(OTHER)
+    assert claim is not None and (claim.work[0].number, claim.work[0].skip) == (1, 4), "its process is gone"
 
 
 def test_an_address_where_nobody_answers_is_refused_at_once() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from stoker.errors import UsageError
 from stoker.messages import ID_COLUMN, KEY_COLUMN, DataCursor
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.cursor import about
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
@@ -75,12 +74,11 @@ class Run:
         if start:
             self.step = start["step"]
             self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
-        changed = threading.Condition()
         costs = {split: ChainCosts() for split in ("train", "val")}
-        attempt = Attempt(
-            0, workers, passes, data.totals, cursor, changed, changed, costs, self.log, None, Suspects()
+        attempt = RecipeAttempt(
+            0, workers, passes, data.totals, cursor, Locks.new(), costs, self.log, None, Suspects()
         )
-        stream = attempt.streams["train", cursor.epoch]
+        stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)
         loaded = Loaded(data.sources["train"], data.chains["train"])
         shards = list(passes.shards(epoch, cursor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from stoker.data import Shard, Source
 from stoker.errors import DataError
 from stoker.messages import BlockReport, Claim, DataCursor, Failure, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import Held, Holdings, ReadyBlock
 from stoker.serve.passes import Passes
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.recipe_pass import RecipePass
 from stoker.serve.splitter import Splitter
-from stoker.serve.streams import Stream
 from stoker.serve.suspects import Suspects
 
 PROCESSES = count()
@@ -86,9 +85,8 @@ class Head:
 
     def begin(self, start: DataCursor, before: Planner | None = None) -> None:
         """An attempt begins."""
-        changed = threading.Condition()
-        shared = (changed, changed, {"train": self.costs}, lambda *_, **__: None, None, Suspects())
-        self.attempt = Attempt(0, 1, self.passes, {"train": self.source.count()}, start, *shared)
+        shared = (Locks.new(), {"train": self.costs}, lambda *_, **__: None, None, Suspects())
+        self.attempt = RecipeAttempt(0, 1, self.passes, {"train": self.source.count()}, start, *shared)
         self.delivered: list[tuple[int, int]] = []
         deliver = self.attempt.deliver
 
@@ -97,17 +95,17 @@ class Head:
             deliver(stream, block)
 
         self.attempt.deliver = note  # type: ignore[method-assign]
-        with changed:  # listing notifies those that wait for work
+        with self.attempt.changed:  # listing notifies those that wait for work
             self.attempt.produce(self.pool, self.budget, self.numbers, self.holdings, before)
         assert self.attempt.planner is not None
         self.planner: Planner = self.attempt.planner
         assert self.planner._lister is not None
         self.planner._lister._thread = AtOnce()  # type: ignore[assignment]
-        self.stream = self.attempt.streams["train", 0]
+        self.stream = self.attempt.open["train", 0]
 
     def ready(self) -> set[tuple[int, int]]:
         """The blocks that are needed."""
-        early = [block for line in self.planner.lines for block in line.early()]
+        early = [block for line in self.planner.passes for block in line.early()]
         return {(b.report.shard, b.report.nth) for b in (*self.stream.blocks.values(), *early)}
 
     def lose(self, node: str) -> None:
@@ -265,9 +263,15 @@ def test_every_block_once_and_in_order(
 
 def test_a_pass_that_is_waited_for_gets_every_host_however_much_of_later_ones_is_ready() -> None:
     head = Head([3] * 40, "exact", hosts=1, budget=10_000)
-    later = Stream(Splitter(1, 3, equal=True), EpochAccount("train", 1), None)
+    later = RecipePass(
+        plan=head.stream.plan,
+        number=1,
+        splitter=Splitter(1, 3, equal=True),
+        account=EpochAccount("train", 1),
+        total=None,
+    )
     later.splitter.add(300, 0)
-    head.attempt.streams["train", 1] = later
+    head.attempt.open["train", 1] = later
     assert not head.planner.hungry, "nothing is to be done yet"
     look(head)
     assert head.planner.hungry

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import UsageError
-from stoker.messages import BadRecord, BlockReport, DataCursor, Plan
+from stoker.messages import BadRecord, BlockReport, DataCursor, PassPlan, Plan
 from stoker.read.identity import identity_of
 from stoker.read.images import ImageFolderSource
 from stoker.read.indexed import RangeSource, TorchSource
@@ -20,13 +20,18 @@ from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, ranges, refuse_other_data
 from stoker.serve.items import ReadyBlock
+from stoker.serve.recipe_pass import RecipePass
 from stoker.serve.signals import OneTimeSignal, Pace, Signal
 from stoker.serve.splitter import Splitter
-from stoker.serve.streams import Stream
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)
 """Shards of records; True: the record is good."""
+
+
+def pass_of(splitter: Splitter, account: EpochAccount, trail: Trail) -> RecipePass:
+    plan = PassPlan(1, 0, "train", shuffle=True, block_records=4)
+    return RecipePass(plan=plan, number=0, splitter=splitter, account=account, total=None, trail=trail)
 
 
 @dataclass
@@ -41,7 +46,7 @@ class Run:
     def __post_init__(self) -> None:
         self.made: list[list[int]] = []
         books = EpochAccount("train", 0, carried=self.start.books)
-        self.stream = Stream(Splitter(1, 1, equal=True), books, None, Trail(self.start))
+        self.stream = pass_of(Splitter(1, 1, equal=True), books, Trail(self.start))
         tasks = []
         for shard, records in enumerate(self.shards):
             begun = self.start.begun(shard)
@@ -145,7 +150,7 @@ def test_rows_of_a_dataset_without_shards_are_skipped_from_the_front() -> None:
 
 def test_a_place_ahead_of_the_data_is_refused() -> None:
     trail = Trail(DataCursor(epoch=0, plan=PLAN))
-    stream = Stream(Splitter(2, 4, equal=True), EpochAccount("train", 0), None, trail)
+    stream = pass_of(Splitter(2, 4, equal=True), EpochAccount("train", 0), trail)
     assert stream.position(0, 0).rows == 0
     with pytest.raises(ValueError, match="step 1 is not reached"):
         stream.position(1, 0)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stoker.config.schema import Config
-from stoker.messages import KEY_COLUMN, EpochPlan, Work
+from stoker.messages import KEY_COLUMN, PassPlan, Work
 from stoker.serve.opening import open_data
 from stoker.serve.shards import Loaded, blocks_of
 
@@ -30,7 +30,7 @@ def drawn(
     job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
     data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
     loaded = Loaded(data.sources["train"], data.chains["train"])
-    plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
+    plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
     found: dict[str, tuple[float, ...]] = {}
     for number, part in enumerate(data.sources["train"].shards(shard, None)):
         if only in (None, number):
@@ -79,10 +79,10 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.shards(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.messages import EpochPlan, Work\n"
+        "from stoker.messages import PassPlan, Work\n"
         "from stoker.serve.shards import Loaded, blocks_of\n"
         "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
+        "plan = PassPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, shard)\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"

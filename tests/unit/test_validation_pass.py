@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.messages import BlockReport, DataCursor, Plan
+from stoker.messages import BlockReport, DataCursor, PassPlan, Plan
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import ReadyBlock
 from stoker.serve.suspects import Suspects
 
@@ -19,24 +18,25 @@ PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f
 ROWS = 8
 
 
-def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordinator, Attempt]:
+def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordinator, RecipeAttempt]:
     """A coordinator whose passes are all there, 8 rows each, without a host that makes them."""
     passes: Any = SimpleNamespace(
         config=Config.model_validate({"train": {"epochs": epochs, "batch_size": 1}}),
         identity=lambda fingerprint: PLAN,
         has_shards=lambda split: True,
+        plan=lambda split, epoch, start: PassPlan(0, epoch, split, True, 8),
         cache=None,
     )
-    changed = threading.Condition()
     totals = {"train": ROWS, "val": ROWS}
     chain = {"train": ChainCosts(), "val": ChainCosts()}
-    shared = (changed, changed, chain, lambda *args, **values: None, None, Suspects())
-    attempt = Attempt(0, workers, passes, totals, start, *shared)
+    locks = Locks.new()
+    shared = (locks, chain, lambda *args, **values: None, None, Suspects())
+    attempt = RecipeAttempt(0, workers, passes, totals, start, *shared)
     found: Any = object.__new__(Coordinator)
-    found.passes, found.changed, found.ready, found.attempt = passes, changed, changed, attempt
-    found.has_work = changed
+    found.passes, found.attempt, found.locks = passes, attempt, locks
+    found.changed, found.has_work, found.ready = locks
     found.stop_reason, found.events = "", []
-    for stream in attempt.streams.values():
+    for stream in attempt.open.values():
         stream.arrived(ReadyBlock(BlockReport(rows=ROWS), ""))
         stream.splitter.end()
     return found, attempt
@@ -44,12 +44,12 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
 
 def test_the_validation_that_is_missing_is_the_first_pass() -> None:
     _, attempt = head(DataCursor(epoch=2, plan=PLAN, unvalidated=1))
-    assert list(attempt.streams) == [("val", 1), ("train", 2), ("val", 2)]
-    assert list(head(DataCursor(epoch=3, plan=PLAN, unvalidated=2))[1].streams) == [("val", 2)]
-    assert list(head(DataCursor(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].streams) == [("val", 1)], (
+    assert list(attempt.open) == [("val", 1), ("train", 2), ("val", 2)]
+    assert list(head(DataCursor(epoch=3, plan=PLAN, unvalidated=2))[1].open) == [("val", 2)]
+    assert list(head(DataCursor(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].open) == [("val", 1)], (
         "max_steps ended training within this epoch"
     )
-    assert list(head(DataCursor(epoch=2, plan=PLAN))[1].streams) == [("train", 2), ("val", 2)]
+    assert list(head(DataCursor(epoch=2, plan=PLAN))[1].open) == [("train", 2), ("val", 2)]
 
 
 def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from stoker.config.schema import Config
 from stoker.messages import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
 from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.blocks.client import Transport
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.server import BlockServer
@@ -146,10 +145,9 @@ class Way:
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
         start = DataCursor(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
-        changed = threading.Condition()
-        shared = (changed, changed, _books(), lambda *_, **__: None, None, Suspects())
-        attempt = Attempt(0, workers, passes, data.totals, start, *shared)
-        stream = attempt.streams["train", 0]
+        shared = (Locks.new(), _books(), lambda *_, **__: None, None, Suspects())
+        attempt = RecipeAttempt(0, workers, passes, data.totals, start, *shared)
+        stream = attempt.open["train", 0]
         plan = passes.plan("train", 0, None)
         loaded = Loaded(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
         made = []

@@ -33,7 +33,7 @@ from stoker.messages import (
     RECORD_COLUMN,
     BadRecord,
     BlockReport,
-    EpochPlan,
+    PassPlan,
     Record,
     Work,
 )
@@ -347,7 +347,7 @@ def sampled(source: Source, config: Config, split: str, at_once: int) -> Iterato
         split: train or val.
         at_once: records to take from a shard before the next one.
     """
-    plan = EpochPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
+    plan = PassPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
     order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
     shards = source.shards(plan.block_records, order)
     reader = source.for_workers()

@@ -46,9 +46,9 @@ from stoker.serve.datasets import DatasetSource
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import Data, discover, open_data
 from stoker.serve.passes import Passes
+from stoker.serve.recipe_pass import RecipePass
 from stoker.serve.shards import Loaded, blocks_of
 from stoker.serve.splitter import Splitter
-from stoker.serve.streams import Stream
 from stoker.serve.witness import Guard
 from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
 from stoker.train.feed import as_tensors
@@ -371,7 +371,14 @@ class Rebuild:
         """
         attempt, epoch = self.found.attempt, self.found.epoch
         splitter = Splitter(self.workers, self.batch_size, equal=True, remainder=self.remainder)
-        stream = Stream(splitter, EpochAccount("train", epoch), None, Trail(self.start))
+        stream = RecipePass(
+            plan=self.plan,
+            number=epoch,
+            splitter=splitter,
+            account=EpochAccount("train", epoch),
+            total=None,
+            trail=Trail(self.start),
+        )
         named: dict[str, Reference] = {}
         for block in starmap(Reference, attempt.blocks.get(epoch, [])):
             named[name := f"{block.shard}.{block.nth}"] = block

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker import ray_compat
-from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
+from stoker.loader.attempt import LoaderAttempt, Place
 from stoker.loader.watch import Progress
 from stoker.messages import Made, Process, Reply, Shard
 from stoker.ray_compat import HostRequest
@@ -28,8 +28,6 @@ from stoker.session import append
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
-HOLD_S = 60.0
-"""Longest time to hold back a worker of an iterable dataset at once."""
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
 JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
@@ -44,7 +42,7 @@ class Taken:
 
 
 class LoaderService(Production):
-    """Head: see the module. Zero CPUs, called from many threads.
+    """See the module. Zero CPUs, called from many threads.
 
     Args:
         hosts: maps train workers by node to the hosts that preprocess.
@@ -53,6 +51,8 @@ class LoaderService(Production):
         scaler: decides how many CPU hosts to request; None: their number is fixed.
         node: the Ray node where it runs.
     """
+
+    attempt: LoaderAttempt | None
 
     def __init__(
         self,
@@ -63,11 +63,7 @@ class LoaderService(Production):
         node: str = "",
         most_waiting: int = 64,
     ) -> None:
-        self.passes: Any
-        self.attempt: Any = None
-        """A LoaderAttempt."""
-        settings: Any = LoaderSettings(stall_s)
-        super().__init__(settings, {}, hosts, most_waiting)
+        super().__init__(hosts, stall_s, most_waiting=most_waiting)
         self.budget_bytes, self._node = budget_bytes, node
         self.notes: list[str] = []
         """For the scripts, which log them."""
@@ -103,10 +99,12 @@ class LoaderService(Production):
 
     def is_idle(self, now: float) -> bool:
         """Stop chain workers between passes: others may need the CPUs."""
-        if self.attempt.lines or self._copies:  # torch's persistent workers do not end between passes either
+        if self.attempt is None:
+            return False
+        if self.attempt.passes or self._copies:  # torch's persistent workers do not end between passes either
             self._busy = now
-        idle, known = now - self._busy > IDLE_S, self.attempt.all_produced
-        self.attempt.all_produced = idle
+        idle, known = now - self._busy > IDLE_S, self.attempt.idle
+        self.attempt.idle = idle
         # Requested hosts are let go first.
         return idle and known and not self.elastic.closing & self.pool.staffed
 
@@ -151,7 +149,7 @@ class LoaderService(Production):
                 del self.setups[oldest]
 
     def _open(self) -> set[str]:
-        return {line.plan.split for line in self.attempt.lines.values()} if self.attempt else set()
+        return {each.plan.split for each in self.attempt.passes.values()} if self.attempt else set()
 
     def forget(self, split: str) -> None:
         """Called by scripts: the copies of a dataset serve no further pass."""
@@ -206,10 +204,9 @@ class LoaderService(Production):
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
-                    number, self.passes, self.pool, self.budget_bytes, self.numbers, self.holdings,
-                    self.changed, self.ready, self.notes.append, self._copies,
+                    number, self.stall_s, self.pool, self.budget_bytes, self.numbers, self.holdings,
+                    self.locks, self.notes.append, self._copies,
                 )  # fmt: skip
-                attempt.has_work = self.has_work
                 self.attempt = attempt
             self.training[len(self.training)] = node
             self._busy = time.monotonic()
@@ -238,7 +235,8 @@ class LoaderService(Production):
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Called by scripts: add work; see LoaderAttempt."""
         with self.changed:
-            self.attempt.submit(key, shards, total)
+            if self.attempt is not None:
+                self.attempt.submit(key, shards, total)
 
     def take(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
         """Called by scripts: return the blocks of these places that are ready, in order.
@@ -247,35 +245,34 @@ class LoaderService(Production):
         """
         deadline = time.monotonic() + ANSWER_S
         with self.changed:
-            if (line := self.attempt.lines.get(key)) is not None:
-                line.stream.given.clear()  # the script has fetched what it was given before
-                self.has_work.notify(len(places))
+            pass_ = self.attempt.passes.get(key) if self.attempt else None
+            if pass_ is not None:
+                pass_.given.clear()  # the script has fetched what it was given before
             while True:
                 given = self._ready(key, places)
+                # A stream is continued by its reader alone.
+                self.has_work.notify_all() if pass_ and pass_.streams else self.has_work.notify(len(places))
                 left = deadline - time.monotonic()
                 if given or left <= 0:
-                    if given:
-                        self.changed.notify_all()
                     return given
-                self.changed.notify_all()  # a worker that is ahead may have to yield its process
                 self.ready.wait(left)
 
     def _ready(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
-        line = self.attempt.lines.get(key)
-        if self.attempt.failure or line is None:
-            return [(Taken.FAILED, self.attempt.failure or "this pass was closed")]
-        made: LoaderPass = line.stream
+        attempt = self.attempt
+        pass_ = attempt.passes.get(key) if attempt else None
+        if attempt is None or attempt.failure or pass_ is None:
+            return [(Taken.FAILED, (attempt and attempt.failure) or "this pass was closed")]
         given: list[tuple[str, Any]] = []
         for place in places:
-            made.next = place
-            if place in made.ready:
-                made.given[place] = block = made.ready.pop(place)
+            pass_.next = place
+            if place in pass_.ready:
+                pass_.given[place] = block = pass_.ready.pop(place)
                 given.append((Taken.BLOCK, block.part(0, block.report.rows)))
-                if not made.streams:
-                    made.next = (place[0] + 1, 0)
-            elif place in made.failed:
-                given.append((Taken.FAILED, made.failed[place]))
-            elif made.streams and place[0] in line.delivered:
+                if not pass_.streams:
+                    pass_.next = (place[0] + 1, 0)
+            elif place in pass_.failed:
+                given.append((Taken.FAILED, pass_.failed[place]))
+            elif pass_.streams and place[0] in pass_.delivered:
                 given.append((Taken.END, None))
             else:
                 break
@@ -320,23 +317,7 @@ class LoaderService(Production):
         return super().claim(by)
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
-        """Called by chain workers; blocks while an iterable dataset is too far ahead."""
+        """Called by chain workers."""
         with self.changed:
             self.costs.take(made.report, by.node)
-        reply = super().block_made(by, number, made)
-        deadline = time.monotonic() + HOLD_S
-        with self.changed:
-            while reply.go_on and self._planner() is not None:
-                planner = self.attempt.planner
-                item = planner.active.get(by.worker)
-                if item is None or not item.shards or not item.line.stream.streams:
-                    break
-                item.quiet_since = item.stuck_since = time.monotonic()
-                self._seen(by)
-                ahead = item.line.stream.ahead_of(made.report.shard)
-                if planner.makes_way(by.worker, ahead):
-                    return reply._replace(go_on=False)
-                if ahead < STREAM_AHEAD or time.monotonic() > deadline:
-                    break
-                self.changed.wait(1.0)
-        return reply
+        return super().block_made(by, number, made)

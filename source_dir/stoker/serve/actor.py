@@ -18,19 +18,21 @@ from stoker.messages import BlockSlice, DataCursor, Plan, StageCost, StepAssignm
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.affinity import CacheAffinity
-from stoker.serve.attempt import Attempt, Beginning
+from stoker.serve.attempt import Beginning, RecipeAttempt
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.elastic import Elastic, Scaled, Scaling
 from stoker.serve.passes import Passes
 from stoker.serve.pool import ChainHost
 from stoker.serve.production import Production
-from stoker.serve.streams import Stream, Used, ids_of
+from stoker.serve.recipe_pass import RecipePass, Used, ids_of
+from stoker.serve.shards import Setup
 
 
 class Coordinator(Production):
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
+    attempt: RecipeAttempt | None
     restart: Beginning | None = None
     """Where training would begin again now."""
 
@@ -44,8 +46,9 @@ class Coordinator(Production):
         scaler: Scaling | None = None,
         most_waiting: int = 64,
     ) -> None:
-        super().__init__(passes, totals, hosts, most_waiting)
-        self.plan, self.buffer_bytes = plan, buffer_bytes
+        data = passes.config.data
+        super().__init__(hosts, data.stall_timeout_s, data.preprocess_on, most_waiting)
+        self.passes, self.totals, self.plan, self.buffer_bytes = passes, totals, plan, buffer_bytes
         self.by_row = not passes.has_shards("train")
         self.trainings = -1
         self.stop_reason = ""
@@ -63,6 +66,10 @@ class Coordinator(Production):
             unused=self.holdings.unused,
             lost=self.agent_lost,
         )
+
+    def first_setups(self) -> dict[str, Setup]:
+        """As the base's."""
+        return {split: self.passes.setup(split) for split in self.totals}
 
     def new_attempt(self) -> int:
         """Train worker's call (rank 0), once per start: the number of this attempt, from 0."""
@@ -122,7 +129,7 @@ class Coordinator(Production):
             lost_at = before.lost_at or lost_at
             before.replaced = True
             if before.planner:
-                before.planner.close()
+                before.planner.end()
         self.restart = beginning
         problem, start = "", fresh(beginning.epoch, self.plan, self.by_row)
         try:
@@ -132,12 +139,11 @@ class Coordinator(Production):
             self.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = str(error)
-        self.attempt = Attempt(
-            attempt, beginning.workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
-            self._event, self.keeping, self.suspects,
+        self.attempt = RecipeAttempt(
+            attempt, beginning.workers, self.passes, self.totals, start, self.locks, self.chain, self._event,
+            self.keeping, self.suspects,
         )  # fmt: skip
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
-        self.attempt.has_work = self.has_work
         self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
         if self.stop_reason:
             self.attempt.stop.request(self.attempt.pace)
@@ -152,7 +158,7 @@ class Coordinator(Production):
         self.has_work.notify_all()
         self.ready.notify_all()
 
-    def _current(self, number: int) -> Attempt | None:
+    def _current(self, number: int) -> RecipeAttempt | None:
         """The attempt with this number if it is still running."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.number == number and not attempt.over else None
@@ -169,20 +175,20 @@ class Coordinator(Production):
         asked = time.monotonic()
         with self.changed:
             while (current := self._current(attempt)) is not None:
-                stream = current.streams.get((split, epoch))
-                if stream is not None and stream.splitter.ready(step):
+                pass_ = current.open.get((split, epoch))
+                if pass_ is not None and pass_.splitter.ready(step):
                     break
                 self.ready.wait(1.0)
             else:
                 return self._why_over(attempt)
-            portion = stream.portion(step, rank)
+            portion = pass_.portion(step, rank)
             val = split == "val"
             current.pace.ask(rank, epoch, step, val)
             # Stop only between optimizer steps: accumulated gradients are not saved.
             if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
                 portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
                 portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
-            stream.release()
+            pass_.release()
             current.recovered(asked)
             self.has_work.notify(2)
             return portion
@@ -197,12 +203,12 @@ class Coordinator(Production):
         given: list[StepAssignment] = []
         with self.changed:
             current = self._current(attempt)
-            if current is not None and (stream := current.streams.get((split, epoch))) is not None:
-                stream.fetched[rank] = fetched
+            if current is not None and (pass_ := current.open.get((split, epoch))) is not None:
+                pass_.fetched[rank] = fetched
             for at in range(step, step + most):
                 current = self._current(attempt)
-                stream = current.streams.get((split, epoch)) if current else None
-                if given and (stream is None or not stream.splitter.ready(at)):
+                pass_ = current.open.get((split, epoch)) if current else None
+                if given and (pass_ is None or not pass_.splitter.ready(at)):
                     break
                 portion = self.next(attempt, split, epoch, rank, at)
                 if not isinstance(portion, StepAssignment):
@@ -216,7 +222,7 @@ class Coordinator(Production):
         Args:
             attempt: the caller's attempt.
             epoch: which pass.
-            steps: number of steps of this attempt's stream of that epoch that all ranks have used.
+            steps: number of steps of this attempt's pass of that epoch that all ranks have used.
             id_sum: over all ranks, the sum of the ids of the rows used in it, modulo 2**63.
 
         Returns:
@@ -230,9 +236,9 @@ class Coordinator(Production):
             current = self._current(attempt)
             if current is None:
                 raise ValueError(self._why_over(attempt))
-            stream = current.streams.get(("train", epoch))
+            pass_ = current.open.get(("train", epoch))
             new = fresh(epoch + 1, self.plan, self.by_row)
-            place = new if stream is None else stream.position(steps, id_sum)
+            place = new if pass_ is None else pass_.position(steps, id_sum)
             deadly = dict(self.suspects.of("train"))
             return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
@@ -256,25 +262,27 @@ class Coordinator(Production):
             current = self._current(attempt)
             if current is None:
                 return self._why_over(attempt)
-            stream = current.streams[split, epoch]
-            while steps is not None and not stream.splitter.ready(steps):
+            pass_ = current.open[split, epoch]
+            while steps is not None and not pass_.splitter.ready(steps):
                 if current.over:
                     return current.why_over
                 self.ready.wait(1.0)
-            cut_at = None if steps is None or stream.splitter.share(steps, 0) is None else steps
-            stream.finished[rank] = used
-            last = len(stream.finished) == current.workers
-            unused = stream.unused() if last and cut_at is None else []
+            cut_at = None if steps is None or pass_.splitter.share(steps, 0) is None else steps
+            pass_.finished[rank] = used
+            last = len(pass_.finished) == current.workers
+            unused = pass_.unused() if last and cut_at is None else []
         if last:
-            self._reconcile(current, stream, unused, cut_at)
+            self._reconcile(current, pass_, unused, cut_at)
         with self.changed:
-            while not stream.reconciled:
+            while not pass_.reconciled:
                 if current.over:
                     return current.why_over
                 self.ready.wait(1.0)
-            return stream.account.counts(stream.total)
+            return pass_.account.counts(pass_.total)
 
-    def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice], cut_at: Any) -> None:
+    def _reconcile(
+        self, attempt: RecipeAttempt, pass_: RecipePass, unused: list[BlockSlice], cut_at: Any
+    ) -> None:
         """Close the account; fetch unused rows first, while no lock is held."""
         try:
             remaining = ids_of(unused, self.transport)
@@ -283,7 +291,7 @@ class Coordinator(Production):
             return
         with self.changed:
             if not attempt.over:
-                attempt.reconcile(stream, remaining, cut_at)
+                attempt.reconcile(pass_, remaining, cut_at)
                 self.has_work.notify_all()
                 self.ready.notify_all()
 
@@ -352,7 +360,7 @@ class Coordinator(Production):
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
                 "open": [
                     s.account.counts(s.total) | {"split": s.account.split}
-                    for s in (self.attempt.streams.values() if self.attempt else ())
+                    for s in (self.attempt.open.values() if self.attempt else ())
                     if (s.steps or s.account.carried.trained) and not s.reconciled
                 ],
             }

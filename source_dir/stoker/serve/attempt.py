@@ -1,10 +1,10 @@
-"""Head: one start of training: its passes, from production to reconciled accounts."""
+"""An attempt: passes from their production until they are used up, or until their work fails for good."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -15,29 +15,134 @@ from stoker.serve.affinity import CacheAffinity
 from stoker.serve.cursor import Trail, arrival
 from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.listing import Lister
-from stoker.serve.passes import Passes
+from stoker.serve.passes import Pass, Passes
 from stoker.serve.planner import Planner
 from stoker.serve.pool import Pool
+from stoker.serve.recipe_pass import RecipePass
 from stoker.serve.signals import OneTimeSignal, Pace, Signal
 from stoker.serve.splitter import Splitter
-from stoker.serve.streams import Stream
 from stoker.serve.suspects import Suspects
 
-STREAMS_AHEAD = 2
+PASSES_AHEAD = 2
 """How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
 all epochs and take CPUs from training."""
 
 
+class Locks(NamedTuple):
+    """Conditions of the service's one lock."""
+
+    changed: threading.Condition
+    """Those that decide what to produce wait on it."""
+    has_work: threading.Condition
+    """Chain workers wait on it for work."""
+    ready: threading.Condition
+    """Consumers wait on it for their rows; the block that completes a step wakes them."""
+
+    @classmethod
+    def new(cls) -> Locks:
+        lock = threading.RLock()
+        return cls(*(threading.Condition(lock) for _ in range(3)))
+
+
+class Attempt:
+    """Passes that one planner produces, until their work fails for good.
+
+    Args:
+        number: from 0.
+        locks: of the service.
+        stall_s: work fails after this long without a result.
+        suspects: records that kill their process.
+        keeping: cache affinity of hosts; None: no cache.
+    """
+
+    in_order = True
+    """Whether a pass is begun only once enough of those before it is ready."""
+    planner: Planner | None = None
+    """Decides what to read next; None until there are chain workers."""
+
+    def __init__(
+        self,
+        number: int,
+        locks: Locks,
+        stall_s: float,
+        suspects: Suspects,
+        keeping: CacheAffinity | None = None,
+    ) -> None:
+        self.number, self.stall_s, self.suspects, self.keeping = number, stall_s, suspects, keeping
+        self.changed, self.has_work, self.ready = locks
+        self.failure = ""
+        self.replaced = False
+        """Whether a later attempt has begun."""
+
+    @property
+    def over(self) -> bool:
+        return self.replaced or bool(self.failure)
+
+    @property
+    def why_over(self) -> str:
+        return self.failure or "this attempt is over"
+
+    @property
+    def all_produced(self) -> bool:
+        """Whether no further pass is to be produced."""
+        raise NotImplementedError
+
+    def open_passes(self) -> Sequence[Pass]:
+        """The passes that may be produced now, the most urgent first."""
+        raise NotImplementedError
+
+    def bound(self) -> set[str]:
+        """Chain workers with a state that no other has."""
+        return set()
+
+    def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
+        """Planner's call: a block in its turn."""
+        raise NotImplementedError
+
+    def produced(self, pass_: Pass) -> None:
+        """Planner's call: a pass has delivered all its blocks."""
+        raise NotImplementedError
+
+    def note(self, text: str) -> None:
+        """Emit one line for the user."""
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """End this attempt; the first reason is kept."""
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+            self.ready.notify_all()
+
+    def repeats(self, split: str, task: str) -> None:
+        """Work is done again, because its host or process was lost."""
+
+    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
+        """Work starts that was started before: how to begin; None: do not start it."""
+        if retry:
+            self.repeats(split, task)
+        try:
+            start = self.suspects.starts(task, split, retry)
+            self.refuse_deadly(split)
+        except DataError as error:
+            self.fail(str(error))
+            return None
+        return start
+
+    def refuse_deadly(self, split: str) -> None:
+        """Fail if too many records have killed their process."""
+
+
 class Beginning(NamedTuple):
-    """Head: where an attempt begins, and with how many train workers."""
+    """Where an attempt begins, and with how many train workers."""
 
     workers: int
     epoch: int
     position: DataCursor | None
 
 
-class Attempt:
-    """Head: see the module. Part of the coordinator, whose lock guards it.
+class RecipeAttempt(Attempt):
+    """One start of training: its passes, from production to reconciled accounts.
 
     Args:
         number: from 0.
@@ -45,8 +150,7 @@ class Attempt:
         passes: what to read.
         totals: records of each split; None: unknown.
         start: where training starts.
-        changed: of the coordinator's lock; notified when there may be something else to produce.
-        ready: of the same lock; notified when ranks may continue.
+        locks: of the service.
         chain: receives chain costs, by split.
         event: receives (event, values).
         keeping: cache affinity of hosts; None: no cache.
@@ -60,49 +164,27 @@ class Attempt:
         passes: Passes,
         totals: dict[str, int | None],
         start: DataCursor,
-        changed: threading.Condition,
-        ready: threading.Condition,
+        locks: Locks,
         chain: dict[str, ChainCosts],
         event: Callable[..., None],
         keeping: CacheAffinity | None,
         suspects: Suspects,
     ) -> None:
-        self.suspects = suspects
-        self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
-        self.changed, self.ready, self.has_work = changed, ready, changed
-        self.chain, self.event, self.keeping = chain, event, keeping
-        self.failure = ""
+        super().__init__(number, locks, passes.config.data.stall_timeout_s, suspects, keeping)
+        self.workers, self.passes, self.totals, self.start = workers, passes, totals, start
+        self.chain, self.event = chain, event
         self.beginning: Beginning | None = None
         self.ahead = False
         """Whether it produces for train workers that have not begun it yet."""
         self.lost_at: float | None = None
         """When a train worker of the attempt before was lost; None once training has rows again."""
-        self.replaced = False
-        """Whether a later attempt has begun."""
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
-        self.streams: dict[tuple[str, int], Stream] = {}
+        self.open: dict[tuple[str, int], RecipePass] = {}
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
-        self.planner: Planner | None = None
-        """Decides what to read next; None until there are chain workers."""
         self._last = False
         """Whether no further passes will be opened."""
         self._coming = self._passes(start)
         self._open()
-
-    @property
-    def over(self) -> bool:
-        return self.replaced or bool(self.failure)
-
-    @property
-    def why_over(self) -> str:
-        return self.failure or "this attempt is over"
-
-    def fail(self, reason: str) -> None:
-        """End this attempt; the first reason is kept."""
-        with self.changed:
-            self.failure = self.failure or reason
-            self.changed.notify_all()
-            self.ready.notify_all()
 
     def recovered(self, asked: float) -> None:
         """Training has its first rows after a loss, which it requested at this `time.monotonic()`."""
@@ -111,65 +193,72 @@ class Attempt:
             self.event("recovered", seconds=round(now - self.lost_at, 3), data_s=round(now - asked, 3))
             self.lost_at = None
 
-    def _passes(self, start: DataCursor) -> Iterator[Stream]:
-        config = self.passes.config
-        remainder = config.data.remainder
+    def _passes(self, start: DataCursor) -> Iterator[RecipePass]:
         due = start.unvalidated
         if due is not None and "val" in self.totals:
-            splitter = Splitter(self.workers, config.train.batch_size, equal=False)
-            yield Stream(splitter, EpochAccount("val", due), self.totals["val"])
+            yield self._pass("val", due)
             if due == start.epoch:
                 return  # train.max_steps has ended training within this epoch
-        for epoch in range(start.epoch, config.train.epochs):
-            for split, total in self.totals.items():
-                train = split == "train"
-                splitter = Splitter(self.workers, config.train.batch_size, equal=train, remainder=remainder)
-                if not train:
-                    yield Stream(splitter, EpochAccount(split, epoch), total)
-                    continue
-                if epoch != start.epoch:
-                    start = start.model_copy(
-                        update={
-                            "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
-                            "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
-                            "unvalidated": None,
-                        }
-                    )  # fmt: skip
-                yield Stream(splitter, EpochAccount(split, epoch, carried=start.books), total, Trail(start))
+        for epoch in range(start.epoch, self.passes.config.train.epochs):
+            if epoch != start.epoch:
+                start = start.model_copy(
+                    update={
+                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
+                        "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
+                        "unvalidated": None,
+                    }
+                )  # fmt: skip
+            for split in self.totals:
+                yield self._pass(split, epoch, start if split == "train" else None)
+
+    def _pass(self, split: str, epoch: int, start: DataCursor | None = None) -> RecipePass:
+        config = self.passes.config
+        splitter = Splitter(
+            self.workers, config.train.batch_size, equal=split == "train", remainder=config.data.remainder
+        )
+        return RecipePass(
+            plan=self.passes.plan(split, epoch, start),
+            number=epoch,
+            exact=config.data.order == "exact",
+            has_shards=self.passes.has_shards(split),
+            splitter=splitter,
+            account=EpochAccount(split, epoch, carried=start.books if start else CarriedAccount()),
+            total=self.totals[split],
+            trail=Trail(start) if start else None,
+        )
 
     def _open(self) -> None:
         """Open the passes that may be produced now."""
-        while len(self.streams) <= STREAMS_AHEAD:
-            stream = next(self._coming, None)
-            if stream is None:
+        while len(self.open) <= PASSES_AHEAD:
+            pass_ = next(self._coming, None)
+            if pass_ is None:
                 self._last = True
                 return
-            self.streams[stream.account.split, stream.account.epoch] = stream
+            self.open[pass_.key] = pass_
 
-    def reconcile(self, stream: Stream, remaining: list[int], cut_at: int | None = None) -> None:
+    def reconcile(self, pass_: RecipePass, remaining: list[int], cut_at: int | None = None) -> None:
         """Close the account of a pass and move to the next.
 
         Args:
-            stream: every rank has reported what it used of it.
+            pass_: every rank has reported what it used of it.
             remaining: ids of the rows that no worker took.
             cut_at: the steps after which a limit ends the pass and the training; None: it is complete.
         """
-        which = (stream.account.split, stream.account.epoch)
         try:
-            self.event("records", **stream.reconcile(remaining) if cut_at is None else stream.cut(cut_at))
+            self.event("records", **pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at))
         except DataError as error:
             self.fail(str(error))
             return
         if cut_at is not None:
             return
         if self.keeping is not None:
-            figures = self.keeping.figures(*which, stream.account.by_node)
+            figures = self.keeping.figures(*pass_.key, pass_.account.by_node)
             self.event("cache", **figures)
             if line := self.keeping.lacking(figures):
                 self.event("note", text=line)
-        del self.streams[which]
+        del self.open[pass_.key]
         if self.planner is not None:
-            self.planner.reconciled(stream)
+            self.planner.close(pass_)
         self._open()
 
     def produce(
@@ -189,45 +278,46 @@ class Attempt:
             holdings: knows where blocks are.
             before: of the attempt that this one replaces.
         """
-        self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, Lister(self, pool), before)
+        lister = Lister(self, self.passes, self.start, pool)
+        self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, lister, before)
 
-    def open_streams(self) -> list[Stream]:
-        """The passes that may be produced now, in order."""
-        return list(self.streams.values())
+    def open_passes(self) -> list[RecipePass]:
+        """As the base's."""
+        return list(self.open.values())
 
     @property
     def all_produced(self) -> bool:
-        """Whether all records of the run have been preprocessed."""
-        return self._last and all(stream.ended for stream in self.streams.values())
+        return self._last and all(each.ended for each in self.open.values())
 
     def note(self, text: str) -> None:
         """Emit one line for the user."""
         with self.changed:
             self.event("note", text=text)
 
-    def deliver(self, stream: Stream, block: ReadyBlock) -> None:
-        """Planner's call: a block in its turn."""
-        report = block.report
+    def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
+        """As the base's."""
+        report, mine = block.report, self.open[pass_.key]
         with self.changed:
-            rows = stream.splitter.rows
-            if self.account(stream, block) and report.rows:
-                stream.arrived(block)
-                if stream.trail is not None and not stream.trail.start.by_row:
-                    self.event("blocks", epoch=stream.account.epoch, blocks=[arrival(report)])
+            rows = mine.splitter.rows
+            if self.account(mine, block) and report.rows:
+                mine.arrived(block)
+                if mine.trail is not None and not mine.trail.start.by_row:
+                    self.event("blocks", epoch=mine.account.epoch, blocks=[arrival(report)])
             self.changed.notify_all()
-            if rows // stream.splitter.step_rows != stream.splitter.rows // stream.splitter.step_rows:
+            if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
                 self.ready.notify_all()
 
-    def produced(self, stream: Stream) -> None:
-        """A pass has delivered all its blocks."""
+    def produced(self, pass_: Pass) -> None:
+        """As the base's."""
+        mine = self.open[pass_.key]
         with self.changed:
-            stream.splitter.end()
-            stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
-            rows, split = stream.splitter.rows, stream.account.split
-            if stream.account.carried.trained == 0 and stream.splitter.share(0, 0) is None:
+            mine.splitter.end()
+            mine.account.check_budget(self.passes.config.data.bad_record_budget, mine.account.read)
+            rows, split = mine.splitter.rows, mine.account.split
+            if mine.account.carried.trained == 0 and mine.splitter.share(0, 0) is None:
                 few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
                 raise DataError(f"the {split} split has {few if rows else 'no records'}")
-            self.event("produced", split=stream.account.split, epoch=stream.account.epoch)
+            self.event("produced", split=mine.account.split, epoch=mine.account.epoch)
             self.changed.notify_all()
             self.ready.notify_all()
 
@@ -235,31 +325,21 @@ class Attempt:
         """Work is done again, because its host or process was lost."""
         self.event("work_repeated", split=split, work=task)
 
-    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
-        """A restarted task starts: how to begin; None: do not start it."""
-        if retry:
-            self.repeats(split, task)
-        try:
-            start = self.suspects.starts(task, split, retry)
-            deadly = self.suspects.of(split)
-            if deadly and (total := self.totals[split]) is not None:
-                # Check now, not when the block arrives: its other records may be just as bad.
-                budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
-                of = f"{total} {split} records"
-                refuse_over_budget(len(deadly), total, of, budget, BadRecord(*first))
-        except DataError as error:
-            self.fail(str(error))
-            return None
-        return start
+    def refuse_deadly(self, split: str) -> None:
+        """As the base's. Check now, not when the block arrives: its other records may be just as bad."""
+        deadly = self.suspects.of(split)
+        if deadly and (total := self.totals[split]) is not None:
+            budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
+            refuse_over_budget(len(deadly), total, f"{total} {split} records", budget, BadRecord(*first))
 
-    def account(self, stream: Stream, block: ReadyBlock) -> bool:
+    def account(self, pass_: RecipePass, block: ReadyBlock) -> bool:
         """Count the report of a block; False if it was already counted."""
-        split, epoch, report = stream.account.split, stream.account.epoch, block.report
-        if not stream.reported(report, block.node):
+        split, epoch, report = pass_.account.split, pass_.account.epoch, block.report
+        if not pass_.reported(report, block.node):
             return False
         if report.schemas:
             try:
-                stream.schema = self.passes.agree(split, report.schemas)
+                pass_.schema = self.passes.agree(split, report.schemas)
             except SchemaError as error:
                 self.fail(str(error))
                 return False
@@ -269,7 +349,7 @@ class Attempt:
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
         try:
-            stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+            pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)
         except DataError as error:
             self.fail(str(error))
         return True

@@ -38,8 +38,8 @@ class ChainWorker:
         context = ray.get_runtime_context()
         self._service, self._folder = service, here(run)
         self._loaded: dict[str, Loaded] = {}
-        self._aside: dict[tuple[str, int], tuple[int, int, Iterator[Any]]] = {}
-        """Streams to be continued, by split and number: pass, next block, and the rest."""
+        self._streams: dict[tuple[str, int], tuple[int, int, Iterator[Any]]] = {}
+        """Open streams, by split and number: pass, next block, and the rest."""
         self._me = Process(context.get_actor_id(), context.get_node_id(), secrets.token_hex(8))
         self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
         """By split: blocks, records, bytes and seconds."""
@@ -106,14 +106,14 @@ class ChainWorker:
                     refuse_flaky(report)
                 if not self._report(claim, columns, report, loaded):
                     if getattr(loaded.source, "stays", False):
-                        self._aside[split, work.number] = claim.plan.seed, report.nth + 1, blocks
+                        self._streams[split, work.number] = claim.plan.seed, report.nth + 1, blocks
                     return
 
     def _blocks(self, loaded: Loaded, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
         place = (claim.plan.split, work.number)
-        aside = self._aside.get(place)
-        if aside is not None and aside[:2] == (claim.plan.seed, work.skip) and work.stop is None:
-            return self._aside.pop(place)[2]
+        stream = self._streams.get(place)
+        if stream is not None and stream[:2] == (claim.plan.seed, work.skip) and work.stop is None:
+            return self._streams.pop(place)[2]
         return blocks_of(loaded, claim.plan, work, guard)
 
     def _report(self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: Loaded) -> bool:
@@ -133,11 +133,11 @@ class ChainWorker:
                 source.prepare(shard)
 
     def _load(self, split: str) -> Loaded:
-        known = {*self._loaded, *(of for of, _ in self._aside)}
+        known = {*self._loaded, *(of for of, _ in self._streams)}
         references, over = self._ask("setup", split, sorted(known))
         for each in over:
             self._loaded.pop(each, None)
-        self._aside = {place: aside for place, aside in self._aside.items() if place[0] not in over}
+        self._streams = {place: rest for place, rest in self._streams.items() if place[0] not in over}
         return load(*references)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

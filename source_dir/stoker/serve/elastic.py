@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
@@ -17,6 +17,9 @@ from stoker.hosts.topology import GROUP_LABEL, label
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import ChainHost, chain_hosts
+
+if TYPE_CHECKING:
+    from stoker.serve.attempt import Attempt
 
 RENEW_S, EXPIRES_S = 10.0, 60.0
 """Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
@@ -155,7 +158,7 @@ class Elastic:
         hosts: list[ChainHost],
         draining: set[str],
         now: float,
-        attempt: Any,
+        attempt: Attempt | None,
         bound: Collection[str] = (),
     ) -> list[ChainHost]:
         """The hosts that stay; called with the coordinator's lock held.

@@ -1,22 +1,18 @@
-"""Head: a pass in production: work not started, in progress, and waiting for its turn; pure."""
+"""What chain workers are given to make, and the blocks that they have made; pure."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count, takewhile
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from stoker.messages import BlockReport, BlockSlice, EpochPlan, Process, Shard
+from stoker.messages import BlockReport, BlockSlice, Process, Shard
 
 if TYPE_CHECKING:
-    from stoker.loader.attempt import LoaderPass
-    from stoker.serve.streams import Stream
+    from stoker.serve.passes import Pass
 
 Numbered = tuple[int, Shard, int]
 """As returned by `Passes.shards`: number, shard, blocks to skip."""
@@ -33,18 +29,17 @@ MOST_SHARDS = 16
 NOBODY = Process("", "", "")
 
 
-def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) -> int:
+def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
     """Head: as many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
 
     Args:
         left: shards not started.
         slots: chain workers.
         shard_s: duration of a shard; None: unknown.
-        single: see `Line`.
     """
     seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
     fill = int(seconds / shard_s) if shard_s else 1
-    return 1 if single else max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
+    return max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
 
 
 @dataclass(eq=False)
@@ -52,7 +47,7 @@ class Item:
     """Head: a few shards read by one chain worker. Unreported work can move to another worker, starting at
     the next block."""
 
-    line: Line
+    pass_: Pass
     name: str
     """Name for messages and for calls of chain workers."""
     shards: list[Numbered]
@@ -217,133 +212,3 @@ def in_budget(held: list[Held], budget_bytes: int) -> int:
     count, because the blocks before them must be made."""
     inherited = sum(each.inherited for each in held)
     return sum(each.own for each in held) + max(inherited - budget_bytes, 0)
-
-
-@dataclass
-class OpenShard:
-    """Head: a shard in progress."""
-
-    due: int
-    """Index of the block that the pass takes next."""
-    made: dict[int, ReadyBlock] = field(default_factory=dict)
-    """Blocks that wait for their turn."""
-    closed: bool = False
-    """No more blocks follow."""
-
-
-@dataclass(eq=False)
-class Line:
-    """Head: one pass in production."""
-
-    stream: Stream | LoaderPass
-    plan: EpochPlan
-    coming: Future[deque[Numbered]] | None
-    """Its shards while the listing runs; None: they come one by one."""
-    exact: bool
-    work: deque[Numbered] = field(default_factory=deque)
-    """Shards not started, in pass order."""
-    turns: deque[int] = field(default_factory=deque)
-    """Numbers of undelivered shards, in order; used if the order is exact."""
-    shards: dict[int, OpenShard] = field(default_factory=dict)
-    delivered: set[int] = field(default_factory=set)
-    """Completed shards."""
-    under_way: int = 0
-    """Items in progress or queued for a retry."""
-    shards_under_way: int = 0
-    """Number of shards that those items started with."""
-    listing: bool = True
-    """Whether more shards may come."""
-    single: bool = False
-    """Whether one shard keeps a chain worker busy."""
-
-    def listed(self) -> bool:
-        """Whether shards are known."""
-        if self.coming is not None and self.coming.done():
-            for shard in self.coming.result():
-                self.add(shard)
-            self.coming, self.listing = None, False
-        return self.coming is None
-
-    def add(self, shard: Numbered) -> None:
-        """Append the next shard."""
-        self.work.append(shard)
-        self.turns.append(shard[0])
-
-    def begin(self, shards: list[Numbered]) -> None:
-        """Mark shards as in progress."""
-        for number, _, skip in shards:
-            if number not in self.delivered:
-                self.shards.setdefault(number, OpenShard(skip))
-
-    def report(self, block: ReadyBlock) -> bool:
-        """Record a preprocessed block; False if it was already recorded."""
-        report = block.report
-        shard = self.shards.get(report.shard)
-        if shard is None or report.nth < shard.due or report.nth in shard.made:
-            return False
-        shard.made[report.nth] = block
-        return True
-
-    def close(self, number: int) -> None:
-        """Mark a shard as read to its end; it may have no further block, as when it is empty."""
-        if (shard := self.shards.get(number)) is not None:
-            shard.closed = True
-
-    def deliverable(self, number: int) -> list[ReadyBlock]:
-        """Blocks whose turn has come, in order.
-
-        Args:
-            number: shard with something new.
-        """
-        if not self.exact:
-            return self._of(number)
-        found: list[ReadyBlock] = []
-        while self.turns:
-            found += self._of(self.turns[0])
-            if self.turns[0] not in self.delivered:
-                break
-            self.turns.popleft()
-        return found
-
-    def _of(self, number: int) -> list[ReadyBlock]:
-        found: list[ReadyBlock] = []
-        shard = self.shards.get(number)
-        while shard is not None and (made := shard.made.get(shard.due)) is not None:
-            del shard.made[shard.due]
-            shard.due += 1
-            shard.closed |= made.report.last
-            found.append(made)
-        if shard is not None and shard.closed and not shard.made:
-            del self.shards[number]
-            self.delivered.add(number)
-        return found
-
-    def early(self) -> list[ReadyBlock]:
-        """Blocks that wait for their turn."""
-        return [block for shard in self.shards.values() for block in shard.made.values()]
-
-    def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
-        """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
-
-        Args:
-            ready: by shard and index in it.
-        """
-        taken: list[ReadyBlock] = []
-        left: deque[Numbered] = deque()
-        for number, shard, skip in self.work:
-            made = ready.get(number, {})
-            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip))]
-            if blocks:
-                self.begin([(number, shard, skip)])
-            for block in blocks:
-                self.report(block)
-                block.inherited = True
-            if not blocks or not blocks[-1].report.last:
-                left.append((number, shard, skip + len(blocks)))
-            taken += blocks
-        self.work = left
-        return taken
-
-    def ended(self) -> bool:
-        """Whether everything was delivered."""
-        return self.listed() and not (self.listing or self.work or self.under_way or self.shards)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from stoker.errors import explain
-from stoker.serve.items import Line
+from stoker.messages import DataCursor
+from stoker.serve.passes import Pass, Passes
 from stoker.serve.pool import Pool
 
 if TYPE_CHECKING:
@@ -17,53 +19,50 @@ BLOCKS_AHEAD_PER_SLOT = 2
 
 
 class Lister:
-    """Head: part of the planner.
+    """Part of the planner.
 
     Args:
         attempt: whose passes are listed.
+        passes: what they read.
+        start: where training starts.
         pool: the hosts.
     """
 
-    def __init__(self, attempt: Attempt, pool: Pool) -> None:
-        self.attempt, self.pool, self.passes = attempt, pool, attempt.passes
+    def __init__(self, attempt: Attempt, passes: Passes, start: DataCursor, pool: Pool) -> None:
+        self.attempt, self.passes, self.start, self.pool = attempt, passes, start, pool
         self._begun: set[tuple[str, int]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
 
-    def close(self) -> None:
-        """Stop: the attempt is over."""
+    def end(self) -> None:
+        """The attempt is over."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def open(self, lines: list[Line]) -> None:
-        """Add a line for each producible pass that has none."""
-        for stream in self.attempt.open_streams():
-            key = (stream.account.split, stream.account.epoch)
-            if key in self._begun:
+    def begin(self, passes: Iterable[Pass]) -> list[Pass]:
+        """Begin to list those that have not begun; returns them."""
+        new = [each for each in passes if each.key not in self._begun]
+        for pass_ in new:
+            self._begun.add(pass_.key)
+            if not pass_.has_shards:
+                self._thread.submit(self._execute, pass_)
                 continue
-            self._begun.add(key)
-            start = stream.trail.start if stream.trail else None
-            plan = self.passes.plan(*key, start)
-            known = self.passes.has_shards(plan.split)
-            coming = self._thread.submit(self.passes.shards, plan, start) if known else None
-            if coming is not None:
-                coming.add_done_callback(lambda _: self._tell())
-            line = Line(stream, plan, coming, self.passes.config.data.order == "exact")
-            lines.append(line)
-            if not known:
-                self._thread.submit(self._execute, line)
+            start = self.start if pass_.key == ("train", self.start.epoch) else None
+            pass_.coming = self._thread.submit(self.passes.shards, pass_.plan, start)
+            pass_.coming.add_done_callback(lambda _: self._tell())
+        return new
 
     def _tell(self) -> None:
         with self.attempt.changed:
             self.attempt.has_work.notify_all()
 
-    def _execute(self, line: Line) -> None:
+    def _execute(self, pass_: Pass) -> None:
         """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
         changed = self.attempt.changed
         try:
-            for shard in self.passes.blocks(line.plan):
+            for shard in self.passes.blocks(pass_.plan):
                 with changed:
-                    line.add(shard)
+                    pass_.add(shard)
                     self.attempt.has_work.notify()
-                    while len(line.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
+                    while len(pass_.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
                         if self.attempt.over:
                             break
                         changed.wait(1.0)
@@ -72,5 +71,5 @@ class Lister:
         except Exception as error:
             self.attempt.fail(explain(error))
         with changed:
-            line.listing = False
+            pass_.listing = False
             self.attempt.has_work.notify_all()

@@ -1,18 +1,209 @@
-"""Head: the passes of a job: what to read, in which order, and with which chain."""
+"""Head: a pass while it is produced, and what the passes of a job read: in which order, with which chain."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import SchemaError
-from stoker.messages import DataCursor, EpochPlan, Plan, Schema, Shard, Work
+from stoker.messages import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
 from stoker.serve.datasets import DatasetSource
+from stoker.serve.items import Held, Numbered, ReadyBlock
 from stoker.serve.shards import Setup, order_of
+
+
+@dataclass
+class OpenShard:
+    """A shard in progress."""
+
+    due: int
+    """Index of the block that the pass takes next."""
+    made: dict[int, ReadyBlock] = field(default_factory=dict)
+    """Blocks that wait for their turn."""
+    closed: bool = False
+    """No more blocks follow."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Pass:
+    """One epoch of one split, or one iteration over a loader; the service's lock guards it.
+
+    Here it is produced: chain workers begin its work, and their blocks wait for their turn. `RecipePass` and
+    `LoaderPass` differ in how they give out rows or batches.
+    """
+
+    plan: PassPlan
+    number: int
+    """With its split, tells it from all other passes."""
+    exact: bool = False
+    """Whether blocks are delivered in the order of the shards."""
+    has_shards: bool = True
+    """Whether its shards are known before reading; those of a `ray.data.Dataset` are not."""
+    coming: Future[deque[Numbered]] | None = None
+    """Its shards while the listing runs; None: they come one by one."""
+    work: deque[Numbered] = field(default_factory=deque)
+    """Shards not started, in pass order."""
+    turns: deque[int] = field(default_factory=deque)
+    """Numbers of undelivered shards, in order; used if the order is exact."""
+    shards: dict[int, OpenShard] = field(default_factory=dict)
+    delivered: set[int] = field(default_factory=set)
+    """Completed shards."""
+    under_way: int = 0
+    """Items in progress or queued for a retry."""
+    shards_under_way: int = 0
+    """Number of shards that those items started with."""
+    listing: bool = True
+    """Whether more shards may come."""
+    streams: int = 0
+    """Number of streams: shards that one chain worker each reads from beginning to end; 0: any may continue a
+    shard."""
+    step_rows: int = 1
+    """Rows of one step over all consumers."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.plan.split, self.number
+
+    @property
+    def held(self) -> Held:
+        """Bytes of the blocks that are delivered and still needed."""
+        raise NotImplementedError
+
+    @property
+    def needed(self) -> list[ReadyBlock]:
+        """The blocks that are delivered and still needed."""
+        raise NotImplementedError
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows delivered beyond what every consumer has requested."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rows have arrived."""
+        raise NotImplementedError
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a consumer waits for the first stream in `work`; the budget does not hold that back."""
+        return False
+
+    def offers(self, worker: str, lost: Callable[[str], bool]) -> bool:
+        """Whether there is work for a chain worker; it comes first in `work`.
+
+        Args:
+            worker: its id.
+            lost: tells whether a chain worker has ended.
+        """
+        return bool(self.work)
+
+    def far_ahead(self, shard: int) -> bool:
+        """Whether enough of a stream is ready."""
+        return False
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        self.shards.clear()
+
+    def listed(self) -> bool:
+        """Whether shards are known."""
+        if self.coming is not None and self.coming.done():
+            for shard in self.coming.result():
+                self.add(shard)
+            self.coming, self.listing = None, False
+        return self.coming is None
+
+    def add(self, shard: Numbered) -> None:
+        """Append the next shard."""
+        self.work.append(shard)
+        self.turns.append(shard[0])
+
+    def begin(self, shards: list[Numbered], worker: str = "") -> None:
+        """Mark shards as in progress, perhaps by a chain worker."""
+        for number, _, skip in shards:
+            if number not in self.delivered:
+                self.shards.setdefault(number, OpenShard(skip))
+
+    def report(self, block: ReadyBlock) -> bool:
+        """Record a preprocessed block; False if it was already recorded."""
+        report = block.report
+        shard = self.shards.get(report.shard)
+        if shard is None or report.nth < shard.due or report.nth in shard.made:
+            return False
+        shard.made[report.nth] = block
+        return True
+
+    def close(self, number: int) -> None:
+        """Mark a shard as read to its end; it may have no further block, as when it is empty."""
+        if (shard := self.shards.get(number)) is not None:
+            shard.closed = True
+
+    def deliverable(self, number: int) -> list[ReadyBlock]:
+        """Blocks whose turn has come, in order.
+
+        Args:
+            number: shard with something new.
+        """
+        if not self.exact:
+            return self._of(number)
+        found: list[ReadyBlock] = []
+        while self.turns:
+            found += self._of(self.turns[0])
+            if self.turns[0] not in self.delivered:
+                break
+            self.turns.popleft()
+        return found
+
+    def _of(self, number: int) -> list[ReadyBlock]:
+        found: list[ReadyBlock] = []
+        shard = self.shards.get(number)
+        while shard is not None and (made := shard.made.get(shard.due)) is not None:
+            del shard.made[shard.due]
+            shard.due += 1
+            shard.closed |= made.report.last
+            found.append(made)
+        if shard is not None and shard.closed and not shard.made:
+            del self.shards[number]
+            self.delivered.add(number)
+        return found
+
+    def early(self) -> list[ReadyBlock]:
+        """Blocks that wait for their turn."""
+        return [block for shard in self.shards.values() for block in shard.made.values()]
+
+    def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
+        """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
+
+        Args:
+            ready: by shard and index in it.
+        """
+        taken: list[ReadyBlock] = []
+        left: deque[Numbered] = deque()
+        for number, shard, skip in self.work:
+            made = ready.get(number, {})
+            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip))]
+            if blocks:
+                self.begin([(number, shard, skip)])
+            for block in blocks:
+                self.report(block)
+                block.inherited = True
+            if not blocks or not blocks[-1].report.last:
+                left.append((number, shard, skip + len(blocks)))
+            taken += blocks
+        self.work = left
+        return taken
+
+    def complete(self) -> bool:
+        """Whether everything was delivered."""
+        return self.listed() and not (self.listing or self.work or self.under_way or self.shards)
 
 
 class Passes:
@@ -83,10 +274,10 @@ class Passes:
         key, source = self.kept.get(split, ""), self.sources[split].for_workers()
         return Setup(source, self.chains[split], cache, key)
 
-    def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
+    def plan(self, split: str, epoch: int, start: DataCursor | None) -> PassPlan:
         """The parameters that define a pass."""
         config = self.config.data
-        return EpochPlan(
+        return PassPlan(
             seed=self.config.seed,
             # Validation is the same in every epoch.
             epoch=epoch if split == "train" else 0,
@@ -97,7 +288,7 @@ class Passes:
             homes=start.plan.homes if start else self._homes(split),
         )
 
-    def shards(self, plan: EpochPlan, start: DataCursor | None) -> deque[tuple[int, Shard, int]]:
+    def shards(self, plan: PassPlan, start: DataCursor | None) -> deque[tuple[int, Shard, int]]:
         """(number, shard, blocks to skip) of the rest of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
         left: deque[tuple[int, Shard, int]] = deque()
@@ -109,7 +300,7 @@ class Passes:
                 left.append((number, shard, begun[0]))
         return left
 
-    def blocks(self, plan: EpochPlan) -> Iterator[tuple[int, Shard, int]]:
+    def blocks(self, plan: PassPlan) -> Iterator[tuple[int, Shard, int]]:
         """Like `shards`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import count, takewhile
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from stoker.errors import DataError
-from stoker.messages import Care, Claim, EpochPlan, Failure, Made, Process, Shard
+from stoker.messages import Care, Claim, Failure, Made, PassPlan, Process, Shard
 from stoker.read.sources import reread_wait_s
 from stoker.serve import items
 from stoker.serve.affinity import LOOK_AHEAD
-from stoker.serve.items import Held, Holdings, Item, Line, Numbered, ReadyBlock
+from stoker.serve.items import Held, Holdings, Item, Numbered, ReadyBlock
 from stoker.serve.listing import Lister
-from stoker.serve.passes import pack_work
+from stoker.serve.passes import Pass, pack_work
 from stoker.serve.pool import Pool, is_hungry
 from stoker.serve.preparing import Preparing
 from stoker.serve.recovery import Recovery
 
+if TYPE_CHECKING:
+    from stoker.serve.attempt import Attempt
+
 OVERFULL = 1.25
 """Above this multiple of the budget, work in progress ends after its next block."""
-Inherited = tuple[EpochPlan, dict[int, dict[int, ReadyBlock]]]
+ABANDONED_S = 10.0
+"""Time for a chain worker to finish its block after its pass was abandoned."""
+Inherited = tuple[PassPlan, dict[int, dict[int, ReadyBlock]]]
 """Ready blocks of a pass in a replaced attempt: by shard, and by index in it."""
 
 
@@ -41,13 +46,13 @@ class Planner:
         budget_bytes: of ready blocks; above it and beyond two steps, nothing more starts.
         numbers: numbers claims and work, over all attempts.
         holdings: knows where blocks are.
-        lister: lists what passes read; None: the attempt adds lines and their shards.
+        lister: lists what passes read; None: the attempt adds passes and their shards.
         before: of the attempt that this one replaces; its ready blocks are used.
     """
 
     def __init__(
         self,
-        attempt: Any,
+        attempt: Attempt,
         pool: Pool,
         budget_bytes: int,
         numbers: count[int],
@@ -56,36 +61,39 @@ class Planner:
         before: Planner | None = None,
     ) -> None:
         self.attempt, self.pool, self.budget_bytes, self._lister = attempt, pool, budget_bytes, lister
-        self.passes, self.affinity, self.holdings = attempt.passes, attempt.keeping, holdings
-        self.exact, self.recovery = self.passes.config.data.order == "exact", Recovery(attempt, pool)
-        self.lines: list[Line] = []
-        self.open: list[Line] = []
-        """Lines whose blocks may still be needed; those that are produced included."""
+        self.affinity, self.holdings = attempt.keeping, holdings
+        self.recovery = Recovery(attempt, pool)
+        self.passes: list[Pass] = []
+        """Those that are being produced."""
+        self.open: list[Pass] = []
+        """Those whose blocks may still be needed."""
         self.again: list[Item] = []
         """Items to retry, on another host if possible."""
         self.active: dict[str, Item] = {}
         """Items in progress, by chain worker."""
-        self.lost: WeakValueDictionary[tuple[Line, int, int], ReadyBlock] = WeakValueDictionary()
-        """Blocks that are made again, by line, shard and index."""
+        self.lost: WeakValueDictionary[tuple[Pass, int, int], ReadyBlock] = WeakValueDictionary()
+        """Blocks that are made again, by pass, shard and index."""
         self.inherited: dict[tuple[str, int], Inherited] = before.hand_over() if before else {}
+        self._abandoned: dict[str, float] = {}
+        """Chain workers that work on abandoned passes, and when they are ended if they still do."""
         self.shard_s: dict[str, float] = {}
         """Smoothed seconds per shard of a split."""
         self._preparing, self._numbers, self.early = Preparing(pool), numbers, Held()
         """`early`: blocks reported but not delivered."""
 
-    def close(self) -> None:
-        """Stop: the attempt is over."""
+    def end(self) -> None:
+        """The attempt is over."""
         if self._lister:
-            self._lister.close()
+            self._lister.end()
 
     def advance(self) -> None:
         """End passes that are complete and start the next ones; raises why one cannot be listed or ended."""
-        for line in [line for line in self.lines if self._listed(line) and line.ended()]:
-            self.lines.remove(line)
-            self.attempt.produced(line.stream)
+        for pass_ in [pass_ for pass_ in self.passes if self._listed(pass_) and pass_.complete()]:
+            self.passes.remove(pass_)
+            self.attempt.produced(pass_)
         if self._lister:
-            self._lister.open(self.lines)
-        self.open += [line for line in self.lines if line not in self.open]
+            self.passes += self._lister.begin(self.attempt.open_passes())
+        self.open += [pass_ for pass_ in self.passes if pass_ not in self.open]
 
     def look(self, now: float) -> list[str]:
         """Called periodically: take back late work; the chain workers whose processes hang and must be ended.
@@ -97,20 +105,25 @@ class Planner:
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
             self.affinity.hosts_are(self.pool.hosts)
+        self.pool.bound = self.attempt.bound()
         overdue, hung = self.recovery.overdue(self.active, self.again, now)
         for worker in overdue:
             self._take_back(worker, 0.0)
-        return hung
+        late = [worker for worker, due in self._abandoned.items() if now > due]
+        for worker in late:
+            del self._abandoned[worker]
+        return hung + late
 
     def claim(self, by: Process) -> Claim | None:
         """Work for a chain worker that has none, or none any more; None: there is none now."""
+        self._abandoned.pop(by.worker, None)
         before = self.active.get(by.worker)
         if before is not None and before.by.token == by.token:
             self._done(by.worker)
         elif before is not None:
             before.died = before.node == by.node  # otherwise its host was lost, and Ray has restarted it here
             if not before.died:
-                self.attempt.repeats(before.line.plan.split, before.name)
+                self.attempt.repeats(before.pass_.plan.split, before.name)
             self._take_back(by.worker, 0.0)
         item = self._next(by)
         return None if item is None else self._given(item, by)
@@ -118,7 +131,7 @@ class Planner:
     def _given(self, item: Item, by: Process) -> Claim | None:
         item.begun(by, next(self._numbers))
         self.active[by.worker] = item
-        split, wait_s, died, item.died = item.line.plan.split, 0.0, item.died, False
+        split, wait_s, died, item.died = item.pass_.plan.split, 0.0, item.died, False
         names = self.recovery.names_records(item, by.node)
         if died or names:
             start = self.attempt.task_starts(split, item.name, int(died))
@@ -130,15 +143,15 @@ class Planner:
         last_try = reread_wait_s(OSError(), item.failures) is None
         care = Care(item.name, self.attempt.number, known, names, last_try)
         work = pack_work(item.shards, item.store, item.stop)
-        return Claim(item.number, item.line.plan, work, care, wait_s)
+        return Claim(item.number, item.pass_.plan, work, care, wait_s)
 
     def upcoming(self, by: Process) -> Shard | None:
         """A chain worker starts its last shard: the one that it will probably get next."""
-        item, line = self.active.get(by.worker), next(self.startable(), None)
-        if item is None or line is None or not line.work or self.affinity is not None:
+        item, pass_ = self.active.get(by.worker), next(self.startable(by.worker), None)
+        if item is None or pass_ is None or self.affinity is not None:
             return None
-        other = line.plan.split != item.line.plan.split
-        return None if other else self._preparing.announce(line.work, by.worker)[1]
+        other = pass_.plan.split != item.pass_.plan.split
+        return None if other else self._preparing.announce(pass_.work, by.worker)[1]
 
     def _next(self, by: Process) -> Item | None:
         now = time.monotonic()
@@ -148,20 +161,28 @@ class Planner:
                 return item
         if not self.pool.may_work(by.node):
             return None
-        for line in self.startable():
-            if line.work:
-                return self._begin(line, by)
-        return None
+        pass_ = next(self.startable(by.worker), None)
+        return None if pass_ is None else self._begin(pass_, by)
 
-    def startable(self) -> Iterator[Line]:
-        """Passes that can start more work now, most urgent first."""
-        return takewhile(lambda line: self._listed(line) and self._wanted(line), self.lines)
+    def startable(self, worker: str) -> Iterator[Pass]:
+        """Passes that can start work of a chain worker now, most urgent first."""
+        passes = list(self.passes)
+        if not self.attempt.in_order:
+            passes.sort(key=lambda each: each.rows_ahead + each.shards_under_way)
+        for pass_ in passes:
+            listed = self._listed(pass_)
+            offers = listed and pass_.offers(worker, self.pool.is_lost)
+            if listed and (self._wanted(pass_) or (offers and pass_.waited_for)):
+                if offers:
+                    yield pass_
+            elif self.attempt.in_order:
+                return
 
-    def _listed(self, line: Line) -> bool:
+    def _listed(self, pass_: Pass) -> bool:
         """Whether shards of a pass are known; ready blocks of the attempt before take their place."""
-        listed = line.listed()
-        for shard in self._inherit(line) if listed else ():
-            self._deliver(line, shard)
+        listed = pass_.listed()
+        for shard in self._inherit(pass_) if listed else ():
+            self._deliver(pass_, shard)
         return listed
 
     def hand_over(self) -> dict[tuple[str, int], Inherited]:
@@ -170,71 +191,67 @@ class Planner:
         Training returns to a checkpoint, and what was ready beyond it still is.
         """
         found = dict(self.inherited)
-        for stream in self.attempt.open_streams():
-            line = next((line for line in self.open if line.stream is stream), None)
-            if line is None or not self.passes.has_shards(line.plan.split):
+        for pass_ in self.attempt.open_passes():
+            if pass_ not in self.open or not pass_.has_shards:
                 continue
             ready: dict[int, dict[int, ReadyBlock]] = {}
-            for block in (*stream.blocks.values(), *line.early()):
+            for block in (*pass_.needed, *pass_.early()):
                 if not block.lost:
                     ready.setdefault(block.report.shard, {})[block.report.nth] = block
-            found[stream.account.split, stream.account.epoch] = line.plan, ready
-        for line in self.open:
-            line.stream.blocks.clear()
-            line.shards.clear()
+            found[pass_.key] = pass_.plan, ready
+        for pass_ in self.open:
+            pass_.clear()
         return found
 
-    def _inherit(self, line: Line) -> list[int]:
-        """Put ready blocks of the attempt before into a line; the shards that have such blocks.
+    def _inherit(self, pass_: Pass) -> list[int]:
+        """Put ready blocks of the attempt before into a pass; the shards that have such blocks.
 
         Of a shard it takes those that follow what training has consumed without a gap.
         """
-        account = getattr(line.stream, "account", None)  # only passes of recipes have one
-        legacy = self.inherited.pop((account.split, account.epoch), None) if account else None
+        legacy = self.inherited.pop(pass_.key, None)
         # An epoch that was resumed may have had blocks of another size.
-        if legacy is None or legacy[0] != line.plan:
+        if legacy is None or legacy[0] != pass_.plan:
             return []
-        taken = line.inherit(legacy[1])
+        taken = pass_.inherit(legacy[1])
         for block in taken:
             if block.report.rows:
                 self.early.add(block)
         return list(dict.fromkeys(block.report.shard for block in taken))
 
-    def _begin(self, line: Line, by: Process) -> Item:
-        split, work, most = line.plan.split, line.work, self._most(line, len(line.work))
+    def _begin(self, pass_: Pass, by: Process) -> Item:
+        split, work, most = pass_.plan.split, pass_.work, self._most(pass_, len(pass_.work))
         if self.affinity is None:
             shards, store = self._preparing.take(work, by.worker, most), [False] * most
         else:
             # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
-            far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots
-            look = min(far, LOOK_AHEAD) if self.exact else LOOK_AHEAD
+            far = 1 if pass_.rows_ahead < pass_.step_rows else 2 * self.pool.slots
+            look = min(far, LOOK_AHEAD) if pass_.exact else LOOK_AHEAD
             shards, store = self.affinity.take_work(split, work, by.node, most, look)
-        line.begin(shards)
-        line.under_way += 1
-        line.shards_under_way += len(shards)
-        return Item(line, self._name(split, shards), shards, store)
+        pass_.begin(shards, by.worker)
+        pass_.under_way += 1
+        pass_.shards_under_way += len(shards)
+        return Item(pass_, self._name(split, shards), shards, store)
 
     def _name(self, split: str, shards: list[Numbered]) -> str:
         return f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
 
-    def _most(self, line: Line, left: int) -> int:
-        return items.shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
+    def _most(self, pass_: Pass, left: int) -> int:
+        if pass_.streams:
+            return 1
+        return items.shards_per_item(left, self.pool.slots, self.shard_s.get(pass_.plan.split))
 
-    def _wanted(self, line: Line) -> bool:
-        stream, under_way = line.stream, line.shards_under_way * line.plan.block_records
-        short = stream.rows_ahead + under_way < 2 * stream.step_rows
+    def _wanted(self, pass_: Pass) -> bool:
+        short = pass_.rows_ahead + pass_.shards_under_way * pass_.plan.block_records < 2 * pass_.step_rows
         return short or self._held_bytes() < self.budget_bytes
 
     @property
     def hungry(self) -> bool:
         """Whether so little is ready that training hosts must help."""
         room = self._held_bytes() < self.budget_bytes / 2
-        return bool(self.lines) and is_hungry(self.attempt.open_streams(), room)
+        return bool(self.passes) and is_hungry(self.attempt.open_passes(), room)
 
     def _held_bytes(self) -> int:
-        return items.in_budget(
-            [self.early, *(s.held for s in self.attempt.open_streams())], self.budget_bytes
-        )
+        return items.in_budget([self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes)
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
         """A chain worker has made a block; whether it continues.
@@ -244,39 +261,52 @@ class Planner:
             number: of its claim.
             made: the block.
         """
+        self._abandoned.pop(by.worker, None)
         item, report = self.active.get(by.worker), made.report
         if item is None or item.number != number:
             self.holdings.discard(by.node, made.file)
             return False
-        line = item.line
+        pass_ = item.pass_
         if self.affinity is not None:
             self.affinity.used(by.node, made.cache_usage)
-        self.recovery.took(line.plan.split, by.node, report)
+        self.recovery.took(pass_.plan.split, by.node, report)
         shard = next((shard for n, shard, _ in item.shards if n == report.shard), None)
         block = ReadyBlock(report, by.node, made.file, shard)
         if item.stop is not None:
-            self._remade(line, block)
-        elif line.report(block):
+            self._remade(pass_, block)
+        elif pass_.report(block):
             if report.rows:
                 self.holdings.keep(block)
                 self.early.add(block)
-            self._deliver(line, report.shard)
+            self._deliver(pass_, report.shard)
         else:
             self.holdings.discard(by.node, made.file)
         for passed in item.reported(report):
-            self._close(line, passed)
+            self._close(pass_, passed)
         return self._goes_on(item)
 
     def _goes_on(self, item: Item) -> bool:
-        line = item.line
+        pass_ = item.pass_
         if item.stop is not None:
             return True
-        overfull = not line.single and self._held_bytes() > OVERFULL * self.budget_bytes
+        if pass_.streams and item.shards:
+            return self._reads_on(item)
+        overfull = self._held_bytes() > OVERFULL * self.budget_bytes
         leaves = item.node in self.pool.closing
         if item.shards and (leaves or (overfull and not self._needed(item))):
-            line.work.extendleft(reversed(self.hand_back(item.by.worker)))
+            pass_.work.extendleft(reversed(self.hand_back(item.by.worker)))
             return False
         return True
+
+    def _reads_on(self, item: Item) -> bool:
+        """Whether a chain worker makes the next batch of its stream now, or what it asks for."""
+        pass_, worker, lost = item.pass_, item.by.worker, self.pool.is_lost
+        if item.node not in self.pool.closing and not pass_.far_ahead(item.shards[0][0]):
+            streams = (each for each in self.passes if each.streams)
+            if not any(each.offers(worker, lost) and each.waited_for for each in streams):
+                return True
+        pass_.work.extend(self.hand_back(worker))
+        return False
 
     def hand_back(self, worker: str) -> list[Numbered]:
         """End the work of a chain worker after what it has delivered; returns the shards left."""
@@ -287,24 +317,24 @@ class Planner:
 
     def _needed(self, item: Item) -> bool:
         """Whether the next two steps wait for this item."""
-        line = item.line
-        if self.exact and line.turns and line.turns[0] not in {number for number, _, _ in item.shards}:
+        pass_ = item.pass_
+        if pass_.exact and pass_.turns and pass_.turns[0] not in {number for number, _, _ in item.shards}:
             return False
-        return line.stream.rows_ahead < 2 * line.stream.step_rows
+        return pass_.rows_ahead < 2 * pass_.step_rows
 
     def leave(self, worker: str) -> Item:
         """Remove the item of a chain worker from those in progress."""
         return self.active.pop(worker)
 
-    def _close(self, line: Line, shard: int) -> None:
-        line.close(shard)
-        self._deliver(line, shard)
+    def _close(self, pass_: Pass, shard: int) -> None:
+        pass_.close(shard)
+        self._deliver(pass_, shard)
 
-    def _deliver(self, line: Line, number: int) -> None:
-        for block in line.deliverable(number):
+    def _deliver(self, pass_: Pass, number: int) -> None:
+        for block in pass_.deliverable(number):
             if block.report.rows:
                 self.early.add(block, -1)
-            self.attempt.deliver(line.stream, block)
+            self.attempt.deliver(pass_, block)
 
     def ended(self, by: Process) -> None:
         """A chain worker has finished its work."""
@@ -317,11 +347,11 @@ class Planner:
         if item.stop is not None:
             self._refuse_not_remade(item)
             return
-        line, split = item.line, item.line.plan.split
-        line.under_way -= 1
-        line.shards_under_way -= item.count
+        pass_, split = item.pass_, item.pass_.plan.split
+        pass_.under_way -= 1
+        pass_.shards_under_way -= item.count
         for shard, _, _ in item.shards:
-            self._close(line, shard)
+            self._close(pass_, shard)
         seconds = item.seconds / item.count
         self.shard_s[split] = max(0.8 * self.shard_s.get(split, seconds) + 0.2 * seconds, 1e-6)
 
@@ -349,48 +379,62 @@ class Planner:
     def lose(self, gone: Iterable[ReadyBlock]) -> None:
         """Blocks are no longer where they were: let chain workers make those again that are needed."""
         gone = {block for block in gone if not block.lost and block.report.rows}
-        for line in self.open if gone else ():
-            mine = [b for b in (*line.early(), *line.stream.blocks.values()) if b in gone]
+        for pass_ in self.open if gone else ():
+            mine = [b for b in (*pass_.early(), *pass_.needed) if b in gone]
             runs: list[list[ReadyBlock]] = []
             for block in sorted(mine, key=lambda b: (b.report.shard, b.report.nth)):
                 block.lost = True
-                self.lost[line, block.report.shard, block.report.nth] = block
+                self.lost[pass_, block.report.shard, block.report.nth] = block
                 if runs and _follows(block, runs[-1][-1]):
                     runs[-1].append(block)
                 else:
                     runs.append([block])
             for run in runs:
                 shards = [(run[0].report.shard, run[0].shard or Shard(""), run[0].report.nth)]
-                name = self._name(line.plan.split, shards)
-                self.again.insert(0, Item(line, name, shards, [False], stop=run[-1].report.nth + 1))
+                name = self._name(pass_.plan.split, shards)
+                self.again.insert(0, Item(pass_, name, shards, [False], stop=run[-1].report.nth + 1))
 
-    def _remade(self, line: Line, block: ReadyBlock) -> None:
+    def _remade(self, pass_: Pass, block: ReadyBlock) -> None:
         report = block.report
-        known = self.lost.pop((line, report.shard, report.nth), None)
+        known = self.lost.pop((pass_, report.shard, report.nth), None)
         if known is None:
             self.holdings.discard(block.node, block.file)
             return
         if not known.is_remade_as(block):
-            raise DataError(f"{self._lost_block(line, known)} differs from what it was: the data has changed")
+            raise DataError(
+                f"{self._lost_block(pass_, known)} differs from what it was: the data has changed"
+            )
         self.holdings.move(known, block.node, block.file, gone=True)
 
     def _refuse_not_remade(self, item: Item) -> None:
         for number, _, first in item.shards:
             for nth in range(first, item.stop or 0):
-                if (block := self.lost.get((item.line, number, nth))) is not None:
+                if (block := self.lost.get((item.pass_, number, nth))) is not None:
                     raise DataError(
-                        f"{self._lost_block(item.line, block)} does not exist: the data has changed"
+                        f"{self._lost_block(item.pass_, block)} does not exist: the data has changed"
                     )
 
-    def _lost_block(self, line: Line, block: ReadyBlock) -> str:
+    def _lost_block(self, pass_: Pass, block: ReadyBlock) -> str:
         report = block.report
-        what = self.recovery.what(line.plan.split, [(report.shard, block.shard or Shard(""), 0)])
+        what = self.recovery.what(pass_.plan.split, [(report.shard, block.shard or Shard(""), 0)])
         return f"{what}: block {report.nth}, which was lost with its host and made again,"
 
-    def reconciled(self, stream: Any) -> None:
+    def abandon(self, pass_: Pass) -> None:
+        """Nobody wants the rest of a pass: chain workers that still work on it later are ended."""
+        for worker in [worker for worker, item in self.active.items() if item.pass_ is pass_]:
+            self.leave(worker)
+            self._abandoned[worker] = time.monotonic() + ABANDONED_S
+        for block in pass_.early():
+            if block.report.rows:
+                self.early.add(block, -1)
+        if pass_ in self.passes:
+            self.passes.remove(pass_)
+        self.close(pass_)
+
+    def close(self, pass_: Pass) -> None:
         """A pass is over: its blocks are not needed."""
-        self.open = [line for line in self.open if line.stream is not stream]
-        self.again = [item for item in self.again if item.line.stream is not stream]
+        self.open = [each for each in self.open if each is not pass_]
+        self.again = [item for item in self.again if item.pass_ is not pass_]
 
 
 def _follows(block: ReadyBlock, before: ReadyBlock) -> bool:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.serve.deadlines import others
+
+if TYPE_CHECKING:
+    from stoker.serve.passes import Pass
 
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
 """How long too little, or enough, must be ready before chain workers start, or end, on training hosts:
@@ -159,17 +162,17 @@ class Pool:
         return host.name if host and host.name else node[:8]
 
 
-def is_hungry(streams: Iterable[Any], room: bool) -> bool:
+def is_hungry(passes: Iterable[Pass], room: bool) -> bool:
     """Head: whether so little is ready that training hosts must help.
 
     Args:
-        streams: passes not yet consumed, in order.
+        passes: not yet consumed, in order.
         room: whether more blocks fit.
     """
     ready = 0.0
-    for stream in streams:
-        ready += stream.rows_ahead / stream.step_rows
-        if not stream.ended:
+    for each in passes:
+        ready += each.rows_ahead / each.step_rows
+        if not each.ended:
             break  # ready data of later passes does not help while this one is short
     return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and room)
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from stoker.errors import DataError, explain
 from stoker.hosts.topology import label
 from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
 from stoker.ray_compat import draining_nodes
-from stoker.serve.attempt import Attempt
+from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.blocks.client import Transport
 from stoker.serve.elastic import Elastic
 from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.leases import Leases, Operator
-from stoker.serve.passes import Passes
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.shards import Setup
 from stoker.serve.suspects import Suspects
 
 LOOK_EVERY_S = 1.0
@@ -56,32 +56,27 @@ class Production:
     """Head: part of the coordinator; lets the passes of the current attempt be produced.
 
     Args:
-        passes: what to read.
-        totals: records of each split; None: unknown.
         hosts: maps train workers by node to the current preprocessing hosts.
+        stall_s: work fails after this long without a result.
+        groups: of hosts that may preprocess; empty: all.
         most_waiting: chain workers that may wait here at once; each takes a thread.
     """
 
     def __init__(
         self,
-        passes: Passes,
-        totals: dict[str, int | None],
         hosts: Callable[[Counter[str]], list[ChainHost]],
+        stall_s: float,
+        groups: Sequence[str] = (),
         most_waiting: int = 64,
     ) -> None:
-        self.passes, self.totals, self.hosts = passes, totals, hosts
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
-        """The coordinator's lock; those that decide what to produce wait on it."""
-        self.has_work = threading.Condition(lock)
-        """The same lock; chain workers wait on it for work."""
-        self.ready = threading.Condition(lock)
-        """The same lock; ranks wait on it for their rows, and a block that completes a step wakes them."""
+        self.hosts, self.stall_s, self.groups = hosts, stall_s, tuple(groups)
+        self.locks = Locks.new()
+        self.changed, self.has_work, self.ready = self.locks
         self.attempt: Attempt | None = None
         self.training: dict[int, str] = {}
         """Node of each rank."""
         self.suspects = Suspects()
-        self.pool = Pool(groups=tuple(label(group) for group in passes.config.data.preprocess_on))
+        self.pool = Pool(groups=tuple(map(label, groups)))
         self.elastic = Elastic(lambda *_, **__: None)
         """Hosts that come and go."""
         self.leases: Leases | None = None
@@ -257,12 +252,16 @@ class Production:
             planner.lose([block for block in self.holdings.all() if gone(block)])
             self.has_work.notify_all()
 
+    def first_setups(self) -> dict[str, Setup]:
+        """The Setup of each split that is known from the beginning."""
+        return {}
+
     def _look(self, me: Any) -> None:
         """Thread: handle what changes with time: hosts, chain workers, late work."""
         import ray
 
         with self._ends_the_attempt():
-            self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
+            self.setups |= {split: ray.put(setup) for split, setup in self.first_setups().items()}
         self.leases = leases = Leases(me, self.agents.run, self.pool, self._lease_failed)
         self._last_host, self._rescuer = time.monotonic(), threading.Thread()
         while True:
@@ -336,10 +335,9 @@ class Production:
 
     def _refuse_no_host(self, seconds: float) -> None:
         # A lost host may come back; hosts of other groups do not take over its group's work.
-        data = self.passes.config.data
-        deadline = min(NO_HOST_DEADLINE_S, data.stall_timeout_s)
+        deadline = min(NO_HOST_DEADLINE_S, self.stall_s)
         if seconds > deadline:
-            groups = ", ".join(data.preprocess_on)
+            groups = ", ".join(self.groups)
             which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
             raise DataError(f"no preprocessing host for {deadline:.0f} s: {which}")
 

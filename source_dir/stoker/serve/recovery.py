@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from stoker.errors import STATED, DataError, root_cause, where_raised
 from stoker.messages import BlockReport, Failure
@@ -12,6 +12,9 @@ from stoker.read.sources import reread_wait_s
 from stoker.serve.deadlines import Patience, others
 from stoker.serve.items import Item, Numbered
 from stoker.serve.pool import Pool
+
+if TYPE_CHECKING:
+    from stoker.serve.attempt import Attempt
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -32,9 +35,9 @@ class Recovery:
         pool: the hosts.
     """
 
-    def __init__(self, attempt: Any, pool: Pool) -> None:
+    def __init__(self, attempt: Attempt, pool: Pool) -> None:
         self.attempt, self.pool = attempt, pool
-        self.stall_s = attempt.passes.config.data.stall_timeout_s
+        self.stall_s = attempt.stall_s
         self.patience = Patience(self.stall_s)
 
     def what(self, split: str, shards: list[Numbered]) -> str:
@@ -54,7 +57,7 @@ class Recovery:
             DataError: it has failed for good.
         """
         item.failures += 1
-        what = self.what(item.line.plan.split, item.shards)
+        what = self.what(item.pass_.plan.split, item.shards)
         hosts = {*item.tried, item.node}
         return self._retry(what, item.node, hosts, item.failures, failure, self._elsewhere(item))
 
@@ -97,7 +100,7 @@ class Recovery:
                     continue
                 self.late(item)
                 hung.append(worker)
-            self.attempt.repeats(item.line.plan.split, item.name)
+            self.attempt.repeats(item.pass_.plan.split, item.name)
             workers.append(worker)
         for item in waiting:
             self.is_late(item, now, in_work=False)
@@ -109,8 +112,8 @@ class Recovery:
         Raises:
             DataError: it was late on every host, and train workers have nothing left.
         """
-        stream = item.line.stream
-        starving = stream.rows_ahead < stream.step_rows and self.attempt.open_streams()[0] is stream
+        pass_ = item.pass_
+        starving = pass_.rows_ahead < pass_.step_rows and self.attempt.open_passes()[0] is pass_
         if starving and now - item.stuck_since > self.patience.give_up_s:
             waited = (
                 f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
@@ -125,7 +128,7 @@ class Recovery:
         return item.late > 0 and self._limit_s(item, node) > left_s
 
     def _limit_s(self, item: Item, node: str) -> float:
-        return self.patience.deadline_s(item.line.plan.split, node, item.late)
+        return self.patience.deadline_s(item.pass_.plan.split, node, item.late)
 
     def late(self, item: Item) -> None:
         """Work missed its deadline: avoid its host and report it."""
@@ -141,7 +144,7 @@ class Recovery:
     def _who(self, item: Item) -> str:
         """Host, shards and, if known, the record."""
         doing = self.attempt.suspects.doing(item.name)
-        where = f"host {self.pool.name(item.node)}: {self.what(item.line.plan.split, item.shards)}"
+        where = f"host {self.pool.name(item.node)}: {self.what(item.pass_.plan.split, item.shards)}"
         return f"{where}, {doing}" if doing else where
 
     def _elsewhere(self, item: Item) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.errors import FlakyReadError
-from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
+from stoker.messages import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
 from stoker.read.sources import Source, listing_of, record_id, seeded
 from stoker.serve.witness import Guard
@@ -75,7 +75,7 @@ def _cache_of(setup: Setup) -> HostCache | None:
 
 
 def blocks_of(
-    loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
+    loaded: Loaded, plan: PassPlan, work: Work, guard: Guard | None = None
 ) -> Iterator[tuple[dict[str, Any], BlockReport]]:
     """Chain worker: the preprocessed blocks of a shard, each with its report.
 
@@ -120,13 +120,13 @@ def blocks_of(
         reading.finished(whole=following is None and not bad and not work.skip)
 
 
-def order_within(plan: EpochPlan, shard: Shard) -> Any:
+def order_within(plan: PassPlan, shard: Shard) -> Any:
     """Chain worker: the generator that permutes the records of a shard; None: they stay as they are."""
     return order_of(plan.seed, plan.epoch, f"{shard.called}:{shard.start}") if plan.shuffle else None
 
 
 def seeded_reading(
-    source: Source, records: Iterator[Record | BadRecord], plan: EpochPlan, work: Work
+    source: Source, records: Iterator[Record | BadRecord], plan: PassPlan, work: Work
 ) -> Iterator[Record | BadRecord]:
     """Chain worker: the records of a shard, with the generators seeded for each where reading draws."""
     if not source.random:

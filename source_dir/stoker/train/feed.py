@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,12 +56,26 @@ class Loaded:
 
 
 @dataclass(kw_only=True)
-class Feed(ABC):
-    """Train worker: one pass of one rank over one split. Iterate it, then read its figures."""
+class Feed:
+    """One rank's end of a pass: iterate it for batches (dicts of tensors on the device, images as CHW), then
+    read its figures."""
 
+    coordinator: Any
+    attempt: int
+    device: Any
+    transport: Transport
+    prefetch: PrefetchLimit
+    stall_timeout_s: float
     split: str = "train"
     epoch: int = 0
     rank: int = 0
+    first_step: int = 0
+    join_s: float = 0.0
+    """How long to wait for its threads when the pass ends. A process that disconnects from Ray after it needs
+    that: Ray ends it if a thread then drops a reference to a block."""
+    keep_keys: bool = False
+    collator: Collator | None = None
+    """Makes batches on CPU hosts, for a recipe with `collate`."""
     times: StepTimes = field(default_factory=StepTimes)
     rows: int = 0
     padded: int = 0
@@ -73,31 +86,8 @@ class Feed(ABC):
     checkpoint: bool = False
     """Whether a checkpoint was requested since the last one; clear it when you take it."""
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this rank: dicts of tensors on the device, images as CHW."""
-
-
-@dataclass(kw_only=True)
-class EpochFeed(Feed):
-    """Train worker: a feed from the coordinator and the preprocessing hosts."""
-
-    coordinator: Any
-    attempt: int
-    device: Any
-    transport: Transport
-    prefetch: PrefetchLimit
-    stall_timeout_s: float
-    first_step: int = 0
-    join_s: float = 0.0
-    """How long to wait for its threads when the pass ends. A process that disconnects from Ray after it needs
-    that: Ray ends it if a thread then drops a reference to a block."""
-    keep_keys: bool = False
-    collator: Collator | None = None
-    """Makes batches on CPU hosts, for a recipe with `collate`."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """As `Feed`.
+        """The batches of this rank.
 
         Raises:
             DataError: the data side failed, or delivered nothing for `stall_timeout_s`.
@@ -150,7 +140,7 @@ class EpochFeed(Feed):
 class Prefetcher:
     """Train worker: threads that request the steps of a pass in order and fetch several at once."""
 
-    def __init__(self, owner: EpochFeed) -> None:
+    def __init__(self, owner: Feed) -> None:
         self.owner = owner
         self._changed = threading.Condition()
         self._given: deque[tuple[int, StepAssignment, float]] = deque()

@@ -17,7 +17,7 @@ from stoker.storage.checkpoint_store import open_store
 from stoker.train.build import build, learning_rate
 from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
-from stoker.train.feed import EpochFeed, PrefetchLimit
+from stoker.train.feed import Feed, PrefetchLimit
 from stoker.train.manager import CheckpointManager, begin, check_scale, nothing_left
 from stoker.train.state import (
     Progress,
@@ -240,11 +240,11 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     return values, books, ""
 
 
-def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
+def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
     """This rank's feed for one pass."""
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
-    return EpochFeed(
+    return Feed(
         coordinator=worker.coordinator,
         attempt=worker.attempt,
         split=split,
@@ -263,7 +263,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
     )
 
 
-def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
+def log_step(worker: Worker, progress: Progress, feed: Feed, started: float, **values: Any) -> None:
     """Log a step with the figures of the pass since `started`."""
     worker.log(
         kinds.StepLogged(
@@ -278,7 +278,7 @@ def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float
     )
 
 
-def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
+def log_pass(worker: Worker, feed: Feed, samples: int, elapsed_s: float, steps: int) -> None:
     """Log a finished pass; `samples` and `steps` are those of this start."""
     worker.log(
         kinds.PassEnded(

@@ -1,4 +1,4 @@
-"""Head: one pass over one split while it is produced and consumed."""
+"""Head: a pass over one split of a recipe, and how its rows are given to train workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from stoker.serve.accounting import EpochAccount
 from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail
 from stoker.serve.items import Held, ReadyBlock
+from stoker.serve.passes import Pass
 from stoker.serve.splitter import Slice, Splitter
 
 Used = tuple[int, int, int]
 """Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""
 
 
-@dataclass
-class Stream:
-    """Head: a pass; the coordinator holds its lock around every call."""
+@dataclass(eq=False, kw_only=True)
+class RecipePass(Pass):
+    """Gives each rank its rows of each step, and accounts for all records."""
 
     splitter: Splitter
     account: EpochAccount
@@ -34,12 +35,35 @@ class Stream:
     """Next step of each rank."""
     finished: dict[int, Used] = field(default_factory=dict)
     reconciled: bool = False
-    held: Held = field(default_factory=Held)
-    """The blocks still needed."""
     slowest: int = 0
     """The step that the slowest rank requests next."""
     fetched: dict[int, int] = field(default_factory=dict)
     """By rank: it has fetched all steps before this one."""
+
+    def __post_init__(self) -> None:
+        self._held = Held()
+        self.step_rows = self.splitter.step_rows
+
+    @property
+    def held(self) -> Held:
+        return self._held
+
+    @property
+    def needed(self) -> list[ReadyBlock]:
+        return list(self.blocks.values())
+
+    @property
+    def ended(self) -> bool:
+        return self.splitter.ended
+
+    @property
+    def rows_ahead(self) -> int:
+        return self.splitter.rows - self.slowest * self.step_rows
+
+    def clear(self) -> None:
+        """As the base's."""
+        super().clear()
+        self.blocks.clear()
 
     def reported(self, report: BlockReport, node: str) -> bool:
         """A chain worker on a node has made a block; False if it was already counted."""
@@ -56,21 +80,6 @@ class Stream:
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = block
             self.held.add(block)
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of one step over all ranks."""
-        return self.splitter.step_rows
-
-    @property
-    def ended(self) -> bool:
-        """Whether all rows have arrived."""
-        return self.splitter.ended
-
-    @property
-    def rows_ahead(self) -> int:
-        """Rows beyond what every rank has requested."""
-        return self.splitter.rows - self.slowest * self.splitter.step_rows
 
     def portion(self, step: int, rank: int) -> StepAssignment | None:
         """A worker's rows of a step, which must be ready; None after its last."""
@@ -134,7 +143,7 @@ class Stream:
         counts = self.account.reconcile(self.total)
         self.reconciled = True
         self.blocks.clear()
-        self.held = Held()
+        self._held = Held()
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
     def cut(self, steps: int) -> dict[str, Any]:
