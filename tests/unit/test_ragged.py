@@ -278,7 +278,7 @@ def test_rows_stand_in_their_places_in_whatever_order_they_come() -> None:
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
 def test_a_block_is_the_same_before_and_after_it_was_a_file(dtype: str, shape: tuple[int, ...]) -> None:
     rows = [np.ones((n, *shape), dtype) * n for n in (0, 3, 1, 0)]
-    text = np.array(["ä", "\udce4", ""], dtype=object)
+    text = np.array(["ä", "\udce4", "", None, "日本"], dtype=object)
     whole = {"x": Ragged.of(rows, dtype), "t": text, "__id": np.arange(4), "e": np.zeros((0, 2), dtype)}
     found = block_columns(b"".join(block_parts(whole)))
     column = found["x"]

@@ -397,17 +397,20 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
 
 
 def block_parts(columns: dict[str, Any]) -> list[Any]:
-    """A block as the parts of a file: its layout with all text, then the memory of its arrays."""
+    """A block as the parts of a file: its layout, then the memory of its columns."""
     import numpy as np
 
     layout, arrays = [], []
     for name, column in columns.items():
+        own, kind = [column], "array"
         if isinstance(column, Ragged):
             refuse_bad_offsets(column.offsets, len(column.values))
-        text = column.tolist() if column.dtype == object else None
-        own = [column.values, column.offsets] if isinstance(column, Ragged) else [column]
-        own = own if text is None else []
-        layout.append((name, text, [(array.dtype.str, array.shape) for array in own]))
+            own, kind = [column.values, column.offsets], "ragged"
+        elif column.dtype == object:
+            whole = "".join(text for text in column if text is not None).encode(errors="surrogatepass")
+            lengths = np.array([-1 if text is None else len(text) for text in column], np.int64)
+            own, kind = [np.frombuffer(whole, np.uint8), lengths], "text"
+        layout.append((name, kind, [(array.dtype.str, array.shape) for array in own]))
         arrays += own
     memory = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
     return framed(json.dumps(layout).encode(), memory)
@@ -420,14 +423,22 @@ def block_columns(content: Any) -> dict[str, Any]:
     layout, *memory = unframed(content)
     left = iter(memory)
     columns: dict[str, Any] = {}
-    for name, text, kinds in json.loads(bytes(layout)):
-        arrays: list[Any] = [np.ndarray(shape, dtype, next(left)) for dtype, shape in kinds]
-        if text is not None:
-            columns[name] = np.array(text, dtype=object)
-        else:
-            # The code that takes rows checks offsets against values.
-            columns[name] = Ragged(*arrays) if len(arrays) == 2 else arrays[0]
+    for name, kind, forms in json.loads(bytes(layout)):
+        # The code that takes rows checks offsets against values.
+        arrays: list[Any] = [np.ndarray(shape, dtype, next(left)) for dtype, shape in forms]
+        columns[name] = arrays[0]
+        if kind != "array":
+            columns[name] = _texts(*arrays) if kind == "text" else Ragged(*arrays)
     return columns
+
+
+def _texts(whole: Any, lengths: Any) -> NDArray[Any]:
+    import numpy as np
+
+    text, ends = bytes(whole).decode(errors="surrogatepass"), lengths.clip(0).cumsum().tolist()
+    found = np.empty(len(lengths), dtype=object)
+    found[:] = [None if n < 0 else text[end - n : end] for n, end in zip(lengths.tolist(), ends, strict=True)]
+    return found
 
 
 def columns_of(block: Any) -> dict[str, Any]:
