@@ -36,6 +36,7 @@ from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import duration
 from stoker.hosts.raynode import end_with_parent
+from stoker.hosts.topology import has_gpu
 
 DEFAULT_GPU = "ml.g5.xlarge"
 DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")
@@ -152,7 +153,7 @@ def _type_problems(options: HostOptions) -> Iterator[str]:
                 families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
                 hint = nearest(name, prices.MACHINES, f"known are sizes of {', '.join(families)}")
                 yield f"{flag} {name}: unknown instance type{hint}"
-            elif prices.has_gpu(name) != with_gpu:
+            elif has_gpu(name) != with_gpu:
                 yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
 
 

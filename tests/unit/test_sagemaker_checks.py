@@ -23,6 +23,7 @@ from launcher.places.sagemaker.training_job import default_image, request_of
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
+from stoker.hosts.topology import has_gpu
 
 BASE = {
     "name": "flowers",
@@ -434,7 +435,7 @@ def test_prices_name_only_types_that_exist() -> None:
     known = set(sagemaker_rules.instance_types())
     assert set(prices.MACHINES) <= known
     for entry in prices.MACHINES.values():
-        assert (entry.gpus > 0) == prices.has_gpu(entry.type)
+        assert (entry.gpus > 0) == has_gpu(entry.type)
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from stoker.config.redaction import is_secret
 from stoker.errors import UsageError, nearest
 from stoker.events import prices
 from stoker.hosts import requirements
+from stoker.hosts.topology import has_gpu
 
 MAX_RUNTIME_S = 28 * 86_400
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
@@ -82,13 +83,13 @@ def _groups(request: SageMakerRequest) -> Iterator[str]:
         settings.gpu.type
         and not settings.gpu.type.startswith("ml.trn")
         and settings.gpu.type in instance_types()
-        and not prices.has_gpu(settings.gpu.type)
+        and not has_gpu(settings.gpu.type)
     ):
         yield (
             f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs, set it as"
             " sagemaker.cpu.type and remove gpu"
         )
-    if settings.gpu.type and settings.cpu.type and prices.has_gpu(settings.cpu.type):
+    if settings.gpu.type and settings.cpu.type and has_gpu(settings.cpu.type):
         yield (
             f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; use an ml.c5 or ml.m5 type"
         )

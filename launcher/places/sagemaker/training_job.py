@@ -24,6 +24,7 @@ from launcher.source import DataUpload, find_data_uploads
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
+from stoker.hosts.topology import has_gpu
 from stoker.recipe import load_recipe, metric_names
 
 INPUT = "/opt/ml/input/data"
@@ -97,7 +98,7 @@ def group(name: str, type_: str, count: int, key: str = "") -> Group:
     """An instance group, with what the tables know of its type."""
     known = prices.machine(type_)
     if known is None:
-        return Group(name, type_, count, key, gpus=None if prices.has_gpu(type_) else 0)
+        return Group(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
     return Group(name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps)
 
 

@@ -59,7 +59,6 @@ def _machines(service: str, fee: float = 1.0) -> dict[str, Machine]:
 
 MACHINES = _machines("sagemaker")
 GOOGLE_MACHINES = _machines("vertex", TRAINING_FEE)
-_GPU_FAMILY = re.compile(r"^ml\.[gp]\d")
 _NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z]*d)\.")
 ATTACHES = "n1-"
 """Google's series whose machines GPUs can be attached to."""
@@ -82,11 +81,6 @@ ACCELERATORS = {
 def machine(instance_type: str) -> Machine | None:
     """SageMaker's machine of a type; None if it is not in the table."""
     return MACHINES.get(instance_type)
-
-
-def has_gpu(instance_type: str) -> bool:
-    """Whether SageMaker's type has NVIDIA GPUs, by its family, so unlisted types work too."""
-    return bool(_GPU_FAMILY.match(instance_type))
 
 
 def has_nvme(instance_type: str) -> bool:
