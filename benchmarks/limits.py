@@ -24,7 +24,7 @@ from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
 from stoker.events.advice import INPUT_BOUND
 from stoker.sizing import model
-from stoker.train.step_timer import WAITS
+from stoker.train.device import WAITS
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHIN = 0.10

@@ -10,7 +10,7 @@ from stoker.config.loading import load, resolved_yaml
 from stoker.events.kinds import StepLogged, event_of
 from stoker.events.recorder import Recorder
 from stoker.events.summary import Cluster, Host, Summary
-from stoker.train.step_timer import StepTimes
+from stoker.train.device import StepTimes
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFklEQVR4nGP8z4APMOGVHbHSDAwMAABd0QEPw0nFfQAAAABJRU5E"

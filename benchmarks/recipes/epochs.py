@@ -57,7 +57,7 @@ def accounting() -> dict[str, float]:
     """Train worker: CPU time of this thread in µs for the timers of a step, and for a logged step."""
     import ray
 
-    from stoker.train.step_timer import HostClock, Stamps, StepTimes
+    from stoker.train.device import HostClock, Stamps, StepTimes
 
     times = StepTimes()
     clock = HostClock(times)

@@ -24,7 +24,7 @@ def test_a_late_first_batch_is_told_as_that_wait_and_not_as_a_bottleneck(
     """Nothing else of this epoch of 200 steps takes nearly as long."""
     outcome = run_job(
         tmp_path,
-        recipe="late:FirstLate",
+        recipe="uncertain:FirstLate",
         params={"train_records": 1600, "pause_s": 6.0},
         data={"order": "exact", "shuffle": False, "block_records": 200},
         train={"epochs": 1, "batch_size": 8, "lr": 0.001},

@@ -13,7 +13,7 @@ from stoker.config.schema import Config
 def job(budget: float, **params: Any) -> Config:
     return Config.model_validate(
         {
-            "recipe": "endless:Unknown",
+            "recipe": "uncertain:Unknown",
             "params": params,
             "data": {"block_records": 10, "bad_record_budget": budget, "shuffle": False},
             "train": {"epochs": 1, "batch_size": 10},

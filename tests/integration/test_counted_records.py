@@ -18,7 +18,7 @@ DATA = {"bad_record_budget": 0.1, "block_records": 20, "shuffle": False, "order"
 def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(ray_cluster: None, tmp_path: Path) -> None:
     outcome = run_job(
         tmp_path,
-        recipe="short:Short",
+        recipe="uncertain:Short",
         params={"train_records": 101, "val_records": 10},
         data=DATA,
         train={"epochs": 1, "batch_size": 10},
@@ -35,7 +35,7 @@ def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(ray_cluster: None,
 def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_cluster: None) -> None:
     """The epoch is interrupted after 30 rows, one bad record among those read, and closed by another run."""
     recipe: dict[str, Any] = (
-        {"recipe": "short:Short", "params": {"train_records": 101, "more": more}}
+        {"recipe": "uncertain:Short", "params": {"train_records": 101, "more": more}}
         if more
         else {"recipe": "rows:Counting", "params": {"train_records": 101, "bad": (3,)}}
     )

@@ -75,7 +75,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         live = snapshot.live_state(worker)
         meta = {"step": 2, "next_epoch": 0, "epoch_steps": 2, "epoch_samples": 32, "global_batch": 16}
         if rank == 0:
-            checkpoint.save(store, snapshot.content_of(worker, live, parts, meta, snapshot.Copier()))
+            checkpoint.save(store, snapshot.content_of(worker, live, parts, meta, strategies.Copier()))
         losses = run(worker, Step(worker), batches[2:], epochs=1)["losses"]
         whole = (losses, state(worker))
 

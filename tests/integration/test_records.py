@@ -113,7 +113,7 @@ def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
     [
         ({"recipe": "rows:Counting", "params": {"train_records": 203, "bad": [5], "shard": 50}}, 203),
         ({"recipe": "rows:FromRay"}, 103),
-        ({"recipe": "endless:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
+        ({"recipe": "uncertain:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
     ],
 )
 def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(

@@ -23,9 +23,9 @@ from stoker.recipe import class_names_of
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import loop
 from stoker.train.build import build
+from stoker.train.device import StepTimes
 from stoker.train.manager import CheckpointManager, nothing_left
 from stoker.train.state import Worker
-from stoker.train.step_timer import StepTimes
 
 Tensors = dict[str, Any]
 

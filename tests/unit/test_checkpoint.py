@@ -18,8 +18,9 @@ from stoker.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
+from stoker.train import strategies
+from stoker.train.device import Stamps
 from stoker.train.feed import Feed, Loaded, PrefetchLimit
-from stoker.train.step_timer import Stamps
 
 
 def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
@@ -248,7 +249,7 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_copies_are_independent_and_their_memory_is_used_again() -> None:
-    copier = snapshot.Copier()
+    copier = strategies.Copier()
     channels_last = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     tree = {"w": channels_last, "state": {0: {"step": torch.tensor(3.0), "lr": 0.1}}, "none": None}
     copied = copier.copy(tree)

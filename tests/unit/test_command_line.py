@@ -119,12 +119,12 @@ WRONG = {
         ],
     ),
     "a schedule without an end": (
-        ["recipe=endless:Unknown", "params={}", "train.scheduler=cosine"],
+        ["recipe=uncertain:Unknown", "params={}", "train.scheduler=cosine"],
         ["train.scheduler: cosine needs the number of records", "set train.max_steps, or use none"],
     ),
     "nothing": (
         [
-            "recipe=endless:Unknown",
+            "recipe=uncertain:Unknown",
             "params={}",
             "train.scheduler=cosine",
             "train.max_steps=9",
@@ -148,7 +148,7 @@ def test_a_dry_run_checks_what_a_run_checks_and_leaves_nothing(
         Image.new("RGB", (9, 9), (number, 0, 0)).save(file)
     Path("job.yaml").write_text("params: {data: ./data}\ntrain: {batch_size: 4}\n")
     before = sorted(tmp_path.rglob("*"))
-    source = ["--source-dir", str(ROOT / "tests" / "recipes")] if "endless" in str(words) else []
+    source = ["--source-dir", str(ROOT / "tests" / "recipes")] if "uncertain" in str(words) else []
     code, lines, shown = type_command(["job.yaml", *words, *source, "--dry-run"], capsys)
     assert code == (2 if expected else 0), lines
     assert [part for part in expected if not any(part in line for line in lines)] == []

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import DataError
+from stoker.train.device import StepTimes
 from stoker.train.feed import Prefetcher, PrefetchLimit
-from stoker.train.step_timer import StepTimes
 
 
 class Answering(Prefetcher):

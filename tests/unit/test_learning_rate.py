@@ -19,6 +19,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.config.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import state as snapshot
+from stoker.train import strategies
 from stoker.train.build import build, learning_rate
 from stoker.train.state import Progress, Worker
 from stoker.train.step import Step
@@ -82,7 +83,7 @@ class Training:
             "monitored": None,
         }
         live = snapshot.live_state(worker)
-        content = snapshot.content_of(worker, live, parts, meta, snapshot.Copier())
+        content = snapshot.content_of(worker, live, parts, meta, strategies.Copier())
         return checkpoint.save(open_store(str(folder)), content)
 
     def go_on(self, saved: checkpoint.Checkpoint, upto: float = 99) -> None:

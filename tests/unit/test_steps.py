@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stoker.events.advice import bottleneck
 from stoker.events.summary import Host, Summary
-from stoker.train.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
+from stoker.train.device import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 
 moments = st.floats(0, 100, allow_nan=False)
 

@@ -23,7 +23,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,6 @@ def save(store: Store, content: Content) -> Checkpoint:
 
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    """Add the results of validation to a checkpoint."""
     outcome = json.loads(json.dumps(outcome))
     content = {"outcome": outcome, "sha256": _digest(outcome)}
     saved.store.add(saved.name, OUTCOME, json.dumps(content, indent=1))
@@ -124,9 +123,11 @@ def _digest(outcome: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(outcome).encode()).hexdigest()
 
 
-def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Checkpoint | None:
-    """The newest checkpoint that is complete and finite; logs why others are skipped."""
-    for name in store.names():
+def newest_valid(
+    store: Store, log: Callable[[str], Any] | None = None, names: list[str] | None = None
+) -> Checkpoint | None:
+    """The first of these checkpoints that is complete, of all the newest; logs why others are skipped."""
+    for name in store.names() if names is None else names:
         problem = verify(store, name)
         if problem is None:
             return describe(store, name)
@@ -172,7 +173,6 @@ def read_plain(file: Any, where: str) -> Any:
 
 
 def load(checkpoint: Checkpoint) -> Content:
-    """A checkpoint's content, on the CPU."""
     from safetensors.torch import load_file
 
     with checkpoint.store.local(checkpoint.name) as folder:
@@ -268,38 +268,6 @@ class Retention:
                 )
 
 
-Named = tuple[str, Any]
-
-
-def floats(named: Any) -> Iterator[Named]:
-    for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.is_floating_point() and local.numel():
-            yield name, local.detach()
-
-
-def flat(name: str, tree: Any) -> Iterator[Named]:
-    """Yield the tensors in nested dicts and lists with their paths."""
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from flat(f"{name} {key}", value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from flat(name, value)
-
-
-def is_finite(tensor: Any) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def is_broken_buffer(tensor: Any) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and not float(tensor.max()) < math.inf
-
-
 WRITE_DEADLINE_S = 900.0
 """How long a write may take before the run fails."""
 WORTH_SAYING_S = 0.5
@@ -339,7 +307,6 @@ class Writer:
                 )
 
     def check(self) -> None:
-        """Raise the error of the last write."""
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import redaction
 from stoker.config.loading import Resolved, resolved_yaml
@@ -34,8 +34,11 @@ from stoker.hosts.topology import label
 from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
 from stoker.storage.checkpoint_store import open_store
-from stoker.train.recipe_work import RecipeWork, Work
+from stoker.train.recipe_work import RecipeWork
 from stoker.train.stopping import modes
+
+if TYPE_CHECKING:
+    from stoker.entry.fit import Work
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0

@@ -6,7 +6,7 @@ import logging
 import traceback
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import redaction
 from stoker.config.schema import Config
@@ -14,7 +14,12 @@ from stoker.entry.run_log import open_log
 from stoker.errors import explain
 from stoker.hosts.topology import TRAIN_RESOURCE
 from stoker.place import RunPlace
-from stoker.train.recipe_work import Work
+
+if TYPE_CHECKING:
+    from stoker.scripts.script_work import ScriptWork
+    from stoker.train.recipe_work import RecipeWork
+
+    Work = RecipeWork | ScriptWork
 
 
 class Fit:

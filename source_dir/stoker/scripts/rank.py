@@ -233,7 +233,6 @@ class Child:
         return text
 
     def events(self) -> list[dict[str, Any]]:
-        """Its `stoker.log` events since the last call."""
         with self._events.open("rb") as file:
             file.seek(self._events_read)
             data = file.read()
@@ -242,17 +241,14 @@ class Child:
         return [json.loads(line) for line in lines.splitlines()]
 
     def terminate(self) -> None:
-        """Send SIGTERM to the script only."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the script and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Clean up all processes and files."""
         self.kill()
         self._process.wait()
         self._pipe.close()

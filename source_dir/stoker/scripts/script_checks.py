@@ -20,7 +20,6 @@ REMEDY = "pass it to the script as an argument after --"
 
 
 def refuse_foreign_keys(resolved: Resolved) -> None:
-    """Reject keys that a script job would ignore."""
     config = resolved.config
     if config.script is None:
         return
@@ -66,7 +65,6 @@ def _at(config: Config, key: str) -> Any:
 
 
 def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) -> Path:
-    """Path of the script in the staged copy."""
     path = folder / str(config.script)
     if not path.is_file():
         raise UsageError(no_such_script(str(config.script), path))
@@ -74,7 +72,6 @@ def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) ->
 
 
 def no_such_script(named: str, path: Path) -> str:
-    """An error message with a suggestion."""
     folder = path.parent
     close = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1, cutoff=0.5)
     if close:

@@ -18,7 +18,7 @@ from stoker.train.trainer import count_workers
 
 
 class ScriptWork:
-    """Runs a script on every train worker; implements `Work`."""
+    """Runs a script on every train worker; what a `RecipeWork` is for a recipe."""
 
     loop = "stoker.scripts.rank:run_script"
     torch_config = "stoker.train.trainer:ScriptConfig"

@@ -102,17 +102,14 @@ class Supervisor:
         return Order(self.stop_reason, False, over)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
-        """Send an event to the sinks."""
         self.events.append({"time": round(time.time(), 3), "event": event, **values})
 
     def request_stop(self, reason: str) -> None:
-        """Send SIGTERM to every rank."""
         if not self.stop_reason:
             self.stop_reason = reason
             self.log("stop", {"reason": reason})
 
     def drain(self) -> list[dict[str, Any]]:
-        """The events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -166,7 +163,6 @@ class Exit:
 
 
 def reason_of(script: str, end: Exit) -> str:
-    """One line with the reason of a failure."""
     log = LOG.format(rank=end.rank)
     where = f"(rank {end.rank}); see {log}"
     if end.code < 0:
@@ -179,7 +175,6 @@ def reason_of(script: str, end: Exit) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal: 9 → SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ def build(worker: Worker, records: int | None) -> None:
 
 
 def build_model(worker: Worker, records: int | None) -> None:
-    """Model, averaged model, optimiser, schedule and scaler; see `build`."""
     import torch
 
     train = worker.config.train
@@ -98,8 +98,6 @@ def check_device(train: TrainConfig, device: Any) -> None:
         name = torch.cuda.get_device_name(device)
         raise UsageError(f"train.precision: {name} has no bf16 arithmetic; use fp16")
     if train.compile:
-        import shutil
-
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         try:
@@ -129,7 +127,6 @@ def scaled_lr(config: TrainConfig, workers: int) -> float:
 
 
 def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int) -> Any:
-    """The recipe's optimiser, or the configured one from timm."""
     own = recipe.optimizer(plain(model))
     if own is not None:
         return own
@@ -196,12 +193,10 @@ class Schedule:
         self.begin(0)
 
     def begin(self, epoch: int, samples: int = 0, step: int = 0) -> None:
-        """Start or resume an epoch."""
         self.epoch, self.samples = epoch, samples
         self._set(step)
 
     def advance(self, samples: int, step: int) -> None:
-        """Set the rate of the next step."""
         self.samples += samples
         self._set(step)
 

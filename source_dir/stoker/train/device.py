@@ -1,20 +1,34 @@
-"""Train worker on a GPU: copies batches to the device ahead of time, in a separate CUDA stream."""
+"""Train worker: copies batches to a GPU ahead of time, in a separate CUDA stream, and times every step.
+
+Timing is always on and never waits for the GPU. The loop's wait for a batch is attributed to what was
+happening to that batch meanwhile: it was being produced, in transfer, being assembled, or being copied to the
+device. The rest of the step is compute.
+
+On a GPU the loop runs ahead of the device, so its own waits say little. Three events per step in the device's
+stream record when the previous step ended (E), when the loop had this batch (A) and when the batch was copied
+(B): the device was idle from E to A, waited for the copy from A to B, and computed from B to the next E. They
+are read some steps later, when they have completed.
+"""
 
 from __future__ import annotations
 
 import copy
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stoker.events.summary import STEP_TERMS
 
 AHEAD = 2
 """Number of batches on the device that the loop has not taken; more wait in host memory."""
 
 
 def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
-    """Train worker: a batch with a function applied to its tensors, also those in lists, tuples and mappings.
+    """A batch with a function applied to its tensors, also those in lists, tuples and mappings.
 
     Their types stay as they are.
     """
@@ -34,7 +48,7 @@ def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
 
 
 class DeviceCopies:
-    """Train worker: a thread that takes loaded batches in order and starts their copies.
+    """A thread that takes loaded batches in order and starts their copies.
 
     Args:
         device: the GPU.
@@ -78,7 +92,6 @@ class DeviceCopies:
         on_tensors(item.columns, lambda value: value.record_stream(stream))
 
     def end(self) -> None:
-        """Stop: the loop needs no more batches."""
         self._over = True
         self._room.release()
 
@@ -112,3 +125,189 @@ class DeviceCopies:
         self._sources.append((event, source))
         while self._sources and self._sources[0][0].query():
             self._sources.popleft()
+
+
+TERMS = STEP_TERMS
+WAITS = TERMS[:-1]
+KEPT_STEPS = 2000
+SMOOTHING = 0.2
+"""Weight of the newest step in the smoothed step time."""
+
+
+class Stamps(NamedTuple):
+    """Train worker: `time.perf_counter()` at which a batch passed each point."""
+
+    produced: float
+    """Its blocks existed."""
+    arrived: float
+    """Its rows were on this host."""
+    collated: float
+    """It was one batch in this host's memory."""
+
+
+def exposed(since: float, until: float, stamps: Stamps) -> list[float]:
+    """Splits a wait from `since` to `until` by WAITS; the parts add up to the whole."""
+    parts, at = [], since
+    for end in (*stamps, until):
+        end = min(max(end, at), until)
+        parts.append(end - at)
+        at = end
+    return parts
+
+
+def on_device(waits: list[float], idle: float, copy: float, step: float) -> list[float]:
+    """The part of the loop's waits that the device felt, by TERMS.
+
+    Args:
+        waits: the loop's, by WAITS, s.
+        idle: from the end of the previous step until the loop had the batch, s.
+        copy: how long the device then waited for the copy, s.
+        step: from the end of the previous step to the end of this one, s.
+    """
+    waited = sum(waits)
+    # Idle time beyond the loop's wait is overhead of the loop (such as logging), not of the input.
+    felt = min(idle, waited) / waited if waited > 0 else 0.0
+    parts = [felt * wait for wait in waits]
+    parts[-1] += copy
+    return [*parts, max(0.0, step - sum(parts))]
+
+
+@dataclass
+class StepTimes:
+    """The figures of one pass, in seconds."""
+
+    terms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
+    steps: int = 0
+    first_wait_s: float = 0.0
+    """The wait for the pass's first batch, part of `wait_s`."""
+    longest_wait_s: float = 0.0
+    """The longest wait for one batch."""
+    fetch_s: float = 0.0
+    """Time in which the feed's threads fetched rows, whether or not the loop waited."""
+    fetch_cpu_s: float = 0.0
+    """CPU time of these threads in that time."""
+    collate_cpu_s: float = 0.0
+    """CPU time of a recipe's `collate` on CPU hosts."""
+    step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    compute_s: float = 0.0
+    """Smoothed time of a step without its waits."""
+    _told: dict[str, float] = field(default_factory=dict)
+    _told_steps: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """The input wait: everything but compute."""
+        return sum(self.terms[name] for name in WAITS)
+
+    def add(self, parts: list[float]) -> None:
+        for name, seconds in zip(TERMS, parts, strict=True):
+            self.terms[name] += seconds
+        self.longest_wait_s = max(self.longest_wait_s, sum(parts[:-1]))
+        if self.steps == 0:
+            self.first_wait_s = sum(parts[:-1])
+            self.compute_s = parts[-1]
+        self.compute_s += SMOOTHING * (parts[-1] - self.compute_s)
+        self.steps += 1
+        self.step_ms.append(round(1000 * sum(parts), 3))
+
+    def since_told(self) -> dict[str, float]:
+        """Mean ms per step and term since the last call."""
+        steps = self.steps - self._told_steps
+        means = {n: (s - self._told.get(n, 0.0)) / max(steps, 1) for n, s in self.terms.items()}
+        self._told, self._told_steps = dict(self.terms), self.steps
+        return {name: round(1000 * seconds, 3) for name, seconds in means.items()}
+
+    def waits(self) -> dict[str, Any]:
+        """The input wait so far, and how much of it was for the first batch and for one."""
+        names = ("wait_s", "first_wait_s", "longest_wait_s")
+        return {name: round(getattr(self, name), 6) for name in names}
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the `pass` event, in addition to the step times."""
+        figures = {f"{name}_s": round(seconds, 6) for name, seconds in self.terms.items()}
+        names = ("fetch_s", "fetch_cpu_s")
+        return figures | self.waits() | {name: round(getattr(self, name), 6) for name in names}
+
+
+class HostClock:
+    """Times steps if the loop itself computes, on a CPU."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+        self._waits: list[float] | None = None
+        self._began = 0.0
+
+    def waited(self, since: float, until: float, stamps: Stamps) -> None:
+        """The loop has received the batch that it waited for."""
+        *parts, handover = exposed(since, until, stamps)
+        parts[-1] += handover  # there is no device to copy to
+        self._waits, self._began = [*parts, 0.0], until
+
+    def finished(self) -> None:
+        """The loop is done with the batch."""
+        if self._waits is not None:
+            self.times.add([*self._waits, time.perf_counter() - self._began])
+            self._waits = None
+
+    def close(self) -> None:
+        """The pass is over."""
+        self.finished()
+
+
+class DeviceClock:
+    """Times steps on a GPU by events in the compute stream."""
+
+    def __init__(self, times: StepTimes, device: Any) -> None:
+        self.times, self._device = times, device
+        self._spare: list[Any] = []
+        self._last: Any = None
+        """E of the previous step."""
+        self._open: tuple[list[float], Any, Any] | None = None
+        self._pending: deque[tuple[list[float], Any, Any, Any, Any]] = deque()
+
+    def waited(self, since: float, until: float, stamps: Stamps) -> None:
+        """The loop has received its next batch; the device has not waited for the copy yet."""
+        self._open = (exposed(since, until, stamps), self._mark(), None)
+
+    def copied(self) -> None:
+        """Later work in the stream follows the batch's copy."""
+        if self._open is not None:
+            self._open = (self._open[0], self._open[1], self._mark())
+
+    def finished(self) -> None:
+        """The loop is done with the batch: its work is in the stream."""
+        if self._open is None:
+            return
+        end = self._mark()
+        self._pending.append((*self._open, self._last, end))
+        self._last, self._open = end, None
+        while self._pending and self._pending[0][4].query():
+            self._read()
+
+    def close(self) -> None:
+        """The pass is over: wait for its last step."""
+        self.finished()
+        if self._last is not None:
+            self._last.synchronize()
+        while self._pending:
+            self._read()
+
+    def _mark(self) -> Any:
+        import torch
+
+        cuda: Any = torch.cuda
+        event = self._spare.pop() if self._spare else cuda.Event(enable_timing=True)
+        event.record(cuda.current_stream(self._device))
+        return event
+
+    def _read(self) -> None:
+        waits, got, copied, before, end = self._pending.popleft()
+        copy = got.elapsed_time(copied) / 1000
+        if before is None:  # the first step: the device was idle before
+            idle = sum(waits)
+            step = idle + got.elapsed_time(end) / 1000
+        else:
+            idle, step = before.elapsed_time(got) / 1000, before.elapsed_time(end) / 1000
+            self._spare.append(before)
+        self._spare += [got, copied]
+        self.times.add(on_device(waits, idle, copy, step))

@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stoker.chain.collating import Collate
@@ -125,14 +126,12 @@ class Evaluation:
         return values | self.scores.values
 
     def tell(self) -> None:
-        """Log tables, and what is not shown."""
         for table in self.scores.tables:
             self.worker.log(MetricTable(epoch=self.epoch, step=self.worker.step, **table))
         tell_once(self.worker, self.scores.notes)
 
 
 def tell_once(worker: Worker, notes: list[str]) -> None:
-    """Log each note once in this start of the run."""
     for note in notes:
         if note not in worker.noted:
             worker.noted.add(note)
@@ -292,7 +291,6 @@ class Scores:
         return UsageError(f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}")
 
     def _show(self, name: str, value: Any, classes: Sequence[str], curve: bool = False) -> None:
-        """Show a part of a metric."""
         if (
             isinstance(value, Mapping | list | tuple)
             and len(value) > MOST_SCALARS
@@ -375,7 +373,8 @@ class Scores:
 
 def _why(error: Exception) -> str:
     # Frames of torchmetrics count as not the user's, which leaves this file.
-    return re.sub(r" \(scores\.py:\d+\)$", "", " ".join(where_raised(error).split()))[:300]
+    here = rf" \({Path(__file__).name}:\d+\)$"
+    return re.sub(here, "", " ".join(where_raised(error).split()))[:300]
 
 
 def _as_array(value: Any) -> Any:

@@ -18,8 +18,9 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def wanted(config: Config) -> list[str]:
 def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     """Rank 0 keeps a few records of the first batch, from validation if there is one.
 
-    Called with every batch; returns immediately except for the first of a split.
+    Called with every batch; returns immediately except for the first of a split. What an export needs is
+    tried with the very first one, not after days of training.
     """
     kept: Example | None = worker.example
     if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
@@ -54,35 +56,26 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     recipe = worker.recipe
     worker.example = example_of(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
-        refuse_absent(
-            recipe, sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
-        )
-        try_predict(recipe, worker.example)
+        refuse_absent(recipe, [name for name, value in batch.items() if isinstance(value, torch.Tensor)])
+        names = recipe.export_inputs()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            module = as_module(recipe, recipe.model().eval(), names, [])
+            try:
+                module(*worker.example.take(names, TRACED_RECORDS))
+            except Exception as error:
+                raise UsageError(
+                    f"export: {type(recipe).__name__}'s on_device('val') and predict(model, batch) do not"
+                    f" work on {', '.join(names)} alone, on the CPU: {where_raised(error)}"
+                ) from error
 
 
-def try_predict(recipe: Recipe, example: Example) -> None:
-    """Call `predict` as an export will, on a new, temporary model."""
-    import torch
-
-    names = recipe.export_inputs()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        module = as_module(recipe, recipe.model().eval(), names, [])
-        try:
-            module(*example.take(names, TRACED_RECORDS))
-        except Exception as error:
-            raise UsageError(
-                f"export: {type(recipe).__name__}'s on_device('val') and predict(model, batch) do not work on"
-                f" {', '.join(names)} alone, on the CPU: {where_raised(error)}"
-            ) from error
-
-
-def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
-    """Check a recipe's `export_inputs` against the columns of its batches."""
+def refuse_absent(recipe: Recipe, columns: Collection[str]) -> None:
     absent = [name for name in recipe.export_inputs() if name not in columns]
     if absent:
         raise UsageError(
             f"export: {type(recipe).__name__} has no tensor column {', '.join(absent)} in its batches (there"
-            f" are: {', '.join(columns)}); define export_inputs() and predict(model, batch) in the recipe"
+            f" are: {', '.join(sorted(columns))}); define export_inputs() and predict(model, batch) in the"
+            " recipe"
         )
 
 
@@ -202,7 +195,7 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
     try:
         if example is None:
             raise UsageError("there was no record to compare with")
-        refuse_absent(recipe, sorted(example.batch))
+        refuse_absent(recipe, example.batch)
         names = recipe.export_inputs()
         exports = Exports(
             recipe, folder, names, example, sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)]
@@ -284,7 +277,18 @@ class Exports:
     outputs: list[str] = field(default_factory=list)
     answers: dict[int, list[Any]] = field(default_factory=dict)
     """Outputs of the reference, by number of records."""
-    program: Any = None
+
+    @property
+    def traced(self) -> tuple[Any, ...]:
+        return self.example.take(self.names, TRACED_RECORDS)
+
+    @cached_property
+    def program(self) -> Any:
+        """What torch.export makes of the reference, with a dynamic batch dimension."""
+        import torch
+
+        free = [{0: torch.export.Dim.DYNAMIC} for _ in self.names]
+        return torch.export.export(self.reference, self.traced, dynamic_shapes=free)
 
 
 class MismatchError(Exception):
@@ -373,7 +377,6 @@ def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
 
 
 def flat(answer: Any) -> list[Any]:
-    """A module's output as a list of tensors or arrays."""
     return list(answer) if isinstance(answer, tuple | list) else [answer]
 
 
@@ -384,21 +387,10 @@ def write_safetensors(exports: Exports, path: Path) -> Callable[..., Any]:
     return module  # type: ignore[no-any-return]
 
 
-def exported_program(exports: Exports) -> Any:
-    """The program of torch.export with a dynamic batch dimension, created once."""
-    import torch
-
-    if exports.program is None:
-        inputs = exports.example.take(exports.names, TRACED_RECORDS)
-        free = [{0: torch.export.Dim.DYNAMIC} for _ in inputs]
-        exports.program = torch.export.export(exports.reference, inputs, dynamic_shapes=free)
-    return exports.program
-
-
 def write_torch_export(exports: Exports, path: Path) -> Callable[..., Any]:
     import torch
 
-    torch.export.save(exported_program(exports), path)
+    torch.export.save(exports.program, path)
     module: Callable[..., Any] = torch.export.load(path).module()
     return module
 
@@ -407,15 +399,13 @@ def write_onnx(exports: Exports, path: Path) -> Callable[..., Any]:
     import onnxruntime
     import torch
 
-    program = exported_program(exports)
-    inputs = exports.example.take(exports.names, TRACED_RECORDS)
     model: Any = torch.onnx.export(
-        program,
-        inputs,
+        exports.program,
+        exports.traced,
         dynamo=True,
         input_names=exports.names,
         output_names=exports.outputs,
-        dynamic_shapes=[{0: "batch"} for _ in inputs],
+        dynamic_shapes=[{0: "batch"} for _ in exports.names],
         verbose=False,
     )
     # The format is limited to 2 GiB per file; larger weights go into a second file.
@@ -430,8 +420,7 @@ def write_onnx(exports: Exports, path: Path) -> Callable[..., Any]:
 def write_torchscript(exports: Exports, path: Path) -> Callable[..., Any]:
     import torch
 
-    inputs = exports.example.take(exports.names, TRACED_RECORDS)
-    torch.jit.trace(exports.reference, inputs).save(str(path))  # type: ignore[no-untyped-call]
+    torch.jit.trace(exports.reference, exports.traced).save(str(path))  # type: ignore[no-untyped-call]
     module: Callable[..., Any] = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
     return module
 

@@ -19,8 +19,7 @@ from stoker.serve.accounting import ID_MODULUS
 from stoker.serve.blocks.batches import as_batch
 from stoker.serve.blocks.client import Fetched, Transport
 from stoker.serve.blocks.collator import Arrived, Collator
-from stoker.train.device import DeviceCopies
-from stoker.train.step_timer import DeviceClock, HostClock, Stamps, StepTimes
+from stoker.train.device import DeviceClock, DeviceCopies, HostClock, Stamps, StepTimes
 
 FETCHERS = 2
 """Number of fetching threads: that many steps are in flight, over as many connections to each host."""

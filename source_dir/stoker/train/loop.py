@@ -9,6 +9,7 @@ from typing import Any
 from stoker.config.schema import Config
 from stoker.errors import where_raised
 from stoker.events import kinds
+from stoker.events.summary import number
 from stoker.hosts import machine
 from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.serve.blocks.client import open_transport
@@ -23,7 +24,6 @@ from stoker.train.state import (
     Progress,
     Worker,
     check_finite,
-    finite,
     mean_over_ranks,
     reached,
     reconcile,
@@ -151,7 +151,7 @@ def close_epoch(
             return stop, True
         carry_extremes(more, keeper.history)
         metrics, books = metrics | more, [*books, counts]
-    shown = {name: finite(value) for name, value in metrics.items()}  # JSON has no NaN
+    shown = {name: number(value) for name, value in metrics.items()}  # JSON has no NaN
     event = kinds.EpochEnded(epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
     worker.log(event)
     return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
@@ -192,7 +192,9 @@ def train_epoch(
         if worker.step == 1 or progress.steps % log_every == 0:
             check_finite(float(progress.loss_sum), worker, epoch)
             check_scale(worker, epoch)
-            rate, norm = learning_rate(worker.optimizer), finite(step.grad_norm)
+            rate = learning_rate(worker.optimizer)
+            # Not finite if fp16 overflowed in this step.
+            norm = None if step.grad_norm is None else number(float(step.grad_norm))
             log_step(worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm)
         if reached(worker):
             break
@@ -241,7 +243,6 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
 
 
 def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
-    """This rank's feed for one pass."""
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
     return Feed(
@@ -264,7 +265,6 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
 
 
 def log_step(worker: Worker, progress: Progress, feed: Feed, started: float, **values: Any) -> None:
-    """Log a step with the figures of the pass since `started`."""
     worker.log(
         kinds.StepLogged(
             epoch=progress.epoch,

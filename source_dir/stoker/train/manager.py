@@ -8,38 +8,26 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import (
-    Checkpoint,
-    Content,
-    Named,
-    Retention,
-    Writer,
-    awaiting,
-    describe,
-    flat,
-    floats,
-    is_broken_buffer,
-    is_finite,
-)
+from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, describe
 from stoker.config.redaction import redact
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
-from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of, verify
+from stoker.serve.accounting import ID_MODULUS
+from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of
 from stoker.train import strategies
 from stoker.train.state import (
-    Copier,
     Progress,
     Worker,
     carried_progress,
     content_of,
     from_rank_0,
     gather,
-    id_sum_of,
     live_state,
     not_finite,
     put_back,
@@ -73,7 +61,7 @@ class CheckpointManager:
         """Rank 0: the last checkpoint written or resumed from."""
         self.writer = Writer(self._note)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
-        self._copier = Copier()
+        self._copier = strategies.Copier()
         self._config = redact(config.model_dump(mode="json"))
         self._saved_at = time.monotonic()
         self._asked = False
@@ -112,21 +100,16 @@ class CheckpointManager:
             # Figures such as samples/s differ between ranks: rank 0 decides.
             reason = from_rank_0(self.worker, self.early_stopping.reason)
             self.early_stopping.reason = reason
-        self.add_epoch(epoch, metrics, books)
+        entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
+        self.history.append(entry)
         if self.pending is not None and self._completes:
             self.pending = None
             if self.worker.rank == 0:
-                self.writer.submit(
-                    f"the outcome of step {self.worker.step}", self._complete_later(self._outcome(metrics))
-                )
+                complete = partial(self._complete, self._outcome(metrics))
+                self.writer.submit(f"the outcome of step {self.worker.step}", complete)
         else:
             self.take(progress or Progress(epoch + 1), metrics)
         return reason
-
-    def add_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> None:
-        """Record an epoch that was trained and validated; later checkpoints include it."""
-        entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
-        self.history.append(entry)
 
     def take(
         self, progress: Progress, metrics: dict[str, float], pending: dict[str, Any] | None = None
@@ -152,7 +135,7 @@ class CheckpointManager:
         content = content_of(worker, live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
         paused_s = time.perf_counter() - started
-        write = self._write_later(content, self._position, paused_s)
+        write = partial(self._write, content, self._position, paused_s)
         self.writer.submit(f"the checkpoint of step {worker.step}", write)
 
     def before_settling(self) -> None:
@@ -200,35 +183,29 @@ class CheckpointManager:
         if progress.feed is None:
             # The books of the epoch are closed: the position is the start of the next epoch.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
-        ids = id_sum_of(parts)
+        ids = sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
         return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
 
-    def _write_later(self, content: Content, position: Any, paused_s: float) -> Callable[[], None]:
-        def write() -> None:
-            import ray
+    def _write(self, content: Content, position: Any, paused_s: float) -> None:
+        import ray
 
-            started, meta = time.perf_counter(), content.meta
-            known = isinstance(position, dict)
-            meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
-            saved = self._keep(checkpoint.save(self.store, content))
-            self.worker.log(
-                CheckpointWritten(
-                    epoch=meta["epoch"],
-                    step=meta["step"],
-                    path=saved.path,
-                    seconds=round(time.perf_counter() - started, 4),
-                    paused_s=round(paused_s, 4),
-                )
+        started, meta = time.perf_counter(), content.meta
+        known = isinstance(position, dict)
+        meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
+        saved = self._keep(checkpoint.save(self.store, content))
+        self.worker.log(
+            CheckpointWritten(
+                epoch=meta["epoch"],
+                step=meta["step"],
+                path=saved.path,
+                seconds=round(time.perf_counter() - started, 4),
+                paused_s=round(paused_s, 4),
             )
+        )
 
-        return write
-
-    def _complete_later(self, outcome: dict[str, Any]) -> Callable[[], None]:
-        def write() -> None:
-            if self._last is not None:
-                self._keep(checkpoint.add_outcome(self._last, outcome))
-
-        return write
+    def _complete(self, outcome: dict[str, Any]) -> None:
+        if self._last is not None:
+            self._keep(checkpoint.add_outcome(self._last, outcome))
 
     def _keep(self, saved: Checkpoint) -> Checkpoint:
         """The writer's thread: a checkpoint is written, or has a new outcome."""
@@ -264,56 +241,43 @@ class CheckpointManager:
         return progress
 
     def newest(self) -> Checkpoint | None:
-        """Rank 0: the newest valid checkpoint of this run."""
         return checkpoint.newest_valid(self.store, self._note)
 
     def write_model(self, target: Path) -> None:
-        """Rank 0, at the end: save the weights of the best valid checkpoint as the run's model."""
+        """Rank 0, at the end: the best valid checkpoint's weights, averaged if present, become the model."""
+        worker = self.worker
         self.writer.wait()
-        whole = (name for name in self.shelf.best() if self._whole(name))
-        best = next(whole, None)
-        by = self.shelf.monitored[best] if best else {}
-        chosen = checkpoint.describe(self.store, best) if best else self.newest() or self.resumed
+        best = checkpoint.newest_valid(self.store, self._note, self.shelf.best())
+        chosen = best or self.newest() or self.resumed
         if chosen is None:
             raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
-        write_model(self.worker, chosen, target, by)
+        target.mkdir(parents=True, exist_ok=True)
+        with chosen.store.local(chosen.name) as folder:
+            averaged = (folder / checkpoint.EMA).is_file()
+            source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
+            # Not its times and mode, which mounted object storage does not have.
+            shutil.copyfile(source, target / checkpoint.WEIGHTS)
+        where = {"checkpoint": chosen.name, "epoch": chosen.meta["epoch"] + 1, "step": chosen.meta["step"]}
+        about = {
+            "recipe": worker.config.recipe,
+            "params": redact(worker.config.params),
+            "weights": "ema" if averaged else "model",
+            **where,
+            **{key: chosen.meta[key] for key in ("samples", "metrics")},
+            **({"classes": worker.classes} if worker.classes else {}),
+        }
+        (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
+        whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
+        by = self.shelf.monitored[best.name] if best else {}
+        worker.log(ModelWritten(path=str(target), **where, whole=whole, **by))
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, however the run ended."""
         with contextlib.suppress(OSError):  # do not hide an earlier error
             self.writer.wait(CALL_TIMEOUT_S)
 
-    def _whole(self, name: str) -> bool:
-        problem = verify(self.store, name)
-        if problem:
-            self._note(f"skipping checkpoint {name}: {problem}")
-        return problem is None
-
     def _note(self, text: str) -> None:
         self.worker.log(Note(text=text))
-
-
-def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, Any]) -> None:
-    """Save a checkpoint's weights, averaged ones if present, as the model."""
-    target.mkdir(parents=True, exist_ok=True)
-    with chosen.store.local(chosen.name) as folder:
-        averaged = (folder / checkpoint.EMA).is_file()
-        source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
-        # Not its times and mode, which mounted object storage does not have.
-        shutil.copyfile(source, target / checkpoint.WEIGHTS)
-    about = {
-        "recipe": worker.config.recipe,
-        "params": redact(worker.config.params),
-        "checkpoint": chosen.name,
-        "weights": "ema" if averaged else "model",
-        "epoch": chosen.meta["epoch"] + 1,
-        **{key: chosen.meta[key] for key in ("step", "samples", "metrics")},
-        **({"classes": worker.classes} if worker.classes else {}),
-    }
-    (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
-    source_of = {key: about[key] for key in ("checkpoint", "epoch", "step")}
-    whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
-    worker.log(ModelWritten(path=str(target), **source_of, whole=whole, **by))
 
 
 SMALLEST_SCALE = 2.0**-20
@@ -327,21 +291,21 @@ def check_state(worker: Worker, progress: Progress) -> None:
     Checks the losses since the epoch began and the present weights, averaged weights and optimiser state,
     with one reduction on the device and one number read from it.
     """
-    import torch
     import torch.distributed as dist
 
-    several = worker.world_size > 1
-    whole = torch.stack([_all_finite(worker, progress).float().to(worker.device)])
-    if several:
+    names, sound = _verdicts(worker, progress)
+    whole = sound.all().float()
+    if worker.world_size > 1:
         dist.all_reduce(whole, op=dist.ReduceOp.MIN)
     if float(whole):
         return
-    found: list[str] = [""] * worker.world_size
-    own = _first_problem(worker, progress)
-    if several:
+    broken = [name for name, flag in zip(names, sound.tolist(), strict=True) if not flag]
+    own = f"{broken[0]} holds NaN or infinity" if broken else ""
+    if broken[:1] == [LOSSES]:
+        own = f"{LOSSES} is {float(progress.loss_sum)}"
+    found = [own] * worker.world_size
+    if worker.world_size > 1:
         dist.all_gather_object(found, own)
-    else:
-        found = [own]
     raise not_finite(next(filter(None, found), "the state of a train worker"), worker, progress.epoch)
 
 
@@ -351,32 +315,29 @@ def check_scale(worker: Worker, epoch: int) -> None:
         raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
 
 
-def _all_finite(worker: Worker, progress: Progress) -> Any:
-    """A boolean scalar tensor; reads nothing from the device."""
+LOSSES = "the sum of the epoch's losses"
+
+
+def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
+    """What must be finite on this rank, and whether it is; reads nothing from the device."""
     import torch
 
-    verdicts = []
-    by_device: dict[Any, list[Any]] = {}
-    for _, tensor in _strict(worker):
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for tensors in by_device.values():
-        largest = torch._foreach_norm(tensors, float("inf"))
-        verdicts.append(torch.stack([value.double() for value in largest]).isfinite().all())
-    # Attention masks are buffers of -inf.
-    verdicts += [tensor.max() < math.inf for _, tensor in _buffers(worker)]
-    if progress.loss_sum is not None:
-        verdicts.append(progress.loss_sum.isfinite())
-    if not verdicts:
-        return torch.ones((), dtype=torch.bool)
-    return torch.stack([verdict.to(worker.device) for verdict in verdicts]).all()
+    loss = torch.zeros(()) if progress.loss_sum is None else progress.loss_sum
+    names, sound = [LOSSES], [loss.isfinite().reshape(1)]
+    by_device: dict[Any, list[Named]] = {}
+    for name, tensor in _strict(worker):
+        by_device.setdefault(tensor.device, []).append((name, tensor))
+    for named in by_device.values():
+        names += [name for name, _ in named]
+        largest = torch._foreach_norm([tensor for _, tensor in named], float("inf"))
+        sound.append(torch.stack([value.double() for value in largest]).isfinite())
+    for name, tensor in _buffers(worker):
+        names.append(name)
+        sound.append((tensor.max() < math.inf).reshape(1))  # attention masks are buffers of -inf
+    return names, torch.cat([flags.to(worker.device) for flags in sound])
 
 
-def _first_problem(worker: Worker, progress: Progress) -> str:
-    if progress.loss_sum is not None and not math.isfinite(float(progress.loss_sum)):
-        return f"the sum of the epoch's losses is {float(progress.loss_sum)}"
-    named = [name for name, tensor in _strict(worker) if not is_finite(tensor)]
-    named += [name for name, tensor in _buffers(worker) if is_broken_buffer(tensor)]
-    return f"{named[0]} holds NaN or infinity" if named else ""
+Named = tuple[str, Any]
 
 
 def _strict(worker: Worker) -> Iterator[Named]:
@@ -385,16 +346,37 @@ def _strict(worker: Worker) -> Iterator[Named]:
     for kind, model in models:
         if model is not None:
             named = strategies.plain(model).named_parameters()
-            yield from floats((f"{kind} {name}", p) for name, p in named)
+            yield from _floats((f"{kind} {name}", p) for name, p in named)
     if worker.optimizer is not None:
-        yield from floats(flat("optimiser state", list(worker.optimizer.state.values())))
+        yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
 
 
 def _buffers(worker: Worker) -> Iterator[Named]:
     for model in (worker.model, worker.ema and worker.ema.module):
         if model is not None:
             named = strategies.plain(model).named_buffers()
-            yield from floats((f"buffer {name}", b) for name, b in named)
+            yield from _floats((f"buffer {name}", b) for name, b in named)
+
+
+def _floats(named: Iterable[Named]) -> Iterator[Named]:
+    for name, tensor in named:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point() and local.numel():
+            yield name, local.detach()
+
+
+def _flat(name: str, tree: Any) -> Iterator[Named]:
+    """The tensors in nested dicts and lists with their paths."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flat(f"{name} {key}", value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _flat(name, value)
 
 
 def begin(
@@ -431,7 +413,6 @@ def begin(
 
 
 def refuse_earlier(published: str, found: Checkpoint | None) -> None:
-    """Fail unless a restart continues from the run's last checkpoint."""
     last = published.rpartition("/")[2]
     if not last or (found is not None and step_of(found.name) >= step_of(last)):
         return

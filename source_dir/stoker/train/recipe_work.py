@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.config.schema import Config, TrainConfig
 from stoker.errors import Problems, UsageError
@@ -19,45 +19,8 @@ from stoker.train.resume import refuse_unshared
 from stoker.train.stopping import check_monitors
 
 
-class Work(Protocol):
-    """The differences between runs of a recipe and of a script."""
-
-    config: Config
-    workers: int
-    use_gpu: bool
-    where: str
-    """Folder or URI of the run's checkpoints."""
-    synced: bool
-    """Whether SageMaker syncs that folder to S3."""
-    steps_per_epoch: int | None
-    loop: str
-    """`module:function` that every train worker runs."""
-    torch_config: str
-    """`module:class` with which Ray Train sets up the group of train workers."""
-
-    def start_coordinator(self) -> Any:
-        """Start the actor that train workers talk to."""
-        ...
-
-    def opening_line(self) -> str:
-        """A line shown during start-up."""
-        ...
-
-    def notes(self) -> list[str]:
-        """Remarks to log before training."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """Settings for the loop, in addition to the configuration and the coordinator."""
-        ...
-
-    def leaves_model(self) -> bool:
-        """Whether a successful run leaves a model in its model folder."""
-        ...
-
-
 class RecipeWork:
-    """Train a recipe on its opened data."""
+    """Trains a recipe on its opened data."""
 
     loop = "stoker.train.loop:train_worker"
     torch_config = "stoker.train.trainer:RecipeConfig"
@@ -132,7 +95,6 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
 
 
 def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
-    """(train workers, whether they use GPUs)."""
     import ray
 
     from stoker.train.trainer import count_workers

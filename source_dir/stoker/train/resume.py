@@ -51,7 +51,6 @@ class Start:
 
 
 def check_path(config: Config) -> None:
-    """Refuse a `checkpoint.resume` path without checkpoints."""
     if config.checkpoint.resume not in ("auto", "never"):
         locate(config.checkpoint.resume)
 
@@ -280,13 +279,11 @@ def hosts_without(folder: str, nodes: list[str]) -> list[str]:
 
 
 def write(path: str) -> None:
-    """Create the probe file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
 
 
 def sees(path: str) -> bool:
-    """Whether the probe file appears here."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not Path(path).exists():
         if time.monotonic() > deadline:
@@ -296,6 +293,5 @@ def sees(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Delete the probe file."""
     with contextlib.suppress(OSError):
         Path(path).unlink()

@@ -132,7 +132,6 @@ def image_tensor(batch: Batch) -> Any:
 
 
 def png(image: Any) -> str:
-    """One image (channels × height × width) as the base64 of a small PNG."""
     shown, content = as_picture(image), ""
     for side in (SIDE, SMALL_SIDE):
         shown.thumbnail((side, side))
@@ -159,7 +158,6 @@ def as_picture(image: Any) -> Any:
 
 
 def encoded(picture: Any) -> str:
-    """The base64 of a picture's PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -302,12 +300,13 @@ def _of_columns(name: str, batch: Batch, box_format: str, size: tuple[int, ...])
     labels, lengths = batch.get("labels"), batch.get(name + LENGTH_SUFFIX)
     if boxes.ndim != 3 or len(boxes) < size[0]:
         raise ValueError(f"{name} is {_x(boxes.shape)}, the images {_x(size)}")
-    found = []
-    for i in range(size[0]):
-        count = boxes.shape[1] if lengths is None else int(lengths[i])
-        kinds = None if labels is None or labels.ndim != 2 else labels[i, :count]
-        found.append(Overlay(None, _boxes(name, boxes[i, :count], kinds, None, box_format, size)))
-    return found
+    counts = [boxes.shape[1]] * len(boxes) if lengths is None else lengths.tolist()
+    kinds = None if labels is None or labels.ndim != 2 else labels
+    found = [
+        {"boxes": boxes[i, :count], "labels": None if kinds is None else kinds[i, :count]}
+        for i, count in enumerate(counts[: size[0]])
+    ]
+    return _of_dicts(name, found, size, box_format)
 
 
 def _boxes(
@@ -352,68 +351,62 @@ class Painter:
 
     def draw(self, picture: Image.Image, overlay: Overlay) -> Image.Image:
         """A picture, `side` pixels long, with masks or boxes over it; few colours, so that it is small."""
-        from PIL import Image, ImageDraw
+        from PIL import Image
+        from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
         picture = picture.convert("RGB")
         factor = self.side / max(picture.size)
         size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
         picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS)
-        if overlay.mask is not None:
-            picture = self._tinted(picture, overlay.mask)
-        brush = ImageDraw.Draw(picture)
-        for box in overlay.boxes:
-            self._outline(brush, box, factor)
+        if overlay.mask is not None or overlay.boxes:
+            pixels = self._with_mask(pil_to_tensor(picture), overlay.mask)
+            picture = to_pil_image(self._with_boxes(pixels, overlay.boxes, factor))
         return picture.quantize(256)
 
     def legend(self) -> list[dict[str, str]]:
         """Names and colours of the classes that were drawn."""
-        colors = {kind: "#{:02x}{:02x}{:02x}".format(*color(kind)) for kind in sorted(self.drawn)}
-        return [{"name": self._name(kind), "color": text} for kind, text in colors.items()]
+        return [
+            {"name": self._name(kind), "color": "#{:02x}{:02x}{:02x}".format(*color(kind))}
+            for kind in sorted(self.drawn)
+        ]
 
-    def _tinted(self, picture: Image.Image, mask: Any) -> Image.Image:
+    def _with_mask(self, pixels: Any, mask: Any) -> Any:
         import numpy as np
-        from PIL import Image
+        import torch
+        from torchvision.transforms.v2.functional import rgb_to_grayscale
+        from torchvision.utils import draw_segmentation_masks
 
-        mask = np.where((mask < 0) | (mask >= IGNORED), IGNORED, mask).astype(np.uint8)
-        mask = np.asarray(Image.fromarray(mask).resize(picture.size, Image.Resampling.NEAREST))
-        pixels = np.array(picture, dtype=np.float32)
+        there = [] if mask is None else np.unique(mask).tolist()
+        kinds = [kind for kind in there if 0 < kind < IGNORED or (kind == 0 and not self.background)]
+        if not kinds:
+            return pixels
+        self.drawn.update(kinds)
+        found = torch.from_numpy(mask.astype(np.int32))[None, None].float()
+        shown = torch.nn.functional.interpolate(found, pixels.shape[1:])[0]
+        layers = shown == torch.tensor(kinds)[:, None, None]
         # The brightness alone shines through, so that a class has its colour on images of any.
-        grey = np.array(picture.convert("L"), dtype=np.float32)[..., None]
-        for kind in np.unique(mask).tolist():
-            if kind == IGNORED or (kind == 0 and self.background):
-                continue
-            here = mask == kind
-            inner = here.copy()
-            inner[1:] &= here[:-1]
-            inner[:-1] &= here[1:]
-            inner[:, 1:] &= here[:, :-1]
-            inner[:, :-1] &= here[:, 1:]
-            for where, share in ((inner, 0.45), (here & ~inner, 1.0)):
-                pixels[where] = share * np.array(color(kind), np.float32) + (1 - share) * grey[where]
-            self.drawn.add(kind)
-        return Image.fromarray(pixels.round().astype(np.uint8))
+        below = torch.where(layers.any(0), rgb_to_grayscale(pixels, 3), pixels)
+        drawn: Any = draw_segmentation_masks(below, layers, 0.5, [color(kind) for kind in kinds])
+        return drawn
 
-    def _outline(self, brush: Any, box: Box, factor: float) -> None:
-        from PIL import ImageFont
+    def _with_boxes(self, pixels: Any, boxes: list[Box], factor: float) -> Any:
+        import torch
+        from torchvision.utils import draw_bounding_boxes
 
-        left, top, right, bottom = (value * factor for value in box.corners)
-        if right <= left or bottom <= top:
-            return
-        kind = box.kind or 0
-        if box.kind is not None:
-            self.drawn.add(kind)
-        corners = (left, top, max(left, right - 1), max(top, bottom - 1))
-        brush.rectangle(corners, outline=color(kind), width=2)
+        boxes = [b for b in boxes if b.corners[0] < b.corners[2] and b.corners[1] < b.corners[3]]
+        if not boxes:
+            return pixels
+        self.drawn.update(box.kind for box in boxes if box.kind is not None)
+        # The last two corners are within the box.
+        corners = torch.tensor([box.corners for box in boxes]) * factor
+        corners[:, 2:] = torch.maximum(corners[:, 2:] - 1, corners[:, :2])
+        colors, labels = [color(box.kind or 0) for box in boxes], [self._label(box) for box in boxes]
+        drawn: Any = draw_bounding_boxes(pixels, corners, labels, colors, width=2)
+        return drawn
+
+    def _label(self, box: Box) -> str:
         score = "" if box.score is None else f"{100 * box.score:.0f} %"
-        text = " ".join(filter(None, ["" if box.kind is None else self._name(kind)[:12], score]))
-        if text:
-            # Above the box where there is room, and inside the picture.
-            font = ImageFont.load_default(9)
-            _, _, width, height = (math.ceil(v) for v in brush.textbbox((0, 0), text, font=font))
-            x = max(0, min(left, brush.im.size[0] - width - 4))
-            y = top - height - 2 if top > height + 2 else max(0, min(top, brush.im.size[1] - height - 2))
-            brush.rectangle((x, y, x + width + 3, y + height + 1), fill=color(kind))
-            brush.text((x + 2, y), text, font=font, fill=(0, 0, 0))
+        return " ".join(filter(None, ["" if box.kind is None else self._name(box.kind)[:12], score]))
 
     def _name(self, kind: int) -> str:
         return str(self.names[kind]) if 0 <= kind < len(self.names) else f"class {kind}"

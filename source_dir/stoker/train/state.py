@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +14,6 @@ from stoker.config.schema import Config
 from stoker.errors import DataError
 from stoker.events.kinds import Event, Printed, RecordIds
 from stoker.recipe import Batch, Recipe
-from stoker.serve.accounting import ID_MODULUS
 from stoker.train import strategies
 from stoker.train.device import on_tensors
 from stoker.train.feed import Feed
@@ -110,7 +111,6 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> Any:
-    """The loss in the result of training_step."""
     import torch
 
     loss = result.get("loss") if isinstance(result, dict) else result
@@ -120,7 +120,6 @@ def loss_of(result: Any) -> Any:
 
 
 def mean_over_ranks(worker: Worker, value: Any) -> float:
-    """The mean of a number over all ranks."""
     import torch.distributed as dist
 
     if worker.world_size > 1:
@@ -131,32 +130,26 @@ def mean_over_ranks(worker: Worker, value: Any) -> float:
 
 def check_finite(value: float, worker: Worker, epoch: int) -> None:
     """Stop before a broken model overwrites a good checkpoint."""
-    import math
-
     if not math.isfinite(value):
         raise not_finite(f"the loss is {value}", worker, epoch)
 
 
 def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
-    """The error that ends a run with non-finite values."""
     kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
     remedy = remedy or "lower train.lr or look at the records of the steps before"
     return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
 
 
 def reached(worker: Worker) -> bool:
-    """Whether `train.max_steps` is reached."""
     limit = worker.config.train.max_steps
     return limit is not None and worker.step >= limit
 
 
 def count_records(batch: Batch) -> int:
-    """The number of records in a batch."""
     return len(next(iter(batch.values()))) if batch else 0
 
 
 def to_device(batch: Batch, device: Any) -> Batch:
-    """The batch with its tensors on the device."""
     moved: Batch = on_tensors(batch, lambda value: value.to(device))
     return moved
 
@@ -167,14 +160,6 @@ def at_least_float32(values: Any) -> Any:
 
     low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
     return values.float() if low else values
-
-
-def finite(value: Any) -> float | None:
-    """A number for the log; None without one, or if fp16 overflowed in this step."""
-    import math
-
-    number = None if value is None else float(value)
-    return number if number is not None and math.isfinite(number) else None
 
 
 def tee_prints(worker: Worker) -> None:
@@ -216,58 +201,8 @@ class Progress:
     """The pass that yields the batches; None between two epochs."""
 
 
-class Copier:
-    """Copies tensors to CPU buffers and reuses these buffers.
-
-    Fresh memory costs page faults. Pinned memory, which a GPU copies into at full speed, costs far more
-    to allocate than to fill.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: list[Any] = []
-
-    def copy(self, tree: Any) -> Any:
-        """Return the same nesting of dicts, lists and values with independent CPU tensors.
-
-        The next call overwrites these copies.
-        """
-        import torch
-        from torch.utils._pytree import tree_map
-
-        position = 0
-        on_gpu = False
-
-        def one(leaf: Any) -> Any:
-            nonlocal position, on_gpu
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            on_gpu |= leaf.is_cuda
-            buffer = self._buffer(position, leaf)
-            position += 1
-            return buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
-
-        copied = tree_map(one, tree)
-        del self.buffers[position:]
-        if on_gpu:
-            # The next step changes the weights: finish the copies first.
-            torch.cuda.synchronize()
-        return copied
-
-    def _buffer(self, position: int, like: Any) -> Any:
-        import torch
-
-        if position < len(self.buffers):
-            found = self.buffers[position]
-            if found.shape == like.shape and found.dtype == like.dtype:
-                return found
-        made = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        self.buffers[position : position + 1] = [made]
-        return made
-
-
 def rng_state(device: Any) -> dict[str, Any]:
     """The state of all random generators of this process, as tensors and plain values."""
-    import random
 
     import numpy as np
     import torch
@@ -285,7 +220,6 @@ def rng_state(device: Any) -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any], device: Any) -> None:
     """The reverse of `rng_state`."""
-    import random
 
     import numpy as np
     import torch
@@ -322,11 +256,6 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
     }
 
 
-def id_sum_of(parts: list[dict[str, Any]]) -> int:
-    """The id sum over all ranks, as in the coordinator's books."""
-    return sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
-
-
 def from_rank_0(worker: Worker, value: Any) -> Any:
     """Broadcast rank 0's value. Collective."""
     return from_rank(worker, value, 0)
@@ -357,7 +286,11 @@ def live_state(worker: Worker) -> dict[str, Any]:
 
 
 def content_of(
-    worker: Worker, live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: Copier
+    worker: Worker,
+    live: dict[str, Any],
+    parts: list[dict[str, Any]],
+    meta: dict[str, Any],
+    copier: strategies.Copier,
 ) -> Content:
     """A checkpoint's content, independent of further steps."""
     copies = copier.copy(live)

@@ -42,7 +42,6 @@ class EarlyStopping:
 
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> EarlyStopping | None:
-        """The configured early stopping, or None."""
         if config.monitor is None:
             return None
         mode = mode_of(config.monitor, config.mode)
@@ -69,7 +68,6 @@ class EarlyStopping:
                 )
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
         return asdict(self)
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -86,7 +84,6 @@ class EarlyStopping:
 
 
 def mode_of(metric: str, mode: str) -> str:
-    """Min or max; auto depends on the metric's name."""
     if mode != "auto":
         return mode
     return "min" if less_is_better(metric) else "max"
@@ -126,7 +123,6 @@ def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | Non
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:
-    """The name, if it is one of this epoch's metrics."""
     if name in metrics:
         return name
     raise UsageError(_unknown(name, list(metrics), key))

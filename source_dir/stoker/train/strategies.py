@@ -48,7 +48,6 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
 
 
 def strategy_of(name: str) -> Callable[[Any, Any], Any]:
-    """The function (model, device) → model that distributes it."""
     known = {"ddp": replicate, "fsdp": shard}
     return known.get(name) or load_object(name, SOURCE_FOLDER, "train.strategy")
 
@@ -123,12 +122,10 @@ def _shared_parameters(model: Any) -> set[int]:
 
 
 def plain(model: Any) -> Any:
-    """The model without its DDP wrapper; a sharded model has none."""
     return model.module if is_ddp(model) else model
 
 
 def is_ddp(model: Any) -> bool:
-    """Whether the model averages gradients over ranks in backward."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel)
@@ -181,7 +178,10 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
         state = {} if dist.is_initialized() and dist.get_rank() else {FRESH: groups}
     elif optimizer is not None:
         state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
-    return (_copied(weights), _copied(state)) if copy else (weights, state)
+    found: tuple[dict[str, Any], dict[str, Any]] = weights, state
+    if copy:
+        found = Copier().copy(found)
+    return found
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
@@ -213,21 +213,58 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
             if several:
                 dist.broadcast_object_list(box, src=0)
             state, options = box[0], dcp.StateDictOptions(strict=False)
-        dcp.set_optimizer_state_dict(model, optimizer, _copied(state or {}), options=options)
+        dcp.set_optimizer_state_dict(model, optimizer, Copier().copy(state or {}), options=options)
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
     dcp.set_model_state_dict(model, dict(weights or {}), options=options)
 
 
-def _copied(value: Any) -> Any:
-    import torch
+class Copier:
+    """Copies tensors to CPU buffers and reuses these buffers.
 
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+    Fresh memory costs page faults. Pinned memory, which a GPU copies into at full speed, costs far more
+    to allocate than to fill.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Any] = []
+
+    def copy(self, tree: Any) -> Any:
+        """Return the same nesting of dicts, lists and values with independent CPU tensors.
+
+        The next call overwrites these copies.
+        """
+        import torch
+        from torch.utils._pytree import tree_map
+
+        position = 0
+        on_gpu = False
+
+        def one(leaf: Any) -> Any:
+            nonlocal position, on_gpu
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            on_gpu |= leaf.is_cuda
+            buffer = self._buffer(position, leaf)
+            position += 1
+            return buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+
+        copied = tree_map(one, tree)
+        del self.buffers[position:]
+        if on_gpu:
+            # The next step changes the weights: finish the copies first.
+            torch.cuda.synchronize()
+        return copied
+
+    def _buffer(self, position: int, like: Any) -> Any:
+        import torch
+
+        if position < len(self.buffers):
+            found = self.buffers[position]
+            if found.shape == like.shape and found.dtype == like.dtype:
+                return found
+        made = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self.buffers[position : position + 1] = [made]
+        return made
 
 
 def share_buffers(model: Any) -> None:

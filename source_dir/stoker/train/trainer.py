@@ -49,7 +49,6 @@ def make_trainer(
     use_gpu: bool,
     claims: dict[str, float],
 ) -> Any:
-    """Create the job's TorchTrainer."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
 
@@ -186,8 +185,6 @@ class ProcessGroup(TorchConfig().backend_cls):  # type: ignore[misc]
 
 
 class RecipeConfig(TorchConfig):  # type: ignore[misc]
-    """TorchConfig with `ProcessGroup`."""
-
     @property
     def backend_cls(self) -> type[ProcessGroup]:
         return ProcessGroup

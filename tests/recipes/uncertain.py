@@ -1,0 +1,67 @@
+"""Numbered records whose source does not know how many there are, gives others, or gives one late."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rows import Counting, Numbers
+
+
+class Uncounted(Numbers):
+    def count(self) -> int | None:  # type: ignore[override]
+        return None
+
+
+class Unknown(Counting):
+    """The first `first_bad` records cannot be used."""
+
+    first_bad: int = 0
+
+    def read(self, split: str) -> Any:
+        return Uncounted(self.train_records, tuple(range(self.first_bad))) if split == "train" else None
+
+
+class Miscounted(Numbers):
+    """Its last shard lacks a record, or has one that was not counted."""
+
+    more: int
+
+    def read(self, shard: Any, order: Any) -> Any:
+        found = list(super().read(shard, order))
+        if self.n - 1 in shard.items:
+            found = found[:-1] if self.more < 0 else [*found, found[-1] | {"key": "uncounted"}]
+        yield from found
+
+
+class Short(Counting):
+    """Of the training records one is missing, or one too many comes."""
+
+    more: int = -1
+
+    def read(self, split: str) -> Any:
+        if split == "val":
+            return super().read(split)
+        source = Miscounted(self.train_records, bad=(3,))
+        source.more = self.more
+        return source
+
+
+class Late(Numbers):
+    pause_s: float
+
+    def read(self, shard: Any, order: Any) -> Any:
+        if 0 in shard.items:
+            time.sleep(self.pause_s)
+        yield from super().read(shard, order)
+
+
+class FirstLate(Counting):
+    pause_s: float
+
+    def read(self, split: str) -> Any:
+        if split == "val":
+            return None
+        source = Late(self.train_records)
+        source.pause_s = self.pause_s
+        return source
