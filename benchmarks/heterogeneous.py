@@ -148,7 +148,6 @@ def stoker(workers: list[Any]) -> list[Taken]:
     data = Data({"train": read_range(TOTAL)}, {"train": chain}, {"train": TOTAL})
     coordinator = start_coordinator(config, data, workers=len(workers))
     try:
-        ray.get(coordinator.begin.remote(coordinator, 0, len(workers), 0), timeout=60)
         calls = [w.ours.remote(coordinator, rank, config) for rank, w in enumerate(workers)]
         taken: list[Taken] = ray.get(calls, timeout=180)
     finally:

@@ -96,7 +96,7 @@ class Receiver:
         source = read_range(IMAGES[dtype])
         with one_pass(config, source, [Picture(dtype)], torch.device("cpu")) as stream:
             deadline = time.monotonic() + 60
-            while transport == "direct" and not ray.get(stream.coordinator.servers.remote())[1]:
+            while transport == "direct" and not ray.get(stream.coordinator.servers.remote()).servers:
                 if time.monotonic() > deadline:
                     raise RuntimeError("the other node serves no blocks")
                 time.sleep(0.1)
@@ -119,21 +119,24 @@ class Used:
         self.before = self.now()
 
     @staticmethod
-    def now() -> tuple[float, float]:
+    def now() -> tuple[dict[int, float], dict[int, float]]:
         import psutil
 
         me = psutil.Process()
         daemon = me.parent()
         if daemon.name() != "raylet":
             raise RuntimeError(f"the parent of a worker is {daemon.name()}, not Ray's daemon")
-        own = seconds(me) + seconds(daemon)
-        others = [p for p in daemon.children(recursive=True) if p.pid != me.pid]
-        return own, own + sum(map(seconds, others))
+        own = {each.pid: seconds(each) for each in (me, daemon)}
+        return own, own | {p.pid: seconds(p) for p in daemon.children(recursive=True) if p.pid != me.pid}
 
     def per_image(self, count: int) -> tuple[float, float]:
-        """(received, whole host), ms per image."""
-        after = self.now()
-        return tuple(1000 * (b - a) / count for a, b in zip(self.before, after, strict=True))  # type: ignore[return-value]
+        """(received, whole host), ms per image; of processes that ended meanwhile, nothing is counted."""
+
+        def used(before: dict[int, float], after: dict[int, float]) -> float:
+            return 1000 * sum(at - before.get(pid, 0.0) for pid, at in after.items()) / count
+
+        received, host = (used(*both) for both in zip(self.before, self.now(), strict=True))
+        return received, host
 
 
 def seconds(process: Any) -> float:

@@ -301,7 +301,7 @@ class Directory(NamedTuple):
     secret: bytes
     """Of the run's block connections."""
     servers: dict[str, Server]
-    """By Ray node; the head has none."""
+    """By Ray node; none if the head is the only one."""
 
 
 @dataclass

@@ -189,8 +189,47 @@ def ready_servers(train: Train) -> dict[str, Any]:
     """The block servers of both CPU hosts, once they listen."""
     import ray
 
+    head = ray.get_runtime_context().get_node_id()
     servers: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
-    return servers if len(servers) == 2 else {}
+    return {node: server for node, server in servers.items() if node != head} if len(servers) == 3 else {}
+
+
+def made_on_the_head() -> dict[str, Any]:
+    """All blocks are made on the head, and another host trains, over sockets and over Ray."""
+    import ray
+
+    found, whole = dict[str, Any](), sorted(record_id(str(i)) for i in range(200))
+    for transport in ("direct", "ray"):
+        config = job(
+            {"records": 200, "ms": 1}, preprocess_on=["gpu"], transport=transport, stall_timeout_s=60
+        )
+        train = Train(config)
+        trainer = ray.remote(num_cpus=0, label_selector={HOST: "cpu-1"})(all_ids)
+        ids = ray.get(trainer.remote(train.coordinator, config), timeout=180)
+        found[transport] = sorted(ids) == whole
+        train.close()
+    return found
+
+
+def all_ids(coordinator: Any, config: Config) -> list[int]:
+    """Train worker: the ids of an epoch's records, fetched to where this runs."""
+    import ray
+    import torch
+
+    from stoker.messages import ID_COLUMN
+    from stoker.serve.blocks.client import open_transport
+
+    transport = open_transport(coordinator, config.data, torch.device("cpu"))
+    ids: list[int] = []
+    for step in range(20):
+        answer = ray.get(coordinator.ahead.remote(0, "train", 0, 0, step, 1, step), timeout=60)
+        if isinstance(answer, str):
+            raise DataError(answer)
+        (portion,) = answer
+        for part in portion.blocks:
+            columns, start, stop, _ = transport.rows(part)
+            ids += columns[ID_COLUMN][start:stop].tolist()
+    return ids
 
 
 def cached() -> dict[str, Any]:
@@ -350,6 +389,7 @@ def main() -> None:
     scenes: dict[str, Callable[[], dict[str, Any]]] = {
         "placement": placement,
         "slow_sample": slow_sample,
+        "made_on_the_head": made_on_the_head,
         "lost_server": lost_server,
         "cached": cached,
         "drained": lambda: drained(nodes),

@@ -47,6 +47,10 @@ def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[st
     assert slow["exact"] == {"at": 0, "seeded": True, "whole": True}
 
 
+def test_another_host_that_trains_gets_what_the_head_made(seen: dict[str, Any]) -> None:
+    assert seen["made_on_the_head"].items() >= {"direct": True, "ray": True}.items()
+
+
 def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
     lost = seen["lost_server"]
     assert lost["before"]["direct"] > 0

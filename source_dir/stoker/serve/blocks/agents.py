@@ -1,4 +1,4 @@
-"""Head and CPU hosts: an agent on every other host, which serves blocks and measures CPU utilization."""
+"""Every host of a cluster: an agent that serves its blocks and measures CPU utilization."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Agent:
 
 
 class Agents:
-    """Runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
+    """Runs an agent on every host of a cluster of several, whenever it joins, and samples their CPUs.
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
     no other host gets blocks from there.
@@ -154,7 +154,8 @@ class Agents:
                 if node in self._agents:
                     ray.kill(self._agents[node].actor)
             agents = {node: agent for node, agent in self._agents.items() if node in alive}
-            for node in alive.keys() - agents.keys() - {own}:
+            alone = {own} if len(alive) == 1 else set()  # whoever runs here maps the blocks that are here
+            for node in alive.keys() - agents.keys() - alone:
                 if self._not_before.get(node, 0.0) <= time.monotonic():
                     agents[node] = self._start(node)
             started = time.monotonic()
