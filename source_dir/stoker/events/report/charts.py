@@ -7,7 +7,7 @@ different dashes and labels, areas have different hatching.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -23,24 +23,12 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
 @dataclass(frozen=True)
-class Line:
-    name: str
-    points: Sequence[Point]
-
-
-@dataclass(frozen=True)
 class Moment:
     """A vertical line at x; `short` is its one-letter label."""
 
     x: float
     short: str
     text: str
-
-
-@dataclass(frozen=True)
-class Part:
-    name: str
-    value: float
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 def line_chart(
     title: str,
     description: str,
-    lines: Sequence[Line],
+    lines: Mapping[str, Sequence[Point]],
     x_label: str,
     y_label: str,
     *,
@@ -122,7 +110,7 @@ def line_chart(
     from_zero: bool = True,
     height: int = 200,
 ) -> Markup:
-    points = [p for line in lines for p in line.points]
+    points = [p for line in lines.values() for p in line]
     xs = [x for x, _ in points] + [e.x for e in events]
     ys = [y for _, y in points]
     least = 0.0 if from_zero and min(ys) >= 0 else min(ys)
@@ -146,18 +134,18 @@ def line_chart(
             f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>{letter}</g>'
         )
     ends: list[tuple[float, str]] = []
-    for number, line in enumerate(lines):
-        kept = thin(sorted(line.points))
+    for number, (name, line) in enumerate(lines.items()):
+        kept = thin(sorted(line))
         path = " ".join(f"{x(a):.1f},{y(min(b, y.high)):.1f}" for a, b in kept)
         dash = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"' if DASHES[number % len(DASHES)] else ""
         if len(kept) <= 24:
             body += [
                 f'<circle class="s{number + 1} dot" cx="{x(a):.1f}" cy="{y(min(b, y.high)):.1f}" r="2.6">'
-                f"<title>{escape(line.name)}: {figure(b)} at {figure(a)}</title></circle>"
+                f"<title>{escape(name)}: {figure(b)} at {figure(a)}</title></circle>"
                 for a, b in kept
             ]
         body.append(f'<polyline class="s{number + 1} line" points="{path}"{dash}/>')
-        ends.append((y(min(kept[-1][1], y.high)), line.name))
+        ends.append((y(min(kept[-1][1], y.high)), name))
     if len(lines) > 1:
         for low, name in _apart(ends, height - BOTTOM - 4):
             body.append(f'<text class="name" x="{WIDTH - right + 5}" y="{low + 4:.1f}">{escape(name)}</text>')
@@ -194,16 +182,16 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
-def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> Markup:
+def stacked_bar(title: str, description: str, parts: Mapping[str, float], unit: str) -> Markup:
     """A stacked bar with different hatching per part; wide parts are labelled with their share."""
-    total = sum(part.value for part in parts) or 1.0
+    total = sum(parts.values()) or 1.0
     at, body = 0.0, []
-    for number, part in enumerate(parts):
-        wide = WIDTH * part.value / total
-        percent = f"{100 * part.value / total:.0f} %"
+    for number, (name, value) in enumerate(parts.items()):
+        wide = WIDTH * value / total
+        percent = f"{100 * value / total:.0f} %"
         box = f'x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"'
         body.append(
-            f"<g><title>{escape(part.name)}: {figure(part.value, unit)}, {percent}</title>"
+            f"<g><title>{escape(name)}: {figure(value, unit)}, {percent}</title>"
             f'<rect class="f{number + 1}" {box}/><rect fill="url(#hatch{number + 1})" {box}/>'
         )
         if wide > 42:

@@ -14,7 +14,7 @@ from stoker.events.advice import chain_limit, near, network_limit
 from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
 from stoker.events.report import charts
-from stoker.events.report.charts import WIDTH, Bar, Line, Moment, Part, Point, figure, svg
+from stoker.events.report.charts import WIDTH, Bar, Moment, Point, figure, svg
 from stoker.events.runs import RunData, figures_of
 from stoker.events.summary import number
 from stoker.figures import count_of, size
@@ -115,7 +115,7 @@ def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: s
     svg = charts.line_chart(
         f"{title} over time",
         text,
-        [Line(name, points)],
+        {name: points},
         "seconds since the start",
         unit,
         events=_events(run),
@@ -140,30 +140,30 @@ def waiting(run: RunData) -> Panel | None:
     return over_time("Input wait", "input wait", "% of the time", run.input_wait, text, run)
 
 
-def stacked(title: str, text: str, head: str, every: list[Part], unit: str) -> Panel:
+def stacked(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
     """Parts of a whole as one bar; small ones together."""
-    total = sum(part.value for part in every)
-    large = [part for part in every if part.value >= 0.01 * total]
-    rest = sum(part.value for part in every if part not in large)
-    parts = [*large, Part("everything else", rest)] if rest > 0 else large
+    total = sum(every.values())
+    large = {name: value for name, value in every.items() if value >= 0.01 * total}
+    rest = total - sum(large.values())
+    parts = large | {"everything else": rest} if len(large) < len(every) and rest > 0 else large
     return Panel(
         title,
         [charts.stacked_bar(title, text, parts, unit)],
         caption=text,
         heads=[head, unit, "share"],
-        rows=[[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every],
-        keys=[(n + 1, f"{p.name}, {figure(p.value, unit)}") for n, p in enumerate(parts)],
+        rows=[[name, figure(value), f"{100 * value / total:.1f} %"] for name, value in every.items()],
+        keys=[(n, f"{name}, {figure(value, unit)}") for n, (name, value) in enumerate(parts.items(), 1)],
     )
 
 
 def step_time(run: RunData) -> Panel | None:
     terms = run.summary.speed.step_terms_ms
-    every = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
-    total = sum(part.value for part in every)
+    every = {text: float(terms.get(name, 0.0)) for name, text in TERMS.items()}
+    total = sum(every.values())
     if total <= 0:
         return None
-    largest = max(every, key=lambda part: part.value)
-    text = f"Mean step: {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
+    largest = max(every, key=lambda name: every[name])
+    text = f"Mean step: {figure(total, 'ms')}; largest part: {largest}, {figure(every[largest], 'ms')}."
     return stacked("Step time breakdown", text, "part", every, "ms")
 
 
@@ -172,7 +172,7 @@ def start(run: RunData) -> Panel | None:
     if not ends or ends[-1][1] <= 0:
         return None
     before = [0.0, *(at for _, at in ends)]
-    every = [Part(name, at - since) for (name, at), since in zip(ends, before, strict=False)]
+    every = {name: at - since for (name, at), since in zip(ends, before, strict=False)}
     text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
     if ends[-1][0] != "first step":
         text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
@@ -230,15 +230,15 @@ def told(bars: Sequence[Bar], unit: str) -> str:
 def loss(run: RunData) -> Panel | None:
     if not run.loss:
         return None
-    lines = [Line("step", run.loss)]
+    lines = {"step": run.loss}
     for name, short in (("train/loss", "train"), ("val/loss", "val")):
         if run.metrics.get(name):
-            lines.append(Line(short, run.metrics[name]))
-    last = lines[-1].points[-1][1]
+            lines[short] = run.metrics[name]
+    last, (_, final) = [*lines][-1], [*lines.values()][-1][-1]
     course = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
-    caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
+    caption = f"{text} {last.capitalize()} ends at {figure(final)}."
     return Panel("Loss", [svg], caption=caption, heads=["step", "loss"], rows=table_rows(run.loss))
 
 
@@ -317,7 +317,7 @@ def metrics(run: RunData) -> list[Panel]:
         svg = charts.line_chart(
             f"{name} against the global step",
             text,
-            [Line(name, shown)],
+            {name: shown},
             "global step",
             unit or name,
             from_zero=False,
