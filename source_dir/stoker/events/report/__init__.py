@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,6 @@ LINKS = {
     "config.yaml": "the configuration",
     "logs/console.log": "console output",
 }
-
-
-@dataclass(frozen=True)
-class Figure:
-    name: str
-    value: str
-    note: str = ""
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
@@ -90,35 +82,36 @@ def page_of(run: RunData) -> dict[str, Any]:
     }
 
 
-def key_figures(summary: Summary) -> list[Figure]:
+def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
+    """Name, value and note of each."""
     speed, records = summary.speed, summary.records
-    found: list[Figure] = []
+    found: list[tuple[str, str, str]] = []
     best, model = summary.metrics.best, summary.model_from or {}
     names = dict.fromkeys([model.get("metric"), *(name for name in best if name.startswith("val/"))])
     for name in [name for name in names if name in best][:2]:
         percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
         shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
         chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
-        found.append(Figure(name, shown, f"best{chose}"))
+        found.append((name, shown, f"best{chose}"))
     if speed.steady_samples_per_s:
-        found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
-        found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
+        found.append(("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
+        found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
     if speed.step_ms_p50:
-        found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
+        found.append(("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
     if summary.seconds:
         steps = count_of(summary.steps, "step") if summary.steps or summary.script is None else ""
-        found.append(Figure("time", duration(summary.seconds), steps))
+        found.append(("time", duration(summary.seconds), steps))
     if records.read:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} left over"
         if records.repeated:
             note += f", {records.repeated:,} repeated"
-        found.append(Figure("records trained", f"{records.trained:,}", note))
+        found.append(("records trained", f"{records.trained:,}", note))
     if summary.cost and summary.cost.get("usd") is not None:
         per = number(summary.cost.get("usd_per_million_samples"))
         note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
         if per is not None:
             note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
-        found.append(Figure("cost", charts.usd(summary.cost["usd"]), note))
+        found.append(("cost", charts.usd(summary.cost["usd"]), note))
     return found
 
 

@@ -14,21 +14,14 @@ from html import escape
 from markupsafe import Markup
 
 Point = tuple[float, float]
+Moment = tuple[float, str, str]
+"""A vertical line: its x, a letter as its label, and what it stands for."""
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 26, 34
 LETTER = 11
 """Least distance between the letters of two events."""
 MOST_POINTS = 360
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A vertical line at x; `short` is its one-letter label."""
-
-    x: float
-    short: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def line_chart(
     height: int = 200,
 ) -> Markup:
     points = [p for line in lines.values() for p in line]
-    xs = [x for x, _ in points] + [e.x for e in events]
+    xs = [x for x, _ in points] + [at for at, _, _ in events]
     ys = [y for _, y in points]
     least = 0.0 if from_zero and min(ys) >= 0 else min(ys)
     y_ticks = nice_ticks(least, y_top if y_top is not None else max(ys), 4)
@@ -123,14 +116,13 @@ def line_chart(
     x.ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
     body = [*_axes(x, y, height, x_label, y_label, WIDTH - right)]
     lettered = -math.inf
-    for event in events:
-        at = f"{x(event.x):.1f}"
-        letter = ""
-        if x(event.x) - lettered >= LETTER:  # letters that overlap cannot be read
-            lettered = x(event.x)
-            letter = f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(event.short)}</text>'
+    for moment, short, text in events:
+        at, letter = f"{x(moment):.1f}", ""
+        if x(moment) - lettered >= LETTER:  # letters that overlap cannot be read
+            lettered = x(moment)
+            letter = f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(short)}</text>'
         body.append(
-            f'<g class="event"><title>{escape(event.text)}</title>'
+            f'<g class="event"><title>{escape(text)}</title>'
             f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>{letter}</g>'
         )
     ends: list[tuple[float, str]] = []

@@ -105,7 +105,7 @@ def _events(run: RunData) -> list[Moment]:
         routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
         others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_OTHER_MARKS]
         marks = others + routine[:: max(1, len(routine) // MOST_MARKS)]
-    return [Moment(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
+    return [(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
 SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
