@@ -11,8 +11,9 @@ import pytest
 
 from launcher.job import open_job
 from launcher.places.sagemaker.training_job import METRICS, metrics_of
+from stoker.config import redaction
 from stoker.config.loading import load
-from stoker.events.console import PlainConsole, closing_rows, metrics_text, report
+from stoker.events.console import PlainConsole, RichConsole, closing_rows, metrics_text, report
 from stoker.events.kinds import EpochEnded, ModelWritten, RecordQuarantined, StepLogged, event_of
 from stoker.events.report.panels import of_run
 from stoker.events.runs import read_run
@@ -53,6 +54,16 @@ def test_a_bad_record_of_every_epoch_is_one_record(tmp_path: Path) -> None:
     assert "3 quarantined (1 record in 3 epochs)" in found.caption
     summary.records.quarantined = 5  # two of them in an earlier run directory
     assert "5 quarantined + 0" in dict(closing_rows(summary, str(tmp_path)))["records"]
+
+
+def test_the_closing_table_shows_brackets_as_they_are_and_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction, "_known", {"s3cret-token"})
+    console = RichConsole(1, tmp_path / "console.log")
+    console.table([("run", "/data/[red]/s3cret-token")])
+    assert capsys.readouterr().out.split() == ["run", "/data/[red]/(redacted)"]
+    assert (tmp_path / "console.log").read_text() == "  run: /data/[red]/(redacted)\n"
 
 
 HOST_LOST = [{"event": kind} for kind in ("host_lost", "work_repeated", "work_repeated", "note")]

@@ -192,13 +192,15 @@ class RichConsole(PlainConsole):
             self.task = None
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        if self.log:
-            self.log.writelines(f"  {name}: {value}\n" for name, value in rows)
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
         for name, value in rows:
-            table.add_row(f"[bold]{name}[/]", value)
+            shown = scrub(value)
+            table.add_row(Text(name, "bold"), Text(shown))  # brackets in a path are no markup
+            if self.log:
+                self.log.write(f"  {name}: {shown}\n")
         self.console.print(table)
 
 
