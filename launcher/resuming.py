@@ -76,7 +76,7 @@ def newest_unfinished(config: Config) -> Path | None:
     folders = [path for path in root.iterdir() if form.fullmatch(path.name)] if root.is_dir() else []
     for folder in sorted(folders, key=lambda path: _order(path.name), reverse=True):
         run = PastRun(folder.resolve())
-        if run.summary()["status"] != "succeeded" and (config.checkpoint.dir or kept_in(folder, config)):
+        if run.summary().get("status") != "succeeded" and (config.checkpoint.dir or kept_in(folder, config)):
             return run.run_dir
     return None
 

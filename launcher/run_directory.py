@@ -135,7 +135,7 @@ class PastRun:
     def wait(self) -> int:
         while self.process_id() is not None:
             time.sleep(0.5)
-        return 0 if self.summary()["status"] == "succeeded" else 1
+        return 0 if self.summary().get("status") == "succeeded" else 1
 
     def stop(self) -> str | None:
         number = self.process_id()

@@ -252,6 +252,25 @@ def test_a_controller_that_is_away_after_the_end_delays_the_outcome_only(
     assert "asking again for up to 600 s" in capsys.readouterr().err
 
 
+def test_a_controller_that_is_away_while_a_job_runs_is_waited_for(
+    login_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "POLL_S", 0.05)
+    (tmp_path / "summary.json").write_text('{"status": "succeeded"}')
+    away = f"rm {tmp_path}/away 2>/dev/null || exit 0; echo 'Unable to contact slurm controller' >&2; exit 1"
+    fake(login_node, "squeue", away)
+    fake(login_node, "scontrol", "echo JobState=COMPLETED ExitCode=0:0")
+    for submitted in (True, False):
+        (tmp_path / "away").touch()
+        run = SlurmRun("7", tmp_path, ask_every_s=0, submitted=submitted)
+        if submitted:
+            assert run.wait() == 0
+            assert "asking again for up to 600 s" in capsys.readouterr().err
+        else:  # nobody has seen this job
+            with pytest.raises(UsageError, match="Unable to contact"):
+                run.wait()
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(60, "00:01:00"), (61, "00:02:00"), (86_400, "1-00:00:00"), (90_000, "1-01:00:00")]
 )

@@ -240,7 +240,7 @@ class SlurmRun(PastRun):
         told = self._patiently(lambda: slurm_commands.described(self.job_id)).get("ExitCode")
         told = told or slurm_commands.accounted(self.job_id, "ExitCode")
         if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
-            return int(told.partition(":")[0]) or int(self.summary()["status"] != "succeeded")
+            return int(told.partition(":")[0]) or int(self.summary().get("status") != "succeeded")
         return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
 
     def _active(self) -> bool:
