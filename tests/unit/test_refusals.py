@@ -61,12 +61,10 @@ def test_settings_that_do_not_fit_the_data_are_told_before_a_cluster_forms(tmp_p
 
 
 REFUSE = """
-import os, sys, time
+import sys
 from stoker.entry.main import run
-code, deadline = run(["--config", "job.yaml"]), time.monotonic() + 60
-while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
-    time.sleep(0.01)  # threads that were joined exist for another moment
-print(*(name for name in ("ray", "torch", "timm") if name in sys.modules), len(os.listdir("/proc/self/task")))
+code = run(["--config", "job.yaml"])
+print(*(name for name in ("ray", "torch", "timm") if name in sys.modules))
 sys.exit(code)
 """
 BUILT_IN, DIGITS = {"recipe": "ImageClassification"}, {"recipe": "recipes.digits:Digits"}
@@ -105,8 +103,8 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("case", AT_ONCE)
 @pytest.mark.long
-def test_a_mistake_is_told_before_ray_and_pytorch_load_and_a_thread_starts(case: str, tmp_path: Path) -> None:
-    """Both take seconds to load. And a process with threads could not fork Ray's workers."""
+def test_a_mistake_is_told_before_ray_and_pytorch_load(case: str, tmp_path: Path) -> None:
+    """Both take seconds to load."""
     job, expected = AT_ONCE[case]
     for split in ("train", "val"):
         (tmp_path / "rows" / split).mkdir(parents=True)
@@ -126,7 +124,7 @@ def test_a_mistake_is_told_before_ray_and_pytorch_load_and_a_thread_starts(case:
         text=True,
         timeout=300,
     )
-    assert (done.returncode, done.stdout) == (2, "1\n"), done.stdout + done.stderr
+    assert (done.returncode, done.stdout) == (2, "\n"), done.stdout + done.stderr
     told = done.stderr.splitlines()
     assert len(told) == len(expected), told
     for line, begins in zip(told, expected, strict=True):
