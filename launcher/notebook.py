@@ -51,7 +51,7 @@ from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
 from stoker.config.schema import Config, refuse_missing
 from stoker.errors import UsageError
-from stoker.hosts.copies import Copies
+from stoker.hosts.output import Copies
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import (
     LASTING_DIR_VARIABLE,

@@ -30,7 +30,7 @@ CHECK_VARIABLE = "STOKER_CHECK_ONLY"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Every host: an exit code and, unless it is 0, the cause in one line."""
+    """An exit code and, unless it is 0, the cause in one line."""
 
     code: int
     cause: str = ""
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Head: the name of the place and the folders of one run."""
+    """The name of the place and the folders of one run."""
 
     name: str
     run_dir: Path
@@ -59,7 +59,7 @@ class RunPlace:
 
 
 def local_place() -> RunPlace:
-    """Head: the place of a local run, from the launcher's environment variables or their defaults."""
+    """The place of a local run, from the launcher's environment variables or their defaults."""
     run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
     lasting = os.environ.get(LASTING_DIR_VARIABLE)
     folder = Path(lasting) if lasting else run_dir

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from stoker.hosts import forks
-from stoker.hosts.raynode import MISSED_DEADLINE, STARTS, free_port
+from stoker.hosts.raynode import STARTED, STARTS, free_port
 from stoker.ray_compat import COMMAND_LINE
 
 LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
@@ -174,10 +174,10 @@ def started(command: list[str], environment: dict[str, str], log: Path) -> subpr
             )
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline and process.poll() is None:
-            if "Ray runtime started" in log.read_text():
+            if STARTED in log.read_text():
                 return process
             time.sleep(0.2)
-        if process.poll() is None or MISSED_DEADLINE not in log.read_text():
+        if process.poll() is None:
             break
     stop_all([process])
     raise RuntimeError(f"a Ray node did not start:\n{log.read_text()[-3000:]}")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stoker.hosts.copies import Copies
+from stoker.hosts.output import Copies
 from stoker.place import Outcome
 
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.hosts.copies.EVERY_S", 0.01)
+    monkeypatch.setattr("stoker.hosts.output.EVERY_S", 0.01)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ def test_a_mount_that_does_not_answer_fails_the_run_instead_of_holding_its_hosts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies, hangs = Copies({tmp_path / "run": tmp_path / "copy"}), threading.Event()
-    monkeypatch.setattr("stoker.hosts.copies.LAST_COPY_S", 0.1)
+    monkeypatch.setattr("stoker.hosts.output.LAST_COPY_S", 0.1)
     monkeypatch.setattr(copies, "copy", lambda: str(hangs.wait(60)))
     outcome = copies.during(lambda: Outcome(0))
     hangs.set()

@@ -101,7 +101,7 @@ def installed(python: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        ("torch==1.0", "torch==1.0 would replace the image's torch 2.15.0+cu130"),
+        ("torch==1.0", "torch==1.0, but the image's torch 2.15.0+cu130 stays"),
         ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stays"),
     ],
 )

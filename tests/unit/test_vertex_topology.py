@@ -1,9 +1,8 @@
 """The topology from the shapes that CLUSTER_SPEC has in real Vertex AI jobs, and from damaged ones.
 
-Sources: (1) Google Cloud documentation, "Distributed training"; (2) googleapis/python-aiplatform,
-tests of `training_utils`; (3) google-deepmind/xmanager, tests of `xmanager.cloud.utils`; (4)
-google/yggdrasil-decision-forests, tests of `ydf.util.vertex_ai`; (5) Snapchat/GiGL, tests of its Vertex AI
-context; (6) jobs that print their own variable in public repositories.
+Sources: (1) Google Cloud documentation, "Distributed training"; (2) google-deepmind/xmanager, tests of
+`xmanager.cloud.utils`; (3) google/yggdrasil-decision-forests, tests of `ydf.util.vertex_ai`; (4)
+Snapchat/GiGL, tests of its Vertex AI context; (5) jobs that print their own variable in public repositories.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OUTPUTS = {
     "AIP_TENSORBOARD_LOG_DIR": "gs://bucket/job/logs/",
 }
 NOT_TOLD = '{"python_module":"","package_uris":[],"job_args":[]}'
-"""The field `job` as hosts show it (6): a string without machines."""
+"""The field `job` as hosts show it (5): a string without machines."""
 
 
 def spec(pool: str, index: Any, cluster: Any, **more: Any) -> dict[str, Any]:
@@ -40,11 +39,6 @@ def topology(found: Any, gpu_group: str | None = None, **variables: str) -> Topo
     return resolve(host_of(found, **variables), gpu_group)
 
 
-def machine(kind: str, accelerator: str = "", count: int = 0) -> dict[str, Any]:
-    gpu = {"accelerator_type": accelerator, "accelerator_count": count} if accelerator else {}
-    return {"machine_spec": {"machine_type": kind, **gpu}, "replica_count": 1}
-
-
 DOCUMENTED = {
     "workerpool0": ["cmle-training-workerpool0-ab-0:2222"],
     "workerpool1": ["cmle-training-workerpool1-ab-0:2222", "cmle-training-workerpool1-ab-1:2222"],
@@ -53,60 +47,43 @@ DOCUMENTED = {
 }
 
 
-def test_documented_pools_with_their_job_train_on_all_pools_of_the_first_gpu_machine() -> None:
-    """(1): a chief and workers with GPUs, then CPU hosts of two types."""
-    gpu = machine("n1-highmem-96", "NVIDIA_TESLA_V100", 8)
-    job = {"worker_pool_specs": [gpu, gpu, machine("n1-highcpu-16"), machine("c2-standard-8")]}
-    found = topology(spec("workerpool1", 1, DOCUMENTED, job=job))
+def told(*gpus: int) -> dict[str, str]:
+    """The launcher's description of pools: those with GPUs are one group."""
+    pools = {
+        f"workerpool{i}": {"group": "gpu" if n else f"cpu{i}", "type": "x", "gpus": n}
+        for i, n in enumerate(gpus)
+    }
+    return {POOLS_VARIABLE: json.dumps(pools)}
+
+
+def test_pools_of_one_group_train_together_and_their_order_does_not_matter() -> None:
+    """(1): a chief and workers with GPUs, then CPU hosts; and CPU hosts first."""
+    found = topology(spec("workerpool1", 1, DOCUMENTED, job=NOT_TOLD), **told(8, 8, 0, 0))
     assert (found.head, found.role) == ("cmle-training-workerpool0-ab-0", "worker")
-    assert found.group == found.gpu_group == "workerpool0"
+    assert found.group == found.gpu_group == "gpu"
     assert found.trains and len(found.hosts) == 8
     assert [group.gpus for group in found.groups] == [8, 0, 0]
-
-
-def test_pools_may_come_in_any_order() -> None:
-    """(1), with the CPU hosts first: the head is the first replica of the first GPU pool."""
-    job = {"workerPoolSpecs": [{"machineSpec": {"machineType": "c2-standard-8"}}, machine("a2-highgpu-2g")]}
+    assert found.describe().startswith("gpu: cmle-training-workerpool0-ab-0, cmle-training-workerpool1-ab-0")
     pools = {name: DOCUMENTED[name] for name in ("workerpool1", "workerpool0")}
     for pool, index, role in (("workerpool0", 0, "worker"), ("workerpool1", 0, "head")):
-        found = topology(spec(pool, index, pools, job=job))
+        found = topology(spec(pool, index, pools), **told(0, 2))
         assert (found.head, found.role) == ("cmle-training-workerpool1-ab-0", role)
         assert found.hosts[-1] == "cmle-training-workerpool0-ab-0"
-        assert found.gpu_group == "workerpool1"
 
 
-def test_a_skipped_pool_has_no_replicas() -> None:
+@pytest.mark.parametrize("skipped", [{}, {"workerpool1": []}, {"workerpool1": None}, {"workerpool1": {}}])
+def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
     """(1): `{}` for pool 1; pools keep their numbers."""
-    job = {"worker_pool_specs": [machine("g2-standard-8", "NVIDIA_L4", 1), {}, machine("c2-standard-8")]}
-    for skipped in ({}, {"workerpool1": []}, {"workerpool1": None}, {"workerpool1": {}}):
-        pools = {name: DOCUMENTED[name] for name in ("workerpool0", "workerpool2")}
-        found = topology(spec("workerpool2", 1, {**pools, **skipped}, job=job))
-        assert [group.name for group in found.groups] == ["workerpool0", "workerpool2"]
-        assert found.host == "cmle-training-workerpool2-ab-1"
+    pools = {name: DOCUMENTED[name] for name in ("workerpool0", "workerpool2")}
+    found = topology(spec("workerpool2", 1, {**pools, **skipped}), **told(1, 0, 0))
+    assert [group.name for group in found.groups] == ["gpu", "cpu2"]
+    assert found.host == "cmle-training-workerpool2-ab-1"
 
 
 @pytest.mark.parametrize(
     ("found", "host", "hosts"),
     [
         pytest.param(  # (2)
-            {
-                "cluster": {
-                    "worker_pools": [
-                        {"index": 0, "replicas": ["training-workerpool0-ab-0:2222"]},
-                        {
-                            "index": 1,
-                            "replicas": ["training-workerpool1-ab-0:2222", "training-workerpool1-ab-1:2222"],
-                        },
-                    ]
-                },
-                "environment": "cloud",
-                "task": {"worker_pool_index": 0, "replica_index": 0, "trial": "TRIAL_ID"},
-            },
-            "training-workerpool0-ab-0",
-            3,
-            id="client-library",
-        ),
-        pytest.param(  # (3)
             {
                 **spec("workerpool1", 1, {k: v for k, v in DOCUMENTED.items() if k != "workerpool3"}),
                 "task": {"type": "workerpool1", "index": 1, "trial": ""},
@@ -115,7 +92,7 @@ def test_a_skipped_pool_has_no_replicas() -> None:
             5,
             id="xmanager",
         ),
-        pytest.param(  # (4)
+        pytest.param(  # (3)
             spec(
                 "workerpool0",
                 0,
@@ -128,7 +105,7 @@ def test_a_skipped_pool_has_no_replicas() -> None:
             3,
             id="ydf",
         ),
-        pytest.param(  # (5): without ports, several replicas in the first pool
+        pytest.param(  # (4): without ports, several replicas in the first pool
             {
                 "cluster": {
                     "workerpool0": ["replica0-0", "replica0-1"],
@@ -138,13 +115,12 @@ def test_a_skipped_pool_has_no_replicas() -> None:
                 },
                 "task": {"type": "workerpool0", "index": 1, "trial": "trial-123"},
                 "environment": "cloud",
-                "job": '{"worker_pool_specs": [{"machine_spec": {"machine_type": "n1-standard-4"}}]}',
             },
             "replica0-1",
             6,
             id="gigl",
         ),
-        pytest.param(  # (6)
+        pytest.param(  # (5)
             spec(
                 "workerpool1",
                 2,
@@ -159,7 +135,7 @@ def test_a_skipped_pool_has_no_replicas() -> None:
             4,
             id="printed-by-a-job",
         ),
-        pytest.param(  # (6)
+        pytest.param(  # (5)
             {
                 "cluster": {
                     "workerpool0": ["workerpool0-9b6f87bcee-0:2222"],
@@ -182,32 +158,15 @@ def test_shapes_of_other_projects(found: dict[str, Any], host: str, hosts: int) 
 
 
 def test_a_single_replica_trains_whatever_its_machine() -> None:
-    """(6): a log of a job with one pool."""
+    """(5): a log of a job with one pool."""
     pools = {"workerpool0": ["cmle-training-workerpool0-d3072ebba8-0:2222"]}
     found = topology(spec("workerpool0", 0, pools, job=NOT_TOLD))
     assert (found.role, found.trains) == ("head", True)
 
 
-def test_the_launchers_description_names_groups_and_their_gpus() -> None:
-    told = {
-        "workerpool0": {"group": "gpu", "type": "g2-standard-8", "gpus": 1},
-        "workerpool1": {"group": "gpu", "type": "g2-standard-8", "gpus": 1},
-        "workerpool2": {"group": "cpu", "type": "c2-standard-8", "gpus": 0},
-        "workerpool3": {"group": "cpu", "type": "c2-standard-8", "gpus": 0},
-    }
-    found = topology(spec("workerpool3", 2, DOCUMENTED, job=NOT_TOLD), **{POOLS_VARIABLE: json.dumps(told)})
-    assert found.describe().split("; ")[0].startswith("gpu: cmle-training-workerpool0-ab-0, cmle-training-w")
-    assert (found.group, found.gpu_group, len(found.hosts)) == ("cpu", "gpu", 8)
-
-
 def test_every_host_agrees_on_everything_but_itself() -> None:
-    told = {
-        name: {"group": "gpu" if i == 1 else "cpu", "type": "x", "gpus": int(i == 1)}
-        for i, name in enumerate(DOCUMENTED)
-    }
-    variables = {POOLS_VARIABLE: json.dumps(told)}
     seen = {
-        topology(spec(pool, index, DOCUMENTED), **variables).hosts
+        topology(spec(pool, index, DOCUMENTED), **told(0, 1, 0, 0)).hosts
         for pool, members in DOCUMENTED.items()
         for index in range(len(members))
     }
@@ -244,7 +203,6 @@ ONE = {"workerpool0": ["a-0:2222"]}
             "workerpool0 lists 'a b:1', which is no host:port",
         ),
         (spec("workerpool0", 0, {"workerpool0": [7]}), "workerpool0 lists 7, which is no host:port"),
-        (spec("workerpool0", 0, ONE, job="{"), "CLUSTER_SPEC: job: is not JSON"),
         (
             {CLUSTER_VARIABLE: json.dumps(spec("workerpool0", 0, ONE)), POOLS_VARIABLE: "{}"},
             "STOKER_VERTEX_POOLS: does not describe workerpool0",
@@ -269,6 +227,6 @@ def test_wrong_or_partial_variables_are_one_line(variables: dict[str, Any], says
 
 
 def test_pools_of_unknown_machines_need_a_name_for_the_one_that_trains() -> None:
-    """(6): `job` tells no machines, and nobody else does."""
+    """(5): `job` tells no machines, and nobody else does."""
     with pytest.raises(TopologyError, match=r"cluster.gpu_group: no group's type is known to have GPUs"):
         topology(spec("workerpool0", 0, DOCUMENTED, job=NOT_TOLD))

@@ -50,7 +50,7 @@ _stop_code = 143
 
 
 def request_stop(reason: str, code: int = 143) -> None:
-    """Head: request a stop with a checkpoint; safe to call from a signal handler.
+    """Request a stop with a checkpoint; safe to call from a signal handler.
 
     Args:
         reason: shown in the log and the summary.
@@ -62,12 +62,12 @@ def request_stop(reason: str, code: int = 143) -> None:
 
 
 def stop_requested() -> str:
-    """Head: the reason for a requested stop; empty if none was requested."""
+    """The reason for a requested stop; empty if none was requested."""
     return _stop_reason
 
 
 def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Outcome:
-    """Head: execute one run, from opening the data to writing the summary.
+    """Execute one run, from opening the data to writing the summary.
 
     Args:
         resolved: the configuration with its origins.
@@ -135,7 +135,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
 
 
 def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """Head: create the sinks that the configuration enables besides files and the console.
+    """Create the sinks that the configuration enables besides files and the console.
 
     Raises:
         UsageError: a sink from `tracking.sinks` cannot be created.
@@ -148,7 +148,7 @@ def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
 
 
 class ReportFile(Sink):
-    """Head: writes report.html next to the summary."""
+    """Writes report.html next to the summary."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -161,7 +161,7 @@ class ReportFile(Sink):
 
 
 def check_groups(config: Config, hosts: list[Host]) -> None:
-    """Head: reject groups without hosts, whose tasks would never be scheduled.
+    """Reject groups without hosts, whose tasks would never be scheduled.
 
     Raises:
         UsageError: lists the groups that exist.
@@ -175,7 +175,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
 
 
 def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking: Tracking) -> Work:
-    """Head: create the work of the train workers: a recipe or a script.
+    """Create the work of the train workers: a recipe or a script.
 
     Raises:
         UsageError: it does not fit the data or the cluster.
@@ -190,7 +190,7 @@ def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking
 
 
 def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConfig) -> None:
-    """Head: until fit() returns, forward events, detect lost hosts and relay stop requests."""
+    """Until fit() returns, forward events, detect lost hosts and relay stop requests."""
     import ray
 
     stop_sent = 0.0
@@ -214,7 +214,7 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
 
 
 def conclude(fit: Fit, summary: Summary) -> int:
-    """Head: set the final status and return the exit code."""
+    """Set the final status and return the exit code."""
     if fit.error or fit.reason:
         summary.status, summary.error = "failed", fit.reason or fit.error
         return 1
@@ -230,7 +230,7 @@ def conclude(fit: Fit, summary: Summary) -> int:
 
 
 def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[str, Any]:
-    """Head: collect the coordinator's last events and figures, if it is still alive."""
+    """Collect the coordinator's last events and figures, if it is still alive."""
     import ray
 
     if coordinator is None:
@@ -254,7 +254,7 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
 
 
 def end_coordinator(coordinator: Any) -> None:
-    """Head: kill the coordinator and with it its agents, which otherwise live as long as this process."""
+    """Kill the coordinator and with it its agents, which otherwise live as long as this process."""
     import ray
 
     if coordinator is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Fit:
-    """Head: runs TorchTrainer.fit() in a Ray task, so that the driver can watch it and handle signals.
+    """Runs TorchTrainer.fit() in a Ray task, so that the driver can watch it and handle signals.
 
     The task runs on this host. Its worker has Ray Train and PyTorch preloaded; the driver imports neither.
     """

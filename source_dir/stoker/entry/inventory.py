@@ -12,7 +12,7 @@ from stoker.hosts.topology import GROUP_LABEL
 
 
 def hosts(scaling: CpuHostsConfig) -> list[Host]:
-    """Head: the cluster's live hosts as summary entries.
+    """The cluster's live hosts as summary entries.
 
     Args:
         scaling: which of them the cluster's autoscaler adds and removes.
@@ -40,7 +40,7 @@ def hosts(scaling: CpuHostsConfig) -> list[Host]:
 
 
 def host_changes(summary: Summary, scaling: CpuHostsConfig) -> list[dict[str, Any]]:
-    """Head: events for hosts that were lost, were released or joined since the last call.
+    """Events for hosts that were lost, were released or joined since the last call.
 
     Adds late hosts to the summary, and when the others ended.
     """

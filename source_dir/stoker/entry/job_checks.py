@@ -28,7 +28,7 @@ Opened = tuple[Config, Data]
 
 
 def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
-    """Head: reject everything that can be checked without the chains.
+    """Reject everything that can be checked without the chains.
 
     Args:
         resolved: the configuration with its origins.
@@ -69,7 +69,7 @@ def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
 
 
 def check_chains(opened: Opened | None) -> Opened | None:
-    """Head: make the chains of opened data and try them on its first records.
+    """Make the chains of opened data and try them on its first records.
 
     Raises:
         UsageError: as `open_data`; or a last batch of one record, on which the model cannot train.
@@ -85,7 +85,7 @@ def check_chains(opened: Opened | None) -> Opened | None:
 
 
 def check_recipe(resolved: Resolved) -> None:
-    """Head: load the recipe and check what it says against the configuration.
+    """Load the recipe and check what it says against the configuration.
 
     Raises:
         UsageError: an invalid recipe, parameter or optimiser.
@@ -108,7 +108,7 @@ def check_recipe(resolved: Resolved) -> None:
 
 
 def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
-    """Head: data that is opened before a cluster forms; None if the recipe reads with Ray."""
+    """Data that is opened before a cluster forms; None if the recipe reads with Ray."""
     try:
         opened = open_it()
     except Exception as error:
@@ -121,19 +121,19 @@ def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
 
 
 def open_sources_of(resolved: Resolved) -> Opened:
-    """Head: discover the recipe's parameters, then open its data without the chains."""
+    """Discover the recipe's parameters, then open its data without the chains."""
     config = discover(resolved)
     return config, open_sources(config)
 
 
 def open_all(resolved: Resolved) -> Opened:
-    """Head: discover the recipe's parameters, then open and check its data."""
+    """Discover the recipe's parameters, then open and check its data."""
     config, data = open_sources_of(resolved)
     return config, open_data(config, data)
 
 
 def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
-    """Head: import the classes named in `tracking.sinks`.
+    """Import the classes named in `tracking.sinks`.
 
     Raises:
         UsageError: a class does not exist.

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
-from stoker.hosts.services import services
-from stoker.hosts.services.base import Service
+from stoker.hosts.services import Service, services
 from stoker.hosts.topology import TopologyError, resolve
 from stoker.place import ORIGINS_FILE, PLACE_VARIABLE
 
@@ -37,12 +36,12 @@ CODE = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Every host: run the job and exit with its exit code."""
+    """Run the job and exit with its exit code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
-    """Every host: run as a host of the service that started this process, else locally."""
+    """Run as a host of the service that started this process, else locally."""
     if os.environ.get(PLACE_VARIABLE) not in ("local", "ray"):
         for service in services():
             try:
@@ -136,7 +135,7 @@ def _stop_locally(number: int, frame: Any) -> None:
 
 
 def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> int:
-    """Every host: requirements → configuration → role → exit code; writes the cause of a failure."""
+    """Requirements → configuration → role → exit code; writes the cause of a failure."""
     group, host = resource.get("current_group_name"), resource.get("current_host")
     failure = service.folders().failure
     prefix_output(str(group or "all"), str(host), "start")
@@ -193,7 +192,7 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
 
 
 def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resolved:
-    """Every host: read job.yaml, then what the service passes, then arguments, with the origin of each value.
+    """Read job.yaml, then what the service passes, then arguments, with the origin of each value.
 
     Raises:
         UsageError: lists every problem found.

@@ -20,11 +20,10 @@ from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.entry.libraries import libraries_of
 from stoker.errors import DataError, UsageError
-from stoker.hosts import arrivals, cluster, forks, raynode, requirements
-from stoker.hosts.copies import Copies
-from stoker.hosts.output import say, say_at_once, write_failure_soon
+from stoker.hosts import cluster, forks, raynode, requirements
+from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
-from stoker.hosts.services.base import Service
+from stoker.hosts.services import Service
 from stoker.hosts.topology import Topology, label
 from stoker.place import PLACE_VARIABLE, Outcome, RunPlace
 from stoker.recipe import SOURCE_FOLDER
@@ -45,7 +44,7 @@ class Stopped(Exception):  # noqa: N818 - a request, not an error
 
 
 class Stop:
-    """Every host: turns SIGTERM into a stop request that the current phase handles.
+    """Turns SIGTERM into a stop request that the current phase handles.
 
     Args:
         end_by_force: called if the driver does not stop in time.
@@ -64,7 +63,7 @@ class Stop:
         signal.signal(signal.SIGTERM, self._handle)
 
     def check(self) -> None:
-        """Every host: raise `Stopped` if a stop is requested and `on_request` is not set."""
+        """Raise `Stopped` if a stop is requested and `on_request` is not set."""
         if self.requested_at is not None and self.on_request is None:
             raise Stopped
 
@@ -115,9 +114,9 @@ def run_head(
             logging_level=logging.ERROR,
         )
         stop.install()
-        present = arrivals.wait_for_hosts(topology, config, started, stop.check)
+        present = cluster.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
-        say(f"cluster formed in {formed:.1f} s: {arrivals.by_group(topology, present)}")
+        say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
         place = place_of(service, topology, formed)
         copies = Copies(service.folders().copies)
         outcome = copies.during(lambda: drive(resolved, place, stop, opened))

@@ -9,14 +9,14 @@ from stoker.config import redaction
 
 
 class LogFormatter(logging.Formatter):
-    """Head: removes the run's secrets, which an exception's text may contain, from log lines."""
+    """Removes the run's secrets, which an exception's text may contain, from log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redaction.scrub(super().format(record))
 
 
 def open_log(run_dir: Path) -> logging.Logger:
-    """Head: open the run's log file; Ray's messages go there instead of to the screen."""
+    """Open the run's log file; Ray's messages go there instead of to the screen."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(run_dir / "logs" / "driver.log")
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

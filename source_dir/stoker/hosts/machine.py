@@ -19,7 +19,7 @@ HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 
 @dataclass(frozen=True, order=True)
 class Quota:
-    """Every host: a CPU quota of the cgroup in a folder."""
+    """A CPU quota of the cgroup in a folder."""
 
     cpus: float
     folder: Path
@@ -32,19 +32,19 @@ class Quota:
 
 
 def cores() -> int:
-    """Every host: whole CPUs that this process may use, at least one."""
+    """Whole CPUs that this process may use, at least one."""
     declared = os.environ.get(HOST_CPUS_VARIABLE)
     return max(1, int(declared) if declared else int(cpus()))
 
 
 def cpus(top: Path = CGROUPS) -> float:
-    """Every host: CPUs that this process may use."""
+    """CPUs that this process may use."""
     limit = quota(top)
     return min(float(len(os.sched_getaffinity(0))), limit.cpus if limit else float("inf"))
 
 
 def quota(top: Path = CGROUPS) -> Quota | None:
-    """Every host: the smallest CPU quota that holds for this process; None without one."""
+    """The smallest CPU quota that holds for this process; None without one."""
     found = []
     for folder in _cgroups("cpu", top):
         with contextlib.suppress(OSError, ValueError):
@@ -60,7 +60,7 @@ def quota(top: Path = CGROUPS) -> Quota | None:
 
 
 def cpu_times(top: Path = CGROUPS) -> tuple[float, float]:
-    """Every host: (busy, total) seconds so far of the CPUs that this process may use."""
+    """(busy, total) seconds so far of the CPUs that this process may use."""
     if limit := quota(top):
         with contextlib.suppress(OSError, ValueError):
             return limit.used_s(), min(limit.cpus, len(os.sched_getaffinity(0))) * time.monotonic()
@@ -76,7 +76,7 @@ def cpu_times(top: Path = CGROUPS) -> tuple[float, float]:
 
 
 def memory(top: Path = CGROUPS) -> tuple[int, int]:
-    """Every host: total and available memory in bytes that this process may use."""
+    """Total and available memory in bytes that this process may use."""
     import psutil
 
     whole = psutil.virtual_memory()

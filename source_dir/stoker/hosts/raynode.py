@@ -32,12 +32,12 @@ STORE_SHARE_OF_MEMORY = 0.3
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 20_000
 """Ray's workers use the ports below."""
-START_TIMEOUT_S = 120.0
+STARTED, START_TIMEOUT_S = "Ray runtime started", 120.0
+"""What `ray start` prints when its daemons run; to ask Ray would cost every host a second of imports. Where
+it does not print that, Ray counts as started after so long: it gives up itself before."""
+STARTS, OWN_DEADLINE_S = 3, 30.0
+"""How often to start Ray in all if it gives up at a deadline of its own, which cannot be set."""
 STOP_TIMEOUT_S = 3.0
-STARTS = 3
-"""How often to start Ray in all if it misses `MISSED_DEADLINE`."""
-MISSED_DEADLINE = "The current node timed out during startup"
-"""Ray's message after 30 s, a deadline of its own that cannot be set."""
 
 OPEN_FOLDER = "s"
 """Ray's own folder, for sessions, in the private one."""
@@ -47,7 +47,7 @@ LONGEST_TEMP_DIR = 41 - len(f"/{PREFIX}12345678/{OPEN_FOLDER}")
 
 
 def private_folder() -> Path:
-    """Every host: a new folder of this user alone for Ray, whose sockets need a short path."""
+    """A new folder of this user alone for Ray, whose sockets need a short path."""
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_DIR or not Path(base).is_absolute():
         base = "/tmp"  # noqa: S108 - what is created in it is private
@@ -56,12 +56,12 @@ def private_folder() -> Path:
 
 
 class ClusterError(RuntimeError):
-    """Every host: the cluster could not be formed or was lost. One line."""
+    """The cluster could not be formed or was lost. One line."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """Every host: the size and location of Ray's object store."""
+    """The size and location of Ray's object store."""
 
     size: int
     folder: str | None = None
@@ -69,7 +69,7 @@ class Store:
 
 
 def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108 - only measured
-    """Every host: size the object store to fit into `/dev/shm`.
+    """Size the object store to fit into `/dev/shm`.
 
     If shared memory is too small, Ray falls back to disk without a warning.
     """
@@ -88,12 +88,12 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
 
 
 def cpus_to_declare(gpus: int) -> int:
-    """Every host: CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
+    """CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
     return max(1, machine.cores() - gpus)
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """Every host: the number of NVIDIA devices that this job may use, without loading CUDA."""
+    """The number of NVIDIA devices that this job may use, without loading CUDA."""
     there = len(list(devices.glob("nvidia[0-9]*")))
     # A scheduler whose jobs share hosts sets it.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -101,7 +101,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def address_of(interface: str) -> str:
-    """Every host: the IPv4 address of an interface, else of this host's name, else of its default route.
+    """The IPv4 address of an interface, else of this host's name, else of its default route.
 
     Raises:
         ClusterError: there is none.
@@ -146,7 +146,7 @@ def probe_port(address: str, port: int, key: str) -> None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Every host: a port of an address that is currently free.
+    """A port of an address that is currently free.
 
     It is opened seconds later. Avoids the kernel's ephemeral range, from which any connection could take it
     in between.
@@ -165,7 +165,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 class RayNode:
-    """Every host: `ray start --block` in a separate session; it ends with this process.
+    """`ray start --block` in a separate session; it ends with this process.
 
     Args:
         arguments: arguments of `ray start`.
@@ -201,32 +201,21 @@ class RayNode:
             )
 
     def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
-        """Every host: wait until the daemons run; on a busy host, Ray may have to be started again.
+        """Wait until the daemons run; on a busy host, Ray may have to be started again.
 
         Args:
             check: called in every iteration; raises to give up.
 
         Raises:
-            ClusterError: Ray exited or took longer than `START_TIMEOUT_S`.
+            ClusterError: Ray exited.
         """
-        for _ in range(STARTS - 1):
-            try:
-                return self._wait(check)
-            except ClusterError:
-                if self.alive or MISSED_DEADLINE not in self._output():
-                    raise
-            self._process = self._launch()
-        return self._wait(check)
-
-    def _wait(self, check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while "Ray runtime started" not in self._output():
+        started, starts = time.monotonic(), 1
+        while STARTED not in self._output() and time.monotonic() - started < START_TIMEOUT_S:
             check()
             if not self.alive:
-                raise ClusterError(f"Ray did not start: {self._last_words()}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
+                if starts == STARTS or time.monotonic() - started < OWN_DEADLINE_S:
+                    raise ClusterError(f"Ray did not start: {self._last_words()}")
+                self._process, started, starts = self._launch(), time.monotonic(), starts + 1
             time.sleep(0.1)
         for line in self._output().splitlines():
             if line.startswith(NOT_FORKED):
@@ -237,7 +226,7 @@ class RayNode:
         return self._process.poll() is None
 
     def processes(self) -> list[psutil.Process]:
-        """Every host: the daemons and the workers, forked ones included."""
+        """The daemons and the workers, forked ones included."""
         import psutil
 
         tree: list[psutil.Process] = []
@@ -248,7 +237,7 @@ class RayNode:
         return tree
 
     def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
-        """Every host: stop the daemons and their tasks; kill what is left after some seconds."""
+        """Stop the daemons and their tasks; kill what is left after some seconds."""
         import psutil
 
         tree = self.processes()
@@ -273,7 +262,7 @@ class RayNode:
 
 
 def runs(process: int) -> bool:
-    """Anywhere: whether a process is still running; orphans stay zombies until somebody reaps them."""
+    """Whether a process is still running; orphans stay zombies until somebody reaps them."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -282,7 +271,7 @@ def runs(process: int) -> bool:
 
 
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Every host: wait for processes to end; returns those that have not."""
+    """Wait for processes to end; returns those that have not."""
     deadline = time.monotonic() + timeout_s
     while (left := [each for each in processes if runs(each.pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -292,7 +281,7 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 def arguments_for(
     *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store, trains: bool = False
 ) -> list[str]:
-    """Every host: the `ray start` arguments common to head and worker hosts."""
+    """The `ray start` arguments common to head and worker hosts."""
     arguments = [
         f"--node-ip-address={address}",
         f"--num-cpus={cpus}",
@@ -310,7 +299,7 @@ def arguments_for(
 
 
 def end_with_parent() -> None:
-    """Every host: in a new process: end it with the thread that started it."""
+    """In a new process: end it with the thread that started it."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: works even if the parent is killed
 
 

@@ -9,38 +9,36 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 INSTALL_TIMEOUT_S = 900
-OLDEST_RAY = "2.52"
-"""The first release with token authentication."""
-OLDEST_TORCH = "2.6"
+OLDEST_RAY, OLDEST_TORCH = "2.52", "2.6"
+"""Ray's is the first release with token authentication."""
 PYTHONS = ("3.11", "3.12", "3.13")
 SUPPORTED_PYTHONS = f"{PYTHONS[0]} to {PYTHONS[-1]}"
-
-
 CONSTRAINTS = "constraints.txt"
 """In the staged copy: package versions of the submitting machine, for packages that the image lacks."""
 REPOSITORY_VARIABLE = "CA_REPOSITORY_ARN"
 """Names a repository of CodeArtifact, as for SageMaker's own toolkits."""
-REPOSITORY_ARN = r"arn:aws[\w-]*:codeartifact:([\w-]+):(\d+):repository/([\w.-]+/[\w.-]+)"
+REPOSITORY_ARN = r"arn:aws[\w-]*:codeartifact:([\w-]+):(\d+):repository/([\w.-]+)/([\w.-]+)"
 OF_TORCH = ("torch", "torchvision", "torchaudio")
 OF_THE_IMAGE = (*OF_TORCH, "ray")
 """Must match the image's CUDA and drivers, or all other hosts; requirements must not replace them."""
 
 
 class InstallError(RuntimeError):
-    """Every host: a missing requirement cannot be installed. One line."""
+    """A missing requirement cannot be installed. One line."""
 
 
 class ConflictError(InstallError):
-    """Every host: the user must change the requirements or the image. One line."""
+    """The user must change the requirements or the image. One line."""
 
 
 def ensure(folder: Path, install: bool = True) -> list[str]:
-    """Every host: install the requirements in `folder/requirements.txt` that are not satisfied yet.
+    """Install the requirements in `folder/requirements.txt` that are not satisfied yet.
 
     If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet). Else
     pip uses the index of a `pip.conf` next to it or of `CA_REPOSITORY_ARN`.
@@ -59,9 +57,8 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             missing and not to be installed.
         InstallError: pip failed or took longer than `INSTALL_TIMEOUT_S`.
     """
-    file = folder / "requirements.txt"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    absent = unsatisfied(text)
+    file, staged = folder / "requirements.txt", folder / CONSTRAINTS
+    absent = unsatisfied(file.read_text(encoding="utf-8") if file.is_file() else "")
     if not absent:
         return []
     if not install:
@@ -69,60 +66,55 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             f"requirements.txt: {', '.join(absent)} not installed for {sys.executable} on this host; install"
             " the job's requirements in the environment that its hosts use"
         )
-    pins = image_pins()
-    refuse_replacements(text, pins)
-    command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off", "-r", str(file)]
-    staged = folder / CONSTRAINTS
-    wheels, pip_conf = beside(folder, "wheels"), beside(folder, "pip.conf")
+    wheels, pins = _beside(folder, "wheels"), image_pins()
     lines = [f"{name}=={version}" for name, version in pins.items()]
-    if wheels.exists():
-        command += ["--no-index", "--find-links", str(wheels)]
-    elif staged.is_file():
+    if staged.is_file() and not wheels.exists():
         given = _requirements(staged.read_text(encoding="utf-8"))
         lines += [line for line, requirement in given if not installed(requirement.name)]
-    environment = {
-        **os.environ,
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        **({"PIP_CONFIG_FILE": str(pip_conf)} if pip_conf.exists() else {}),
-        **code_artifact("" if wheels.exists() else os.environ.get(REPOSITORY_VARIABLE, "")),
-    }
     source = "wheels/" if wheels.exists() else "the package index"
     what = f"requirements.txt: cannot install {', '.join(absent)} from {source}"
     with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as constraints:
         constraints.write("\n".join(lines) + "\n")
         constraints.flush()
+        command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+        command += ["-r", str(file), "-c", constraints.name]
+        command += ["--no-index", "--find-links", str(wheels)] if wheels.exists() else []
         try:
             done = subprocess.run(
-                [*command, "-c", constraints.name],
-                capture_output=True,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 timeout=INSTALL_TIMEOUT_S,
-                env=environment,
+                env=_environment(folder, wheels.exists()),
             )
         except subprocess.TimeoutExpired:
             raise InstallError(f"{what}: pip took more than {INSTALL_TIMEOUT_S} s") from None
     if done.returncode:
-        _explain_conflict(done.stdout + done.stderr, pins)
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines
-        cause = errors[-1] if errors else f"pip exit {done.returncode}"
-        raise InstallError(re.sub(r"(?<=://)[^/@\s]+(?=@)", "****", f"{what}: {cause}"))
+        raise _failure(what, done.stdout, pins)
     importlib.invalidate_caches()
     return absent
 
 
-def beside(folder: Path, name: str) -> Path:
-    """Every host: a file or folder next to the job's requirements.txt; a script's are in its folder."""
+def _environment(folder: Path, offline: bool) -> dict[str, str]:
+    pip_conf = _beside(folder, "pip.conf")
+    return {
+        **os.environ,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        **({"PIP_CONFIG_FILE": str(pip_conf)} if pip_conf.exists() else {}),
+        **({} if offline else _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))),
+    }
+
+
+def _beside(folder: Path, name: str) -> Path:
+    """A file or folder next to the job's requirements.txt; a script's are in its folder."""
     scripts = folder / "script" / name
     return scripts if scripts.exists() else folder / name
 
 
-def code_artifact(repository: str) -> dict[str, str]:
-    """Every host: what pip needs for a repository of AWS CodeArtifact: its address with a token of the role.
-
-    Args:
-        repository: its ARN; empty: none.
+def _code_artifact(repository: str) -> dict[str, str]:
+    """What pip needs for a repository of AWS CodeArtifact, given its ARN: its address with the role's token.
 
     Raises:
         InstallError: the role may not read it, or there is no boto3.
@@ -130,8 +122,7 @@ def code_artifact(repository: str) -> dict[str, str]:
     if not repository:
         return {}
     try:
-        region, account, path = re.fullmatch(REPOSITORY_ARN, repository).groups()  # type: ignore[union-attr]
-        domain, _, name = path.partition("/")
+        region, account, domain, name = re.fullmatch(REPOSITORY_ARN, repository).groups()  # type: ignore[union-attr]
         client: Any = importlib.import_module("boto3").client("codeartifact", region_name=region)
         of = {"domain": domain, "domainOwner": account}
         token = client.get_authorization_token(**of)["authorizationToken"]
@@ -141,60 +132,103 @@ def code_artifact(repository: str) -> dict[str, str]:
     return {"PIP_INDEX_URL": f"{endpoint.rstrip('/')}/simple/".replace("://", f"://aws:{token}@", 1)}
 
 
+def _failure(what: str, output: str, pins: dict[str, str]) -> InstallError:
+    """What pip says of its failure in one line; a conflict with a package of the image has its own words."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for name, version in pins.items():
+        if f"(constraint) {name}==" not in output:
+            continue
+        asking = [line for line in lines if re.search(rf" depends on {name}\b|user requested {name}\b", line)]
+        asked = asking[0].removeprefix("The user requested ") if asking else f"a package needs another {name}"
+        return ConflictError(
+            f"requirements.txt: {asked}, but the image's {name} {version} stays, which fits its drivers and"
+            " the other hosts; require a version that works with it, or choose another image"
+        )
+    told = [line for line in lines if line.startswith("ERROR")] or lines or ["pip failed"]
+    return InstallError(re.sub(r"(?<=://)[^/@\s]+(?=@)", "****", f"{what}: {told[-1]}"))
+
+
 def unsatisfied(text: str) -> list[str]:
-    """Every host: the lines of a requirements file that the installed packages do not satisfy.
+    """The lines of a requirements file that the installed packages do not satisfy.
 
     Skips options (`--index-url …`) and checks direct references (`name @ https://…`) by name only.
+    `ray[data]` is satisfied only if what the extra needs is installed as well.
     """
-    return [line for line, requirement in _requirements(text) if not _installed(requirement, set())]
-
-
-def image_pins() -> dict[str, str]:
-    """Every host: the installed packages of `OF_THE_IMAGE`, as name → version."""
-    found = {name: installed(name) for name in OF_THE_IMAGE}
-    return {name: version for name, version in found.items() if version}
-
-
-def refuse_replacements(text: str, pins: dict[str, str]) -> None:
-    """Every host: reject a requirements file that would replace a package of the image.
-
-    Raises:
-        ConflictError: there is a conflict; the message names the line and the image's version.
-    """
-    for line, requirement in _requirements(text):
-        has = pins.get(canonical(requirement.name))
-        if has and (requirement.url or not requirement.specifier.contains(has, prereleases=True)):
-            raise ConflictError(
-                f"requirements.txt: {line} would replace the image's {requirement.name} {has}, which fits its"
-                " drivers and the other hosts; remove the line, or choose an image that has that version"
-            )
+    return [line for line, r in _requirements(text) if not all(_fits(each) for each in _closure([r], False))]
 
 
 def versions(text: str) -> dict[str, str]:
-    """Every host: installed versions of a requirements file's packages and their dependencies.
+    """Installed versions of a requirements file's packages and their dependencies.
 
     Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
-    found: dict[str, str] = {}
-    waiting = [requirement for _, requirement in _requirements(text)]
-    waiting += [_parser()(name) for name in OF_THE_IMAGE]
-    seen = set()
+    roots = [requirement for _, requirement in _requirements(text)] + [_parse(name) for name in OF_THE_IMAGE]
+    found = {canonical(each.name): installed(each.name) for each in _closure(roots, True)}
+    return {name: version.partition("+")[0] for name, version in found.items() if version}
+
+
+def _closure(roots: list[Any], whole: bool) -> Iterator[Any]:
+    """Requirements and what their extras need, or if `whole`, whatever they need."""
+    waiting, seen = list(roots), set()
     while waiting:
         requirement = waiting.pop()
-        name = canonical(requirement.name)
-        key = (name, frozenset(requirement.extras))
-        version = installed(name)
-        if key in seen or not version:
+        yield requirement
+        key = (name := canonical(requirement.name), frozenset(requirement.extras))
+        if key in seen or not installed(name) or (whole and name in OF_TORCH):
             continue
         seen.add(key)
-        found[name] = version.partition("+")[0]
-        if name in OF_TORCH:
-            continue
-        for line in metadata.distribution(name).requires or []:
-            needed = _parser()(line)
-            if any(_applies(needed, extra) for extra in ("", *requirement.extras)):
+        for needed in map(_parse, metadata.requires(name) or []):
+            plain = _applies(needed)
+            if (whole and plain) or (not plain and any(_applies(needed, e) for e in requirement.extras)):
                 waiting.append(needed)
-    return found
+
+
+def _requirements(text: str) -> list[tuple[str, Any]]:
+    """The lines of a requirements file that apply to this machine, each with its parsed requirement."""
+    lines = [raw.split(" #")[0].strip() for raw in text.splitlines()]
+    found = [(line, _parse(line)) for line in lines if line and not line.startswith(("#", "-"))]
+    return [(line, requirement) for line, requirement in found if _applies(requirement)]
+
+
+def _parse(line: str) -> Any:
+    try:
+        module = importlib.import_module("packaging.requirements")
+    except ImportError:  # a bare image; pip always vendors a copy
+        module = importlib.import_module("pip._vendor.packaging.requirements")
+    return module.Requirement(line)
+
+
+def _applies(requirement: Any, extra: str = "") -> bool:
+    return requirement.marker is None or bool(requirement.marker.evaluate({"extra": extra}))
+
+
+def _fits(requirement: Any) -> bool:
+    version = installed(requirement.name)
+    return bool(version) and requirement.specifier.contains(version, prereleases=True)
+
+
+def installed(name: str) -> str:
+    """A package's version; empty if it is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def canonical(name: str) -> str:
+    """`Foo_Bar` → `foo-bar`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def image_pins() -> dict[str, str]:
+    """The installed packages of `OF_THE_IMAGE`, as name → version."""
+    return {name: version for name in OF_THE_IMAGE if (version := installed(name))}
+
+
+def at_least(version: str, oldest: str) -> bool:
+    """Whether a version such as `2.60.0.dev1` is `oldest`, given as `2.52`, or newer."""
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    return parts is not None and [int(part) for part in parts.groups()] >= [int(n) for n in oldest.split(".")]
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
@@ -208,6 +242,10 @@ def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
     return "; ".join(texts[:3]) + more
 
 
+_versions_here = functools.cache(versions)
+"""The installed packages do not change while the launcher runs."""
+
+
 def constraint_lines(text: str, given: str = "") -> list[str]:
     """Laptop: lines of a constraints file that pin a requirements file to the versions installed here.
 
@@ -218,18 +256,8 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
         given: the user's own constraints, which take precedence.
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
-    here = {name: f"{name}=={version}" for name, version in _versions_on_the_laptop(text).items()}
+    here = {name: f"{name}=={version}" for name, version in _versions_here(text).items()}
     return [line for name, line in sorted((here | own).items()) if name not in OF_TORCH]
-
-
-_versions_on_the_laptop = functools.cache(versions)
-"""Cached: the installed packages do not change while the launcher runs."""
-
-
-def at_least(version: str, oldest: str) -> bool:
-    """Anywhere: whether a version such as `2.60.0.dev1` is `oldest`, given as `2.52`, or newer."""
-    parts = re.match(r"(\d+)\.(\d+)", version)
-    return parts is not None and [int(part) for part in parts.groups()] >= [int(n) for n in oldest.split(".")]
 
 
 def unfit(python: re.Match[str] | None, torch: re.Match[str] | None) -> str:
@@ -239,74 +267,3 @@ def unfit(python: re.Match[str] | None, torch: re.Match[str] | None) -> str:
     if torch and not at_least(version := ".".join(torch.groups()), OLDEST_TORCH):
         return f"PyTorch {version}, but Stoker needs {OLDEST_TORCH} or newer; choose another image"
     return ""
-
-
-def canonical(name: str) -> str:
-    """Anywhere: `Foo_Bar` → `foo-bar`."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _explain_conflict(output: str, pins: dict[str, str]) -> None:
-    """Raise a `ConflictError` if pip failed because of a package of the image."""
-    for name, version in pins.items():
-        if f"(constraint) {name}==" not in output:
-            continue
-        asking = [line.strip() for line in output.splitlines() if f" depends on {name}" in line]
-        raise ConflictError(
-            f"requirements.txt: {asking[0] if asking else 'a package needs another ' + name}, but the image's"
-            f" {name} {version} stays, which fits its drivers and the other hosts; require a package"
-            " version that works with it, or choose another image"
-        )
-
-
-def _requirements(text: str) -> list[tuple[str, Any]]:
-    """The lines of a requirements file that apply to this machine, each with its parsed requirement."""
-    found = []
-    for raw in text.splitlines():
-        line = raw.split(" #")[0].strip()
-        if not line or line.startswith(("#", "-")):
-            continue
-        requirement = _parser()(line)
-        if _applies(requirement, ""):
-            found.append((line, requirement))
-    return found
-
-
-def _applies(requirement: Any, extra: str) -> bool:
-    return requirement.marker is None or bool(requirement.marker.evaluate({"extra": extra}))
-
-
-def installed(name: str) -> str:
-    """Every host: a package's version; empty if it is absent."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _installed(requirement: Any, seen: set[tuple[str, str]]) -> bool:
-    try:
-        found = metadata.distribution(requirement.name)
-    except metadata.PackageNotFoundError:
-        return False
-    if requirement.specifier and not requirement.specifier.contains(found.version, prereleases=True):
-        return False
-    # `ray[data]` is satisfied only if the dependencies of the extra are installed as well.
-    for extra in requirement.extras:
-        if (requirement.name, extra) in seen:
-            continue
-        seen.add((requirement.name, extra))
-        for line in found.requires or []:
-            needed = _parser()(line)
-            asked_for = _applies(needed, extra) and not _applies(needed, "")
-            if asked_for and not _installed(needed, seen):
-                return False
-    return True
-
-
-def _parser() -> Any:
-    try:
-        module = importlib.import_module("packaging.requirements")
-    except ImportError:  # a bare image; pip always vendors a copy
-        module = importlib.import_module("pip._vendor.packaging.requirements")
-    return module.Requirement

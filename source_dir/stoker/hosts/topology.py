@@ -16,12 +16,12 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class TopologyError(ValueError):
-    """Every host: the job's hosts do not match the configuration. One line."""
+    """The job's hosts do not match the configuration. One line."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Every host: one instance group; its hosts in numerical order."""
+    """One instance group; its hosts in numerical order."""
 
     name: str
     instance_type: str
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Every host: all hosts of the job, and which of them this one is."""
+    """All hosts of the job, and which of them this one is."""
 
     host: str
     groups: tuple[Group, ...]
@@ -86,7 +86,7 @@ class Topology:
 
 
 def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topology:
-    """Every host: build the topology; the result is the same on every host.
+    """Build the topology; the result is the same on every host.
 
     Args:
         resource: the hosts in the form of SageMaker's resourceconfig.json. Other services add `source`,
@@ -112,12 +112,12 @@ def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topolo
 
 
 def in_order(hosts: Iterable[str]) -> list[str]:
-    """Anywhere: hosts in natural order: algo-2 before algo-10."""
+    """Hosts in natural order: algo-2 before algo-10."""
     return sorted(hosts, key=_number_key)
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Anywhere: whether an instance type has NVIDIA GPUs, judged by its family."""
+    """Whether an instance type has NVIDIA GPUs, judged by its family."""
     return bool(_GPU_TYPES.match(instance_type))
 
 
@@ -132,7 +132,7 @@ MOST_TRAIN_WORKERS = 10_000
 
 
 def label(name: str) -> str:
-    """Anywhere: a name of a group or host as a valid Ray label value.
+    """A name of a group or host as a valid Ray label value.
 
     SageMaker allows characters that Ray labels do not. A changed name gets a hash suffix, so that two
     names never share a label.

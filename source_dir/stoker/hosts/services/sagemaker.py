@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services.base import Folders, Service
+from stoker.hosts.services import Folders, Service
 from stoker.hosts.topology import TopologyError
 
 
 def base_folder() -> Path:
-    """Every host: `/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
+    """`/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
     return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
 def resource() -> Mapping[str, Any] | None:
-    """Every host: the parsed resourceconfig.json; None if there is none.
+    """The parsed resourceconfig.json; None if there is none.
 
     Raises:
         TopologyError: the file cannot be read.
@@ -34,7 +34,7 @@ def resource() -> Mapping[str, Any] | None:
 
 
 def folders() -> Folders:
-    """Every host: the folders that SageMaker uploads to S3."""
+    """The folders that SageMaker uploads to S3."""
     base = base_folder()
     output = base / "output"
     return Folders(
@@ -47,7 +47,7 @@ def folders() -> Folders:
 
 
 def hyperparameters() -> dict[str, str]:
-    """Every host: hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
+    """Hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
 
     Values are text, or JSON if an SDK wrote them; `stoker.config.loading.unquoted` reads both.
     """

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services.base import Folders, Service
+from stoker.hosts.services import Folders, Service
 from stoker.hosts.topology import TopologyError
 from stoker.place import ORIGINS_FILE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE
 
@@ -31,7 +31,7 @@ _GPU_VARIABLES = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS")
 
 
 def hosts_in(hostlist: str) -> list[str]:
-    """Anywhere: expand Slurm's hostlist syntax: `gpu[01-03,07],cpu-[1-2]x` → gpu01, gpu02, …, cpu-2x.
+    """Expand Slurm's hostlist syntax: `gpu[01-03,07],cpu-[1-2]x` → gpu01, gpu02, …, cpu-2x.
 
     Raises:
         TopologyError: the syntax is wrong.
@@ -52,7 +52,7 @@ def hosts_in(hostlist: str) -> list[str]:
 
 
 def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
-    """Every host: hosts and groups in the form of resourceconfig.json; None outside a job step.
+    """Hosts and groups in the form of resourceconfig.json; None outside a job step.
 
     A component with GPUs is the group `gpu`, one without is `cpu`; its type is the partition.
 
@@ -85,25 +85,25 @@ def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def port_of(job_id: str) -> int:
-    """Every host: the head's port; jobs that share a node have different ones, unless 5000 ids apart."""
+    """The head's port; jobs that share a node have different ones, unless 5000 ids apart."""
     return PORTS[int(job_id) % len(PORTS)]
 
 
 def resource() -> Mapping[str, Any] | None:
-    """Every host: the job's hosts and groups; None for what is typed in a step without being a staged job."""
+    """The job's hosts and groups; None for what is typed in a step without being a staged job."""
     staged = (CODE / TOKEN_FILE).is_file() or os.environ.get(PLACE_VARIABLE) == NAME
     return resource_of(os.environ) if staged else None
 
 
 def folders() -> Folders:
-    """Every host: the run directory, which all hosts share."""
+    """The run directory, which all hosts share."""
     own = f"run-{_job_id(os.environ)}"
     run = Path(os.environ.get(RUN_DIR_VARIABLE) or own).resolve()
     return Folders(run=run, checkpoints=run / "checkpoints", model=run / "model", failure=run / "failure")
 
 
 def given() -> dict[str, str]:
-    """Every host: the head's port, and this host's store, as other jobs may run on the node.
+    """The head's port, and this host's store, as other jobs may run on the node.
 
     What the job sets itself is left out.
     """
@@ -118,7 +118,7 @@ def given() -> dict[str, str]:
 
 
 def memory_mb(variables: Mapping[str, str]) -> int:
-    """Every host: the memory that the job has on this node, MB; 0 if it has all of it."""
+    """The memory that the job has on this node, MB; 0 if it has all of it."""
     host, end = variables.get("SLURMD_NODENAME"), ""
     for number in range(_count(variables.get("SLURM_HET_SIZE", ""))):
         if host in hosts_in(variables.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", "")):

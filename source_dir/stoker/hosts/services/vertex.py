@@ -1,8 +1,7 @@
 """Every host: a Vertex AI custom job. Worker pools are groups; outputs go where the `AIP_…` variables say.
 
-Standard library only. What the service documents of `CLUSTER_SPEC` ("Distributed training" in Google's
-documentation) and what its hosts show differ: `job` is documented as the CustomJobSpec, but often is a JSON
-string without machines. The launcher therefore describes the pools in a variable of its own.
+Standard library only. `CLUSTER_SPEC` ("Distributed training" in Google's documentation) names the hosts. Its
+`job` often is a JSON string without machines, so the launcher describes the pools in a variable of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services.base import Folders, Service
+from stoker.hosts.services import Folders, Service
 from stoker.hosts.topology import TopologyError
 from stoker.place import PLACE_VARIABLE
 
@@ -40,11 +39,10 @@ OWNER = "job.id"
 _LOCAL = Path(tempfile.gettempdir()) / "stoker" / "run"
 _STARTED = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 _POOL = re.compile(r"workerpool\d+")
-_BUILT_IN_GPUS = re.compile(r"^(?:a2-(?:high|mega|ultra)gpu|a3-\w+gpu|a4x?-\w+gpu)-(\d+)g$")
 
 
 def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """Every host: the job's hosts from its environment; None outside of a Vertex AI job. Pure.
+    """The job's hosts from its environment; None outside of a Vertex AI job. Pure.
 
     Raises:
         TopologyError: a variable is missing, damaged or contradicts another.
@@ -65,7 +63,7 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     spec = _parsed(CLUSTER_VARIABLE, text)
     pools = _pools(spec)
     current, host = _task(spec, pools)
-    machines = _machines(spec, variables, pools)
+    machines = _machines(variables, pools)
     names = {pool: str(machines.get(pool, {}).get("group") or pool) for pool in pools}
     groups: dict[str, dict[str, Any]] = {}
     for pool, hosts in pools.items():
@@ -105,10 +103,6 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, list[str]]:
     cluster = spec.get("cluster")
     if not isinstance(cluster, dict) or not cluster:
         raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'cluster' with the worker pools")
-    if isinstance(cluster.get("worker_pools"), list):  # as in the tests of Google's client library
-        cluster = {
-            f"workerpool{pool.get('index')}": pool.get("replicas") for pool in cluster["worker_pools"] if pool
-        }
     for pool in cluster:
         if not _POOL.fullmatch(str(pool)):
             raise TopologyError(
@@ -136,8 +130,7 @@ def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str,
     task = spec.get("task")
     if not isinstance(task, dict):
         raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'task', so this host has no name")
-    pool = str(task.get("type", f"workerpool{task.get('worker_pool_index')}"))
-    index = task.get("index", task.get("replica_index"))
+    pool, index = str(task.get("type")), task.get("index")
     if pool not in pools:
         raise TopologyError(
             f"{CLUSTER_VARIABLE}: this host's pool, {pool!r}, has no replicas; found: {', '.join(pools)}"
@@ -150,56 +143,21 @@ def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str,
     return pool, pools[pool][index]
 
 
-def _machines(
-    spec: Mapping[str, Any], variables: Mapping[str, str], pools: Mapping[str, list[str]]
-) -> dict[str, dict[str, Any]]:
-    """Pool → group, type and number of GPUs, as far as the launcher or the job's specification tells."""
-    if text := variables.get(POOLS_VARIABLE):
-        told = _parsed(POOLS_VARIABLE, text)
-        for pool in pools:
-            if not isinstance(told.get(pool), dict):
-                raise TopologyError(
-                    f"{POOLS_VARIABLE}: does not describe {pool} of {CLUSTER_VARIABLE}; submit the job again"
-                )
-        return {pool: told[pool] for pool in pools}
-    job = spec.get("job")
-    if isinstance(job, str):
-        job = _parsed(f"{CLUSTER_VARIABLE}: job", job) if job.strip() else {}
-    listed = _either(job, "worker_pool_specs") if isinstance(job, dict) else None
-    found: dict[str, dict[str, Any]] = {}
-    for number, pool_spec in enumerate(listed if isinstance(listed, list) else []):
-        machine = _either(pool_spec, "machine_spec") if isinstance(pool_spec, dict) else None
-        if machine and f"workerpool{number}" in pools:
-            found[f"workerpool{number}"] = _machine(machine)
-    return _grouped(found)
-
-
-def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(_either(machine, "machine_type") or "")
-    accelerator = str(_either(machine, "accelerator_type") or "")
-    count = int(_either(machine, "accelerator_count") or 0)
-    built_in = _BUILT_IN_GPUS.match(kind)
-    gpus = count if accelerator.startswith("NVIDIA_") else int(built_in[1]) if built_in else 0
-    return {"type": kind, "gpus": gpus}
-
-
-def _grouped(machines: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The first pool has one replica, so further ones of the same GPU machine train with it."""
-    groups: dict[tuple[str, int], str] = {}
-    for pool, machine in machines.items():
-        key = (str(machine["type"]), int(machine["gpus"]))
-        machine["group"] = groups.setdefault(key, pool) if machine["gpus"] else pool
-    return machines
-
-
-def _either(found: Mapping[str, Any], snake: str) -> Any:
-    """A protobuf field by its own name, or by that of its JSON form."""
-    first, *rest = snake.split("_")
-    return found.get(snake, found.get(first + "".join(word.capitalize() for word in rest)))
+def _machines(variables: Mapping[str, str], pools: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Pool → group, type and number of GPUs, as the launcher tells them; nothing if it tells none."""
+    if not (text := variables.get(POOLS_VARIABLE)):
+        return {}
+    told = _parsed(POOLS_VARIABLE, text)
+    for pool in pools:
+        if not isinstance(told.get(pool), dict):
+            raise TopologyError(
+                f"{POOLS_VARIABLE}: does not describe {pool} of {CLUSTER_VARIABLE}; submit the job again"
+            )
+    return {pool: told[pool] for pool in pools}
 
 
 def resource() -> Mapping[str, Any] | None:
-    """Every host: this process's hosts and groups; see `resource_of`.
+    """This process's hosts and groups; see `resource_of`.
 
     Raises:
         TopologyError: also if the bucket for the outputs is not mounted, or has the run of another job.
@@ -218,7 +176,7 @@ def resource() -> Mapping[str, Any] | None:
 
 
 def unmounted(variables: Mapping[str, str]) -> str:
-    """Every host: the first output address whose bucket is not mounted; empty if all are."""
+    """The first output address whose bucket is not mounted; empty if all are."""
     uris = [variables[name] for name in OUTPUT_VARIABLES]
     return next(
         (uri for uri in uris if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()), ""
@@ -238,7 +196,7 @@ def _owner(variables: Mapping[str, str]) -> str:
 
 
 def folders() -> Folders:
-    """Every host: outputs in the mounted bucket. The run directory is local, and the head copies it there.
+    """Outputs in the mounted bucket. The run directory is local, and the head copies it there.
 
     Each host has a failure file of its own, named by its start: the service restarts hosts and jobs.
     """
@@ -260,12 +218,12 @@ def folders() -> Folders:
 
 
 def folder_of(uri: str) -> Path:
-    """Every host: `gs://bucket/folder/` as a folder below `/gcs`."""
+    """`gs://bucket/folder/` as a folder below `/gcs`."""
     return MOUNTS / uri.removeprefix("gs://").rstrip("/")
 
 
 def ends_job() -> bool:
-    """Every host: whether this is the first replica of the first pool, with which the job ends."""
+    """Whether this is the first replica of the first pool, with which the job ends."""
     pools = _pools(_parsed(CLUSTER_VARIABLE, os.environ[CLUSTER_VARIABLE]))
     return _replica() == f"{next(iter(pools))}-0"
 
