@@ -32,7 +32,7 @@ demo: $(READY)  ## train a model on real images on this machine
 check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
 test: setup  ## all tests except `make soak`; continues after a failed part
-	@bash scripts/test.sh lint types unit long slow
+	@bash scripts/test.sh lint types unit long slow old
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh

@@ -30,7 +30,8 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
     assert "params.data" in (folder / "runs/latest/config.yaml").read_text()
     assert (folder / "runs/latest/tensorboard").is_dir()
     assert "input wait" in screen
-    assert "next" in screen.splitlines()[-1]
+    ours = [line for line in screen.splitlines() if "(raylet)" not in line]  # old versions count processes
+    assert "next" in ours[-1]
     assert "raylet" not in screen, "Ray's chatter stays in the log"
     report = (folder / "runs/latest/report.html").read_text()
     for part in (

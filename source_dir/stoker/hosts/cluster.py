@@ -165,6 +165,8 @@ def set_environment(token: str, dashboard: bool = False) -> None:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
+    # As newer versions do by default; older ones print three lines about it.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Remove a stopped host at once instead of after Ray's 30 s drain.
     os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     # Declare a lost machine dead after about 20 s instead of 65 s.
