@@ -128,6 +128,19 @@ def test_what_the_image_lacks_gets_the_staged_versions(tmp_path: Path, image: Pa
     assert "{'torch': '2.15.0', 'goes-along': '1.0', 'helper': '1.0'}" in done.stdout
 
 
+def test_copies_that_ray_brings_for_itself_are_no_packages_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray puts them first on the path as it is imported, on the head earlier than elsewhere."""
+    before = requirements.installed("psutil")
+    copies = tmp_path / "ray" / "thirdparty_files"
+    with zipfile.ZipFile(wheel(tmp_path, "psutil", "0.1")) as archive:
+        archive.extractall(copies)
+    monkeypatch.syspath_prepend(copies)
+    assert metadata.version("psutil") == "0.1"
+    assert requirements.installed("psutil") == before
+
+
 @contextlib.contextmanager
 def private_index(package: Path, login: str) -> Iterator[int]:
     """A package index at a free port that answers those who log in."""

@@ -208,11 +208,13 @@ def _fits(requirement: Any) -> bool:
 
 
 def installed(name: str) -> str:
-    """A package's version; empty if it is absent."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    """A package's version; empty if it is absent.
+
+    Once Ray is imported, its own copies of a few packages stand first on the path. They do not count: a host
+    that has not imported it yet would seem to have others.
+    """
+    path = [folder for folder in sys.path if not folder.endswith("ray/thirdparty_files")]
+    return next((found.version for found in metadata.distributions(name=name, path=path)), "")
 
 
 def canonical(name: str) -> str:
