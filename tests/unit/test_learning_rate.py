@@ -69,11 +69,7 @@ class Training:
 
     def save(self, folder: Path, progress: Progress) -> checkpoint.Checkpoint:
         worker = self.worker
-        parts = (
-            snapshot.gather(worker, snapshot.rank_part(worker, progress))
-            if worker.world_size == 1
-            else [snapshot.rank_part(worker, progress) for _ in range(worker.world_size)]
-        )
+        parts = [snapshot.rank_part(worker, progress) for _ in range(worker.world_size)]
         meta = {
             "step": worker.step,
             "next_epoch": progress.epoch,
@@ -95,27 +91,11 @@ class Training:
         self.run(min(upto, self.worker.config.train.epochs), carried or Progress(saved.meta["next_epoch"]))
 
 
-def cosine(done: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done / EPOCHS))
-
-
-def linear(done: float) -> float:
-    return 1 - done / EPOCHS
-
-
-def by_steps(done: float) -> float:
-    return 0.1 ** (done // 3)
-
-
-def constant(done: float) -> float:
-    return 1.0
-
-
 CURVES: dict[str, Callable[[float], float]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "step": by_steps,
-    "none": constant,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done / EPOCHS)),
+    "linear": lambda done: 1 - done / EPOCHS,
+    "step": lambda done: 0.1 ** (done // 3),
+    "none": lambda done: 1.0,
 }
 
 
@@ -158,7 +138,7 @@ def test_a_warm_up_goes_on_to_the_rate_of_the_new_size(tmp_path: Path) -> None:
     for workers, points in ((8, first.points), (4, second.points)):
         for done, rate in points:
             warm = LR + (LR * workers - LR) * done / 4
-            assert rate == pytest.approx(warm if done < 4 else LR * workers * cosine(done))
+            assert rate == pytest.approx(warm if done < 4 else LR * workers * CURVES["cosine"](done))
 
 
 @pytest.mark.parametrize("workers", [1, 4])

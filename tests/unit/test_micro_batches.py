@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from steps import run
-from test_pictures import Log
 from test_ragged import of_lengths
+from test_sample_images import Log
 from texts import Classified, NextWord, feed, make
 
 from stoker.chain.chain import Chain

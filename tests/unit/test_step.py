@@ -92,26 +92,33 @@ class Linear(Tiny):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 
 
-def compiled_and_not() -> list[dict[str, Any]]:
-    found = []
-    for compiled in (False, True):
-        config = Config.model_validate({"train": {"compile": compiled, "lr": 0.1}})
-        worker = Worker(config, Linear(), None, 0, 0, 1, torch.device("cpu"))
-        build(worker, records=16)
-        found.append(run(worker, Step(worker), feed(16, 8)))
-    return found
+def linear(**train: Any) -> Worker:
+    config = Config.model_validate({"train": {"lr": 0.1, **train}})
+    worker = Worker(config, Linear(), None, 0, 0, 1, torch.device("cpu"))
+    build(worker, records=16)
+    return worker
 
 
-@pytest.mark.long
-def test_a_captured_model_trains_alike_and_saves_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured by torch.compile, without the C++ compiler's half minute: that is a soak test's."""
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What torch.compile captures, without the C++ compiler's half minute: that is a soak test's."""
+    found = list[Any]()
 
     def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
+        found.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return found
+
+
+def compiled_and_not() -> list[dict[str, Any]]:
+    workers = [linear(compile=compiled) for compiled in (False, True)]
+    return [run(worker, Step(worker), feed(16, 8)) for worker in workers]
+
+
+@pytest.mark.long
+def test_a_captured_model_trains_alike_and_saves_the_same_names(graphs: list[Any]) -> None:
     plain, other = compiled_and_not()
     assert graphs
     assert other["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -119,18 +126,9 @@ def test_a_captured_model_trains_alike_and_saves_the_same_names(monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_the_trial_of_a_validation_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_a_validation_captures_nothing(graphs: list[Any]) -> None:
     """Captured for its few records, the model would be captured again for any number, and trained so."""
-    graphs = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
-    config = Config.model_validate({"train": {"compile": True, "lr": 0.1}})
-    worker = Worker(config, Linear(), None, 0, 0, 1, torch.device("cpu"))
-    build(worker, records=16)
+    worker = linear(compile=True)
     values, _ = try_validation(worker, feed(4, 4)[0])
     assert "val/acc1" in values and not graphs
     run(worker, Step(worker), feed(16, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import colorsys
+import inspect
 import io
 import logging
 import math
@@ -400,8 +401,12 @@ class Painter:
         # The last two corners are within the box.
         corners = torch.tensor([box.corners for box in boxes]) * factor
         corners[:, 2:] = torch.maximum(corners[:, 2:] - 1, corners[:, :2])
-        colors, labels = [color(box.kind or 0) for box in boxes], [self._label(box) for box in boxes]
-        drawn: Any = draw_bounding_boxes(pixels, corners, labels, colors, width=2)
+        colors = [color(box.kind or 0) for box in boxes]
+        labels: Any = [self._label(box) or None for box in boxes]
+        readable = {"fill_labels": True}
+        if "fill_labels" not in inspect.signature(draw_bounding_boxes).parameters:
+            readable = {}  # an older torchvision
+        drawn: Any = draw_bounding_boxes(pixels, corners, labels, colors, width=2, **readable)
         return drawn
 
     def _label(self, box: Box) -> str:
