@@ -399,7 +399,7 @@ class Painter:
             return pixels
         self.drawn.update(box.kind for box in boxes if box.kind is not None)
         # The last two corners are within the box.
-        corners = torch.tensor([box.corners for box in boxes]) * factor
+        corners = torch.tensor([box.corners for box in boxes]).clamp(-1e6, 1e6) * factor
         corners[:, 2:] = torch.maximum(corners[:, 2:] - 1, corners[:, :2])
         colors = [color(box.kind or 0) for box in boxes]
         labels: Any = [self._label(box) or None for box in boxes]
