@@ -1,7 +1,7 @@
 """Loader's workers and script's process: measures CPU seconds per batch, by transform.
 
 Times torch's fetcher (`__getitem__` of every index, then `collate_fn`) and, within it, the dataset's
-transforms and well-known decoders. Workers start by the loader's `worker_init_fn`. Sums go to one file per
+transforms and well-known decoders; in workers, from their `worker_init_fn` on. Sums go to one file per
 process, because workers may be killed any time.
 """
 

@@ -118,7 +118,8 @@ class Watch:
             watch.fetching = watch.fetchings[number]
             # Before the constructors of subclasses start workers, which need it.
             if getattr(loader, "num_workers", 0):
-                loader.worker_init_fn = WorkerStart(watch.folder, number, loader.worker_init_fn)
+                with contextlib.suppress(AttributeError):  # of a subclass that has it as a property
+                    loader.worker_init_fn = WorkerStart(watch.folder, number, loader.worker_init_fn)
             original_init(iterator, loader, *args, **kwargs)
 
         @functools.wraps(original_next)
