@@ -8,18 +8,13 @@ drift affects both equally. Training uses one thread, as on a GPU host, where th
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import yaml
-
 from benchmarks.harness import Measure
+from benchmarks.jobs import events, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
 EVERY, PAIRS = 50, 6
 GOAL = 0.98
 """Throughput with checkpoints over throughput without."""
@@ -39,14 +34,9 @@ def run() -> list[Measure]:
             "checkpoint": {"every_steps": 2 * EVERY},
             "tracking": {"tensorboard": False},
         }
-        (folder / "job.yaml").write_text(yaml.safe_dump(job))
-        command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml"]
-        command += ["--source-dir", str(ROOT / "benchmarks/recipes")]
-        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        written = events(run_job(folder, job, timeout_s=900), "checkpoint")
         times = [tuple(map(float, line.split())) for line in clock.read_text().splitlines()]
-        lines = (folder / "runs/latest/events.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["event"] == "checkpoint"]
-    taken = [event for event in events if event["step"] % (2 * EVERY) == 0][:PAIRS]
+    taken = [event for event in written if event["step"] % (2 * EVERY) == 0][:PAIRS]
     wall, cpu = ([b[i] - a[i] for a, b in itertools.pairwise(times)] for i in (0, 1))
     rows = [ratio("checkpoint every 50 steps: samples/s", wall), ratio("  CPU time of the process", cpu)]
     for key, what in (

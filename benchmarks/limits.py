@@ -9,24 +9,20 @@ the same rule as the verdict of a run.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from benchmarks import sleeping
 from benchmarks.harness import Measure
+from benchmarks.jobs import run_job
 from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
 from stoker.events.advice import INPUT_BOUND
 from stoker.sizing import model
 from stoker.train.device import WAITS
 
-ROOT = Path(__file__).resolve().parent.parent
 WITHIN = 0.10
 COST_WITHIN = 0.05
 WAITS_FOR: Mapping[str, model.Term] = {
@@ -173,14 +169,8 @@ def rehearsed(case: Linked) -> Row:
         },
     }
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "job.yaml").write_text(yaml.safe_dump(job))
-        command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--on", "rehearsal"]
-        command += ["--source-dir", str(ROOT / "benchmarks/recipes")]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise RuntimeError(f"{case.name}: {(done.stdout + done.stderr)[-2000:]}")
-        speed = json.loads((folder / "runs/latest/summary.json").read_text())["speed"]
+        run_dir = run_job(Path(name), job, "--on", "rehearsal", timeout_s=300)
+        speed = json.loads((run_dir / "summary.json").read_text())["speed"]
     return Row(case, speed["steady_samples_per_s"], binding(speed["step_terms_ms"]))
 
 
