@@ -28,8 +28,7 @@ from stoker.train.state import (
     at_least_float32,
     count_records,
     from_rank,
-    rng_state,
-    set_rng_state,
+    same_draws,
     to_device,
 )
 from stoker.train.step import MicroBatches, autocast, naming_text, single_record_fault
@@ -58,10 +57,8 @@ class Evaluation:
         """Without gradients; random states are restored, so that validation does not affect training."""
         import torch
 
-        draws = rng_state(self.worker.device)
-        with torch.no_grad():
+        with torch.no_grad(), same_draws(self.worker.device):
             yield
-        set_rng_state(draws, self.worker.device)
 
     def take(self, batch: Batch) -> None:
         """Evaluate a batch as it came from the feed; one without records, if other ranks need this one."""
@@ -122,7 +119,9 @@ class Evaluation:
             elif ranks:
                 # Fewer records than ranks: torchmetrics mixes up the states of ranks of which some have none.
                 self.scores.compute(group=dist.new_group(ranks))
-                self.scores.take(from_rank(worker, self.scores.found, ranks[0]))
+                scores = self.scores
+                own = scores.values, scores.tables, scores.notes
+                scores.values, scores.tables, scores.notes = from_rank(worker, own, ranks[0])
         return values | self.scores.values
 
     def tell(self) -> None:
@@ -254,15 +253,6 @@ class Scores:
                     metric.update(preds, result["target"])
                 except Exception as error:
                     raise self._failed(name, error) from error
-
-    @property
-    def found(self) -> Any:
-        """What `take` replaces."""
-        return self.values, self.tables, self.notes
-
-    def take(self, found: Any) -> None:
-        """Replace what this rank has computed by what another has."""
-        self.values, self.tables, self.notes = found
 
     def compute(self, few: bool = False, group: Any = None) -> None:
         """Fill `values`, `tables` and `notes`. Collective, on all ranks or none."""

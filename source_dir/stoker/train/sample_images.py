@@ -16,7 +16,7 @@ from stoker.chain.columns import LENGTH_SUFFIX
 from stoker.chain.joint import Joint
 from stoker.events.kinds import Note, SamplesShown
 from stoker.recipe import Batch, Recipe, Split
-from stoker.train.state import Worker, rng_state, set_rng_state
+from stoker.train.state import Worker, same_draws
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,15 +51,15 @@ def show_predictions(worker: Worker, epoch: int, batch: Batch, result: Any, metr
 def _show(
     worker: Worker, split: Split, batch: Batch, result: Any, metrics: dict[str, Any], **more: Any
 ) -> None:
-    # Asking the user's code for its chain may draw random numbers; training draws as without.
-    draws = rng_state(worker.device)
+    shown: dict[str, Any] = {}
     try:
         images = image_tensor(batch)
         if images is None:
             return
-        shown: dict[str, Any] = {}
         try:
-            shown = overlaid(worker.recipe, split, batch, images, result, metrics)
+            # Asking the user's code for its chain may draw random numbers.
+            with same_draws(worker.device):
+                shown = overlaid(worker.recipe, split, batch, images, result, metrics)
         except Exception as error:
             worker.pictured.add(split)
             text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -70,8 +70,6 @@ def _show(
             worker.log(SamplesShown(split=split, **shown, **more))
     except Exception:
         logging.getLogger("stoker").info("no sample images: %s", traceback.format_exc())
-    finally:
-        set_rng_state(draws, worker.device)
 
 
 def overlaid(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,6 +232,16 @@ def set_rng_state(state: dict[str, Any], device: Any) -> None:
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
+
+
+@contextlib.contextmanager
+def same_draws(device: Any) -> Iterator[None]:
+    """Whatever draws random numbers within, training draws as without it."""
+    draws = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(draws, device)
 
 
 def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
