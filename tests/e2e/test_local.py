@@ -30,9 +30,10 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
     assert "params.data" in (folder / "runs/latest/config.yaml").read_text()
     assert (folder / "runs/latest/tensorboard").is_dir()
     assert "input wait" in screen
-    ours = [line for line in screen.splitlines() if "(raylet)" not in line]  # old versions count processes
+    # Ray below 2.56, whose workers are not forked, counts them aloud.
+    ours = [line for line in screen.splitlines() if "PYTHON worker processes have been started" not in line]
     assert "next" in ours[-1]
-    assert "raylet" not in screen, "Ray's chatter stays in the log"
+    assert not any("raylet" in line for line in ours), "Ray's chatter stays in the log"
     report = (folder / "runs/latest/report.html").read_text()
     for part in (
         "Throughput",
