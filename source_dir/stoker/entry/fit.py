@@ -1,4 +1,4 @@
-"""Head: runs Ray Train in a separate process."""
+"""Head: runs Ray Train in a separate process; the run's log file, to which both write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import redaction
 from stoker.config.schema import Config
-from stoker.entry.run_log import open_log
 from stoker.errors import explain
 from stoker.hosts.topology import TRAIN_RESOURCE
 from stoker.place import RunPlace
@@ -85,3 +84,23 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
         return cause_of(error) or type(error).__name__  # an empty string means success
     return ""
+
+
+class LogFormatter(logging.Formatter):
+    """Removes the run's secrets, which an exception's text may contain, from log lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redaction.scrub(super().format(record))
+
+
+def open_log(run_dir: Path) -> logging.Logger:
+    """Open the run's log file; Ray's messages go there instead of to the screen."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(run_dir / "logs" / "driver.log")
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("ray", "ray.data", "ray.train", "stoker"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+    return logging.getLogger("stoker")

@@ -42,8 +42,8 @@ class Store(Protocol):
         """Names of all checkpoints, complete or not, newest step first."""
         ...
 
-    def read(self, name: str, file: str) -> bytes:
-        """Read a small file of a checkpoint; FileNotFoundError if absent."""
+    def content(self, file: str) -> bytes:
+        """Read a small file below the folder; FileNotFoundError if absent."""
         ...
 
     def digest(self, name: str, file: str) -> str:
@@ -58,10 +58,6 @@ class Store(Protocol):
         """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
         ...
 
-    def add(self, name: str, file: str, content: str) -> None:
-        """Write a small file into an existing checkpoint."""
-        ...
-
     def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """The checkpoint as a local folder, for the duration of the context."""
         ...
@@ -71,16 +67,24 @@ class Store(Protocol):
         ...
 
     def write_note(self, file: str, content: str) -> None:
-        """Write a small file next to the checkpoints, atomically."""
-        ...
-
-    def read_note(self, file: str) -> str:
-        """Read a small file next to the checkpoints; FileNotFoundError if absent."""
+        """Write a small file below the folder, atomically."""
         ...
 
     def free_text(self) -> str:
         """Free space of the storage, for an error message."""
         ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """Read a small file of a checkpoint; FileNotFoundError if absent."""
+        return self.content(f"{name}/{file}")
+
+    def add(self, name: str, file: str, content: str) -> None:
+        """Write a small file into an existing checkpoint."""
+        self.write_note(f"{name}/{file}", content)
+
+    def read_note(self, file: str) -> str:
+        """Read a small file next to the checkpoints; FileNotFoundError if absent."""
+        return self.content(file).decode()
 
 
 def open_store(where: str, synced: bool = False) -> Store:
@@ -98,7 +102,7 @@ def open_store(where: str, synced: bool = False) -> Store:
     return FolderStore(Path(path))
 
 
-class FolderStore:
+class FolderStore(Store):
     """A local or shared folder; drafts are renamed into place."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,8 +114,8 @@ class FolderStore:
             return []
         return newest_first(path.name for path in self.folder.iterdir() if path.is_dir())
 
-    def read(self, name: str, file: str) -> bytes:
-        return (self.folder / name / file).read_bytes()
+    def content(self, file: str) -> bytes:
+        return (self.folder / file).read_bytes()
 
     def digest(self, name: str, file: str) -> str:
         return sha256(self.folder / name / file)
@@ -148,25 +152,18 @@ class FolderStore:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
 
-    def add(self, name: str, file: str, content: str) -> None:
-        draft = self.folder / name / f".{file}"
+    def write_note(self, file: str, content: str) -> None:
+        target = self.folder / file
+        draft = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         draft.write_text(content)
         sync(draft)
-        draft.replace(self.folder / name / file)
-
-    def write_note(self, file: str, content: str) -> None:
-        draft = self.folder / f".{file}-{uuid.uuid4().hex}"
-        draft.write_text(content)
-        draft.replace(self.folder / file)
-
-    def read_note(self, file: str) -> str:
-        return (self.folder / file).read_text()
+        draft.replace(target)
 
     def free_text(self) -> str:
         return disk_text(self.folder)
 
 
-class CopyStore:
+class CopyStore(Store):
     """Storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, filesystem: Any, path: str) -> None:
@@ -179,8 +176,8 @@ class CopyStore:
         found = self.filesystem.get_file_info(selector)
         return newest_first(info.base_name for info in found if info.type == fs.FileType.Directory)
 
-    def read(self, name: str, file: str) -> bytes:
-        with self.filesystem.open_input_stream(f"{self.path}/{name}/{file}") as stream:
+    def content(self, file: str) -> bytes:
+        with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
             content: bytes = stream.read()
         return content
 
@@ -233,17 +230,9 @@ class CopyStore:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(folder)
 
-    def add(self, name: str, file: str, content: str) -> None:
-        self.write_note(f"{name}/{file}", content)
-
     def write_note(self, file: str, content: str) -> None:
         with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:
             target.write(content.encode())
-
-    def read_note(self, file: str) -> str:
-        with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
-            content: bytes = stream.read()
-        return content.decode()
 
     def free_text(self) -> str:
         draft = disk_text(Path(tempfile.gettempdir()))
