@@ -22,7 +22,7 @@ from stoker.serve.items import Holdings
 from stoker.serve.passes import Passes
 from stoker.serve.pool import ChainHost
 from stoker.serve.pool import Pool as Hosts
-from stoker.serve.suspects import Suspects
+from stoker.serve.recovery import Suspects
 
 HOSTS, CORES, WORKERS, BATCH = 100, 96, 64, 256
 SHARDS, ROWS, HELD = 390_000, 1024, 50_000

@@ -8,8 +8,7 @@ import pytest
 
 from stoker.config.places import CpuHostsConfig
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.elastic import EXPIRES_S, RENEW_S, Elastic, Scaled
-from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.pool import EXPIRES_S, RENEW_S, ChainHost, Elastic, Pool, Scaled
 from stoker.sizing.scaler import Decision
 
 GPU = ChainHost("g", 2, trains=True, name="gpu-1")

@@ -18,9 +18,8 @@ from stoker.chain.stages import RecordTransform
 from stoker.data import read_torch
 from stoker.messages import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.sources import Source, record_id
-from stoker.serve.shards import Loaded, blocks_of
-from stoker.serve.suspects import Suspects
-from stoker.serve.witness import Guard
+from stoker.serve.recovery import Suspects
+from stoker.serve.shards import Guard, Loaded, blocks_of
 
 COUNT = 23
 

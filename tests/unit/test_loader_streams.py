@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stoker import DataLoader
-from stoker.loader.digests import digest
+from stoker.loader.work import digest
 
 
 @pytest.fixture(autouse=True)

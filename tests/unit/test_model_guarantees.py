@@ -19,7 +19,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.entry import driver
 from stoker.events.summary import Summary
-from stoker.serve.signals import Pace, Signal
+from stoker.serve.recipe_pass import Pace, Signal
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 

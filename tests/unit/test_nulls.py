@@ -150,7 +150,7 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
 
 
 def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> None:
-    from stoker.serve.datasets import as_records
+    from stoker.serve.shards import as_records
 
     table = pa.table({"key": ["a", "b"], "x": [2**53 + 1, None], "y": [1.5, 2.5], "v": [[1, 2], [3, 4]]})
     first, second = as_records(table)
@@ -160,7 +160,7 @@ def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> N
 
 
 def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
-    from stoker.serve.datasets import as_records
+    from stoker.serve.shards import as_records
 
     spark = {"origin": "f", "height": 1, "width": 1, "nChannels": 3, "mode": 16, "data": b"\1\2\3"}
     columns = {"hf": [{"bytes": b"x", "path": "p"}] * 2, "spark": [spark] * 2, "other": [{"bytes": 1}] * 2}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.read.sources import reread_wait_s
-from stoker.serve.deadlines import Patience, others
+from stoker.serve.recovery import Patience, others
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:

@@ -27,8 +27,8 @@ from stoker.serve.cursor import about
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, pack_work
+from stoker.serve.recovery import Suspects
 from stoker.serve.shards import Loaded, blocks_of
-from stoker.serve.suspects import Suspects
 
 FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s": 0.0}
 

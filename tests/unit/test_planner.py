@@ -25,9 +25,8 @@ from stoker.serve.items import Held, Holdings, ReadyBlock
 from stoker.serve.passes import Passes
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost, Pool
-from stoker.serve.recipe_pass import RecipePass
-from stoker.serve.splitter import Splitter
-from stoker.serve.suspects import Suspects
+from stoker.serve.recipe_pass import RecipePass, Splitter
+from stoker.serve.recovery import Suspects
 
 PROCESSES = count()
 RECORDS = 4

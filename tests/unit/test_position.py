@@ -20,9 +20,7 @@ from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, ranges, refuse_other_data
 from stoker.serve.items import ReadyBlock
-from stoker.serve.recipe_pass import RecipePass
-from stoker.serve.signals import OneTimeSignal, Pace, Signal
-from stoker.serve.splitter import Splitter
+from stoker.serve.recipe_pass import OneTimeSignal, Pace, RecipePass, Signal, Splitter
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)

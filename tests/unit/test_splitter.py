@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.serve.splitter import Splitter
+from stoker.serve.recipe_pass import Splitter
 
 BLOCKS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import DataError
-from stoker.serve.suspects import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
+from stoker.serve.recovery import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
 
 
 def run(

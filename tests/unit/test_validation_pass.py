@@ -12,7 +12,7 @@ from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
 from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import ReadyBlock
-from stoker.serve.suspects import Suspects
+from stoker.serve.recovery import Suspects
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
 ROWS = 8
@@ -64,7 +64,7 @@ def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
 
 def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN), workers=1)
-    attempt.event = coordinator._event  # as `begin` sets it
+    attempt.event = coordinator.event  # as `begin` sets it
     coordinator.log("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 0})
     # Another rank of the same attempt may still request rows ahead.
     assert coordinator.next(0, "train", 2, 0, 0)

@@ -23,8 +23,8 @@ from stoker.serve.blocks.server import BlockServer
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, pack_work
+from stoker.serve.recovery import Suspects
 from stoker.serve.shards import Loaded, blocks_of
-from stoker.serve.suspects import Suspects
 from stoker.train.feed import as_tensors
 
 SECRET = b"s" * 32

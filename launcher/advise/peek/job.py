@@ -157,7 +157,7 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Dat
 
     # Before the recipe imports Ray.
     cluster.set_environment(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32))
-    from stoker.serve.datasets import DatasetSource
+    from stoker.serve.shards import DatasetSource
 
     job = open_job(resolved, options.source_dir)
     if job.source_dir is not None:
@@ -187,7 +187,7 @@ def first_rows(resolved: Resolved) -> tuple[Config, Data]:
     Raises:
         UsageError: a dataset fails or is empty.
     """
-    from stoker.serve.datasets import DatasetSource
+    from stoker.serve.shards import DatasetSource
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     with local_ray():
@@ -230,7 +230,7 @@ def local_ray() -> Iterator[None]:
 def rows_of(records: list[Record]) -> Source:
     """The first rows of a dataset as one shard."""
     from stoker.messages import Shard
-    from stoker.serve.datasets import DatasetSource
+    from stoker.serve.shards import DatasetSource
 
     class Rows(DatasetSource):
         def shards(self, records: int, order: Any) -> list[Shard]:

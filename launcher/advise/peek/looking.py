@@ -38,9 +38,8 @@ from stoker.messages import (
     Work,
 )
 from stoker.read.sources import Source
-from stoker.serve.datasets import DatasetSource
 from stoker.serve.opening import Data, refuse_absent_pads
-from stoker.serve.shards import order_of, seeded_reading
+from stoker.serve.shards import DatasetSource, order_of, seeded_reading
 
 SHARDS = 4
 """Number of shards to sample, because the first records of a sorted dataset are all alike."""

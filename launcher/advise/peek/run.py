@@ -42,14 +42,11 @@ from stoker.recipe import (
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.cursor import Trail, about, arrival, refuse_other_data
-from stoker.serve.datasets import DatasetSource
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import Data, discover, open_data
 from stoker.serve.passes import Passes
-from stoker.serve.recipe_pass import RecipePass
-from stoker.serve.shards import Loaded, blocks_of
-from stoker.serve.splitter import Splitter
-from stoker.serve.witness import Guard
+from stoker.serve.recipe_pass import RecipePass, Splitter
+from stoker.serve.shards import DatasetSource, Guard, Loaded, blocks_of
 from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
 from stoker.train.feed import as_tensors
 from stoker.train.state import count_records, loss_of

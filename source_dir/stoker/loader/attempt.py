@@ -13,7 +13,7 @@ from stoker.serve.items import Held, Holdings, Numbered, ReadyBlock
 from stoker.serve.passes import Pass
 from stoker.serve.planner import Planner
 from stoker.serve.pool import Pool
-from stoker.serve.suspects import Suspects
+from stoker.serve.recovery import Suspects
 
 STREAM_AHEAD = 4
 """Batches that one worker of an iterable dataset may be ahead."""

@@ -31,7 +31,7 @@ from stoker.hosts.raynode import runs
 from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0
-IMPORTED = ("torch.utils.data", "stoker.loader.work", "stoker.loader.service")
+IMPORTED = ("torch.utils.data", "stoker.loader.work", "stoker.loader.loader_service")
 """Imported by the service and chain workers in addition to what recipes need."""
 WITH_THE_SCRIPT = (
     "torchvision.transforms.v2",
@@ -46,7 +46,7 @@ CONNECT_S = 10.0
 
 
 def connect(address: str | None) -> None:
-    """Script: connect to a cluster unless this process is connected already.
+    """Connect to a cluster unless this process is connected already.
 
     Args:
         address: address of a cluster; None: see the module.
@@ -72,7 +72,7 @@ def connect(address: str | None) -> None:
 
 @contextlib.contextmanager
 def keeping_sigterm() -> Iterator[None]:
-    """Script: connecting to Ray replaces the script's handler of SIGTERM, with which it may save its state.
+    """Connecting to Ray replaces the script's handler of SIGTERM, with which it may save its state.
 
     Also installs Python's handler again in place of Ray's own, which prints the stacks of its threads.
     """
@@ -86,7 +86,7 @@ def keeping_sigterm() -> Iterator[None]:
 
 
 def group() -> str:
-    """Script: name of the service that the ranks of this job share."""
+    """Name of the service that the ranks of this job share."""
     import ray
 
     own = os.environ.get(JOB_VARIABLE) or _torchrun()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 import secrets
@@ -19,10 +20,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
 from stoker.loader import cluster
-from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
-from stoker.loader.modules import reloaded
+from stoker.loader.output import reloaded
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
 from stoker.read.sources import put_back, states
@@ -35,7 +35,7 @@ Item = TypeVar("Item", covariant=True)
 
 
 class DataLoader(TorchDataLoader[Item]):
-    """Script: torch's DataLoader with the records loaded and collated on all CPUs of a Ray cluster.
+    """Torch's DataLoader with the records loaded and collated on all CPUs of a Ray cluster.
 
         from stoker import DataLoader        # was: from torch.utils.data import DataLoader
 
@@ -79,7 +79,7 @@ class DataLoader(TorchDataLoader[Item]):
         bad_record_budget: float = 0.01,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """Script: set the options that torch's loader does not have; see the class.
+        """Set the options that torch's loader does not have; see the class.
 
         Raises:
             ValueError: an unknown `on_error`.
@@ -106,7 +106,7 @@ class DataLoader(TorchDataLoader[Item]):
         self._id = secrets.token_hex(8)
 
     def options(self) -> dict[str, Any]:
-        """Script: the arguments of `set_options`."""
+        """The arguments of `set_options`."""
         names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
         return {name: getattr(self, name) for name in names}
 
@@ -177,7 +177,7 @@ class DataLoader(TorchDataLoader[Item]):
             return self._cluster_maker(pages, watch), watch  # the service was ending with its last script
 
     def _cluster_maker(self, pages: tuple[Any, Any], watch: Watch) -> ClusterMaker:
-        from stoker.loader.registration import forget, register, service_of
+        from stoker.loader.loader_service import forget, register, service_of
 
         service = service_of(cluster.group(), self.stall_timeout_s)
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
@@ -261,7 +261,7 @@ class DataLoader(TorchDataLoader[Item]):
         return sizes
 
     def world_size(self) -> int:
-        """Script: how many ranks share the pass, by `torch.distributed` and by the sampler."""
+        """How many ranks share the pass, by `torch.distributed` and by the sampler."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         replicas = [getattr(each, "num_replicas", None) for each in self._samplers()]
         return max([world, *(found for found in replicas if isinstance(found, int))])
@@ -314,7 +314,7 @@ _stock_iter = TorchDataLoader.__iter__
 
 
 def replace_torch_loader(**options: Any) -> None:
-    """Script: turn every torch DataLoader into a `stoker.DataLoader` when it is iterated over.
+    """Turn every torch DataLoader into a `stoker.DataLoader` when it is iterated over.
 
     For trainers that create their own loaders, such as Hugging Face's. Subclasses of torch's DataLoader are
     left alone.
@@ -330,3 +330,41 @@ def replace_torch_loader(**options: Any) -> None:
         return _stock_iter(loader)
 
     TorchDataLoader.__iter__ = iterate  # type: ignore[method-assign]
+
+
+USERS = ("accelerate.data_loader", "accelerate.accelerator", "accelerate", "transformers.trainer")
+"""Modules with the functions that `follow_accelerate` replaces."""
+
+
+def adopt(loader: Any, kind: type[Any], options: dict[str, Any]) -> None:
+    """Turn a torch DataLoader into a `stoker.DataLoader`, the class `kind`."""
+    loader.__class__ = kind
+    loader.set_options(**options)
+
+
+def follow_accelerate(kind: type[Any]) -> None:
+    """Make Accelerate return a `stoker.DataLoader` when it gets one.
+
+    Accelerate takes a loader apart and builds one of torch's from the parts.
+
+    Args:
+        kind: the class `stoker.DataLoader`.
+    """
+    module: Any = sys.modules.get("accelerate.data_loader")
+    for name in ("prepare_data_loader", "skip_first_batches"):
+        original = getattr(module, name, None)
+        if original is None or hasattr(original, "__wrapped__"):
+            continue
+
+        @functools.wraps(original)
+        def made(dataloader: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            found = _original(dataloader, *args, **kwargs)
+            given = getattr(dataloader, "base_dataloader", dataloader)
+            inner = getattr(found, "base_dataloader", found)
+            if isinstance(given, kind) and type(inner) is TorchDataLoader:
+                adopt(inner, kind, given.options())
+            return found
+
+        for user in USERS:
+            if getattr(sys.modules.get(user), name, None) is original:
+                setattr(sys.modules[user], name, made)

@@ -16,8 +16,8 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from stoker.loader.messages import Failed, Order
 from stoker.loader.watch import Watch
+from stoker.loader.work import Failed, Order
 from stoker.messages import Shard
 
 STREAM_BATCHES = 8
@@ -27,7 +27,7 @@ END = object()
 
 @dataclass
 class Kept:
-    """Script: what a loader keeps from pass to pass, with `persistent_workers` or without workers."""
+    """What a loader keeps from pass to pass, with `persistent_workers` or without workers."""
 
     passes: int = 0
     seed: int = 0
@@ -57,7 +57,7 @@ class Kept:
 
 
 class ClusterIterator(_BaseDataLoaderIter):
-    """Script: see the module.
+    """See the module.
 
     Args:
         loader: the stoker.DataLoader.
@@ -313,7 +313,7 @@ def _reraise(made: Failed) -> None:
 
 
 class Quarantine:
-    """Script: skipped records, checked against the budget.
+    """Skipped records, checked against the budget.
 
     Args:
         budget: largest share of the records that one pass may skip.

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 
 from stoker.errors import where_raised
-from stoker.loader.messages import Failed, Made
 from stoker.loader.output import repeat
 from stoker.loader.watch import Watch
-from stoker.loader.work import LoaderWork, copy_for, opened, packed
+from stoker.loader.work import Failed, LoaderWork, Made, copy_for, opened, packed
 from stoker.messages import Shard
 from stoker.serve.blocks.client import connect
 from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
@@ -56,7 +55,7 @@ FIGURES_EVERY_S = 2.0
 
 
 class ClusterMaker:
-    """Script: see the module.
+    """See the module.
 
     Args:
         service: the job's LoaderService.
@@ -90,15 +89,15 @@ class ClusterMaker:
         self._puller = Puller(service, key, pinned, watch)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._service.submit.remote(self._key, shards, total)
 
     def want(self, place: tuple[int, int]) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._puller.want(place)
 
     def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
-        """Script: see the module.
+        """See the module.
 
         Raises:
             RuntimeError: nothing came in time.
@@ -119,7 +118,7 @@ class ClusterMaker:
                     raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s") from None
 
     def pace(self, least: int) -> tuple[int, int]:
-        """Script: see the module."""
+        """See the module."""
         slots, batch_s = max(self._puller.slots, 1), self._puller.batch_s
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
@@ -128,12 +127,12 @@ class ClusterMaker:
         return max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots))), most
 
     def close(self) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._puller.close()
 
 
 class Puller:
-    """Script: a thread that requests, fetches and unpacks blocks ahead of the script.
+    """A thread that requests, fetches and unpacks blocks ahead of the script.
 
     Args:
         service: the job's LoaderService.
@@ -164,19 +163,19 @@ class Puller:
         return self._thread.is_alive()
 
     def want(self, place: tuple[int, int]) -> None:
-        """Script: fetch this block next."""
+        """Fetch this block next."""
         with self._changed:
             self._wanted.append(place)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Script: stop; the thread ends soon after."""
+        """Stop; the thread ends soon after."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """Script: stop, and end what the thread waits for."""
+        """Stop, and end what the thread waits for."""
         self.close()
         self._end()
         with suppress(queue.Empty):
@@ -184,7 +183,7 @@ class Puller:
                 self.arrived.get_nowait()
 
     def join(self, seconds: float) -> None:
-        """Script: wait for the end of the thread."""
+        """Wait for the end of the thread."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -253,7 +252,7 @@ _PULLERS: weakref.WeakSet[Puller] = weakref.WeakSet()
 
 
 def end_passes() -> None:
-    """Script: end the threads of all open passes.
+    """End the threads of all open passes.
 
     Ray ends a process in which a thread drops a reference while it disconnects.
     """
@@ -282,7 +281,7 @@ def end_passes_before_ray() -> None:
 
 
 def pin(made: Made | Failed) -> Made | Failed:
-    """Script: copy a batch to pinned memory with torch's own function."""
+    """Copy a batch to pinned memory with torch's own function."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     if isinstance(made, Failed):
@@ -291,7 +290,7 @@ def pin(made: Made | Failed) -> Made | Failed:
 
 
 class ProcessMaker:
-    """Script: makes batches in this process on request, for debugging and tests.
+    """Makes batches in this process on request, for debugging and tests.
 
     Args:
         pages: see `register`.
@@ -306,15 +305,15 @@ class ProcessMaker:
         self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._shards |= {number: (shard, skip) for number, shard, skip in shards}
 
     def want(self, place: tuple[int, int]) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._wanted.append(place)
 
     def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
-        """Script: see the module."""
+        """See the module."""
         from torch.utils.data._utils import worker
 
         from stoker.read.sources import drawing
@@ -341,9 +340,9 @@ class ProcessMaker:
         return self._running[number]
 
     def pace(self, least: int) -> tuple[int, int]:
-        """Script: see the module."""
+        """See the module."""
         return 1, least
 
     def close(self) -> None:
-        """Script: see the module."""
+        """See the module."""
         self._running.clear()

@@ -1,10 +1,12 @@
-"""Chain worker → script: what a dataset and `collate_fn` print and warn, shown where the script runs."""
+"""What chain workers share with their script: its screen, and the modules that it has loaded again."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 Said = list[tuple[str, str]]
@@ -14,7 +16,7 @@ MOST = 100_000
 
 
 class Listener:
-    """Chain worker: stands in for a stream; all but its texts is that of the stream (`fileno`, `encoding`).
+    """Stands in for a stream; all but its texts is that of the stream (`fileno`, `encoding`).
 
     There is one per process and stream, because handlers of `logging` keep the stream that they find.
     """
@@ -48,7 +50,7 @@ _listeners: dict[str, Any] = {}
 
 @contextlib.contextmanager
 def heard(said: Said) -> Iterator[None]:
-    """Chain worker: a context whose prints and warnings are appended to `said`."""
+    """A context whose prints and warnings are appended to `said`."""
     if not _listeners:
         _listeners.update({name: Listener(name) for name in ("stdout", "stderr")})
     for listener in _listeners.values():
@@ -63,7 +65,35 @@ def heard(said: Said) -> Iterator[None]:
 
 
 def repeat(said: Said) -> None:
-    """Script: print what was said elsewhere."""
+    """Print what was said elsewhere."""
     for name, text in said:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no such stream, or a closed one
             getattr(sys, name).write(text)
+
+
+_specs: dict[str, Any] = {}
+"""The specification of each of its modules; loading one again makes a new one."""
+_times: dict[str, int] = {}
+_done: dict[str, int] = {}
+"""How often it has loaded modules again."""
+
+
+def reloaded() -> dict[str, int]:
+    """How often each of its own modules was loaded again since its first loader."""
+    libraries = (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2] / "stoker"))
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__dict__", {}).get("__spec__")
+        origin = str(getattr(spec, "origin", None))
+        if not origin.endswith(".py") or origin.startswith(libraries):
+            continue
+        if _specs.setdefault(name, spec) is not spec:
+            _specs[name] = spec
+            _times[name] = _times.get(name, 0) + 1
+    return dict(_times)
+
+
+def reload(times: dict[str, int]) -> None:
+    """Load modules again that the script has; those that others import come first."""
+    for name in reversed([name for name in sys.modules if times.get(name, 0) > _done.get(name, 0)]):
+        importlib.reload(sys.modules[name])
+    _done.update(times)

@@ -43,7 +43,7 @@ def _count_optimizer_steps() -> None:
 
 
 class Watch:
-    """Script: the batches and the input wait of one pass; its times run from the first batch on.
+    """The batches and the input wait of one pass; its times run from the first batch on.
 
     The time until the first batch is start-up. A pass trains if an optimizer makes steps between its batches.
     In a script whose optimizers are not torch's, and until the first step, it does if gradients are on.

@@ -1,30 +1,144 @@
 """Chain worker: the work of a `stoker.DataLoader`: fetch records, collate them, pack the batch.
 
-Stands in for a recipe's source and chain: a shard holds the indices of some batches; its only record is these
-batches, packed.
+A shard holds the indices of some batches; its only record is these batches, packed. A stream (one worker's
+part of an iterable dataset) that is opened again, after its process was lost or from a saved state, skips the
+batches that the script has. The digest of each covers all batches of its stream so far: one comparison shows
+whether these were the same.
 """
 
 from __future__ import annotations
 
 import itertools
+import marshal
 import os
 import random
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.chain.chain import use_one_thread
-from stoker.loader.digests import digest
-from stoker.loader.messages import Failed, Made, Order
-from stoker.loader.modules import reload
-from stoker.loader.output import Said, heard
+from stoker.loader.output import Said, heard, reload
 from stoker.messages import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
+
+
+class Failed(NamedTuple):
+    """Chain worker → script: why a batch could not be made."""
+
+    kind: type[BaseException]
+    where: str
+    """Index or batch, and host."""
+    words: str
+    """The traceback."""
+    chain: tuple[int, int] = (0, 0)
+    """Of a stream: digests of its batches before this one, and with it; see digests.py."""
+
+
+class Made(NamedTuple):
+    """Chain worker → script: a batch."""
+
+    batch: Any
+    bad: tuple[tuple[Any, str], ...] = ()
+    """Index and reason of each skipped record."""
+    empty: bool = False
+    """Whether all records were skipped."""
+    ended: bool = False
+    """Not a batch, but the end of a stream."""
+    chain: tuple[int, int] = (0, 0)
+    """See `Failed`."""
+
+
+class Order(NamedTuple):
+    """Script → chain worker: batches of a map-style dataset, or one worker's part of an iterable dataset."""
+
+    base_seed: int
+    worker: int = 0
+    """Iterable dataset: `get_worker_info().id`."""
+    batches: tuple[tuple[int, Any], ...] = ()
+    """Number and indices of each batch."""
+    passes: int = 0
+    """Earlier passes with the same `base_seed`, which `persistent_workers` keeps, as torch does."""
+    served: int = 0
+    """Passes that the copies of an iterable dataset have served, with `persistent_workers`."""
+    shared_seed: int = 0
+    """Seeds the shuffling of DataPipes alike in all workers and ranks."""
+    ranks: tuple[int, int] = (1, 0)
+    """World size and rank, which `sharding_filter` divides by."""
+
+    @property
+    def seed(self) -> str:
+        """What all draws of the pass depend on."""
+        return f"{self.base_seed}.{self.passes}" if self.passes else f"{self.base_seed}"
+
+
+WHOLE = 1 << 16
+"""Larger memory is summed up by blocks first, which takes a tenth of the time."""
+
+
+def digest(value: Any, before: int = 0) -> int:
+    """A checksum of a batch that depends on its values only: not on the process, or on which
+    objects are the same. Objects without known content count as their type.
+
+    Args:
+        value: the batch.
+        before: digest of what precedes it.
+    """
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        about = digest(f"{value.dtype}{tuple(value.shape)}{value.layout}", before)
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            return about
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return _of_memory(flat.view(torch.uint8).numpy() if flat.numel() else b"", about)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return digest(value.tolist(), digest(f"{value.dtype}{value.shape}", before))
+    if isinstance(value, np.ndarray | np.generic):
+        about = digest(f"{value.dtype}{value.shape}", before)
+        return _of_memory(np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8), about)
+    if isinstance(value, str | bytes | bytearray):
+        return zlib.crc32(value.encode(errors="surrogatepass") if isinstance(value, str) else value, before)
+    if isinstance(value, set | frozenset):
+        return digest(sorted(digest(each) for each in value), before)
+    about = zlib.crc32(type(value).__qualname__.encode(), before)
+    if isinstance(value, dict):
+        value = [part for item in value.items() for part in item]
+    elif not isinstance(value, list | tuple):
+        return _of_object(value, about)
+    if all(type(each) in PLAIN for each in value):
+        return zlib.crc32(marshal.dumps(list(value), 0), about)
+    for each in value:
+        about = digest(each, about)
+    return about
+
+
+PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+def _of_object(value: Any, about: int) -> int:
+    if type(value) in (*PLAIN, complex):
+        return zlib.crc32(marshal.dumps(value, 0), about)
+    if callable(getattr(value, "tobytes", None)):  # images of Pillow
+        return zlib.crc32(value.tobytes(), about)
+    return digest(vars(value), about) if hasattr(value, "__dict__") else about
+
+
+def _of_memory(memory: Any, before: int) -> int:
+    if len(memory) > WHOLE:
+        import numpy as np
+
+        blocks, rest = memory[: len(memory) // 4096 * 4096], memory[len(memory) // 4096 * 4096 :]
+        sums = np.frombuffer(blocks, np.uint64).reshape(-1, 512).sum(axis=1)
+        return zlib.crc32(rest, zlib.crc32(sums, before))
+    return zlib.crc32(memory, before)
+
 
 BATCHES = "__batches"
 """How many batches the pages hold."""
@@ -32,7 +146,7 @@ BATCHES = "__batches"
 
 @dataclass
 class LoaderWork:
-    """Chain worker: dataset and settings of a loader; each process has a copy per pass."""
+    """Dataset and settings of a loader; each process has a copy per pass."""
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -187,7 +301,7 @@ def _digest(made: Made | Failed, before: int) -> int:
 def copy_for(
     order: Order, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
 ) -> LoaderWork:
-    """Chain worker: the copy of an iterable dataset for a stream.
+    """The copy of an iterable dataset for a stream.
 
     Args:
         order: the stream.
@@ -223,7 +337,7 @@ class _AtIndexError(Exception):
 
 
 def failed(error: BaseException, what: str) -> Failed:
-    """Chain worker: convert an exception so that it can be sent to the script."""
+    """Convert an exception so that it can be sent to the script."""
     import socket
 
     kind = type(error)
@@ -246,7 +360,7 @@ def short(indices: Any) -> str:
 
 
 class LoaderSource:
-    """Chain worker: stands in for a recipe's source.
+    """Stands in for a recipe's source.
 
     Args:
         pages: packed: the location of the script's modules, and the LoaderWork.
@@ -300,7 +414,7 @@ class LoaderSource:
 
 
 def reach(pages: Any) -> str:
-    """Chain worker: make the script's modules importable; return its working directory."""
+    """Make the script's modules importable; return its working directory."""
     import numpy as np
 
     folder, path, again = unpack(np.array(pages[0]))[0]
@@ -310,7 +424,7 @@ def reach(pages: Any) -> str:
 
 
 def opened(pages: Any) -> LoaderWork:
-    """Chain worker: unpack a loader's work."""
+    """Unpack a loader's work."""
     import numpy as np
 
     work: LoaderWork = unpack(np.array(pages))[0]
@@ -320,7 +434,7 @@ def opened(pages: Any) -> LoaderWork:
 def packed(
     group: Sequence[Made | Failed], seconds: float, room: Room | None = None, said: Said | None = None
 ) -> Any:
-    """Chain worker: pack the seconds that the batches took, what was printed meanwhile, and the batches.
+    """Pack the seconds that the batches took, what was printed meanwhile, and the batches.
 
     A batch that cannot be pickled becomes a Failed.
     """
@@ -341,7 +455,7 @@ def _packable(made: Made | Failed) -> Made | Failed:
 
 
 class LoaderChain:
-    """Chain worker: stands in for a recipe's chain: packed batches already form a block."""
+    """Stands in for a recipe's chain: packed batches already form a block."""
 
     def run(
         self, block: Iterable[Record | BadRecord], epoch: int, keep: Any

@@ -18,7 +18,7 @@ LEAST_ASSUMED = 100_000
 
 @dataclass
 class EpochAccount:
-    """Head: account of one pass over one split in one attempt."""
+    """Account of one pass over one split in one attempt."""
 
     split: str
     epoch: int
@@ -151,7 +151,7 @@ class EpochAccount:
 
 
 def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
-    """Head: fail if too many records are bad.
+    """Fail if too many records are bad.
 
     Args:
         bad: number of bad records.
@@ -171,14 +171,14 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
 
 
 def example_of(first: BadRecord | None) -> str:
-    """Head: the first bad record and where to find the others, for the end of a message."""
+    """The first bad record and where to find the others, for the end of a message."""
     example = f"; the first is {first.key}: {first.reason}" if first else ""
     return f"{example} (all of them: quarantine.jsonl)"
 
 
 @dataclass
 class ChainCosts:
-    """Head: cost of the chain over the whole run."""
+    """Cost of the chain over the whole run."""
 
     records: int = 0
     seconds: float = 0.0

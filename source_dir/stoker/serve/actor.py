@@ -15,22 +15,19 @@ from typing import Any
 
 from stoker.errors import DataError, UsageError
 from stoker.messages import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
-from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.attempt import Beginning, RecipeAttempt
-from stoker.serve.blocks.agents import Agents
 from stoker.serve.cursor import about, fresh, start_at
-from stoker.serve.elastic import Elastic, Scaled, Scaling
 from stoker.serve.passes import Passes
-from stoker.serve.pool import ChainHost
-from stoker.serve.production import Production
+from stoker.serve.pool import ChainHost, Scaling
 from stoker.serve.recipe_pass import RecipePass, Used, ids_of
+from stoker.serve.service import DataService
 from stoker.serve.shards import Setup
 
 
-class Coordinator(Production):
-    """Head: see the module. One per run, zero CPUs, called from many threads."""
+class Coordinator(DataService):
+    """See the module. One per run, zero CPUs, called from many threads."""
 
     attempt: RecipeAttempt | None
     restart: Beginning | None = None
@@ -42,30 +39,29 @@ class Coordinator(Production):
         totals: dict[str, int | None],
         hosts: Callable[[Counter[str]], list[ChainHost]],
         plan: Plan,
-        buffer_bytes: int,
+        budget_bytes: int,
         scaler: Scaling | None = None,
         most_waiting: int = 64,
     ) -> None:
         data = passes.config.data
-        super().__init__(hosts, data.stall_timeout_s, data.preprocess_on, most_waiting)
-        self.passes, self.totals, self.plan, self.buffer_bytes = passes, totals, plan, buffer_bytes
+        self.events: list[dict[str, Any]] = []
+        chain = {split: ChainCosts() for split in ("train", "val")}
+        super().__init__(
+            hosts,
+            budget_bytes,
+            data.stall_timeout_s,
+            chain,
+            data.preprocess_on,
+            passes.cache,
+            scaler,
+            most_waiting,
+        )
+        self.passes, self.totals, self.plan = passes, totals, plan
         self.by_row = not passes.has_shards("train")
         self.trainings = -1
         self.stop_reason = ""
-        self.chain = {split: ChainCosts() for split in ("train", "val")}
-        scaled = Scaled(scaler, HostRequest(scaler.options.resource), self.chain) if scaler else None
-        self.elastic = Elastic(self._event, scaled)
-        self.events: list[dict[str, Any]] = []
         self.last_checkpoint = ""
         self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
-        self.agents = Agents(
-            lambda used: self.log("host_cpu", {"hosts": used}),
-            cache=passes.cache,
-            note=lambda text: self.log("note", {"text": text}),
-            emptied=self.emptied,
-            unused=self.holdings.unused,
-            lost=self.agent_lost,
-        )
 
     def first_setups(self) -> dict[str, Setup]:
         """As the base's."""
@@ -135,16 +131,16 @@ class Coordinator(Production):
         try:
             start, note = start_at(beginning.position, start)
             if note:
-                self._event("note", text=note)
+                self.event("note", text=note)
             self.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = str(error)
         self.attempt = RecipeAttempt(
-            attempt, beginning.workers, self.passes, self.totals, start, self.locks, self.chain, self._event,
+            attempt, beginning.workers, self.passes, self.totals, start, self.locks, self.chain, self.event,
             self.keeping, self.suspects,
         )  # fmt: skip
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
-        self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
+        self.event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
         if self.stop_reason:
             self.attempt.stop.request(self.attempt.pace)
         if problem:
@@ -154,7 +150,7 @@ class Coordinator(Production):
         if used is not None and before is not None and before.failure:
             used.hand_over()
             used = None
-        self.attempt.produce(self.pool, self.buffer_bytes, self.numbers, self.holdings, used)
+        self.attempt.produce(self.pool, self.budget_bytes, self.numbers, self.holdings, used)
         self.has_work.notify_all()
         self.ready.notify_all()
 
@@ -301,7 +297,7 @@ class Coordinator(Production):
             self.stop_reason = self.stop_reason or reason
             if self.attempt is not None:
                 self.attempt.stop.request(self.attempt.pace)
-            self._event("stop", reason=reason)
+            self.event("stop", reason=reason)
 
     def request_checkpoint(self, attempt: int) -> None:
         """Train worker's call: set `StepAssignment.checkpoint` for all ranks in the same step, soon."""
@@ -320,7 +316,7 @@ class Coordinator(Production):
         """
         del after
         with self.changed:
-            self._event(event, **values)
+            self.event(event, **values)
             if event == "checkpoint":
                 self.last_checkpoint = values["path"]
             if event == "step":
@@ -337,7 +333,7 @@ class Coordinator(Production):
         with self.changed:
             self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
 
-    def _event(self, event: str, **values: Any) -> None:
+    def event(self, event: str, **values: Any) -> None:
         last = self.events[-1] if self.events else {}
         if event == "blocks" == last.get("event") and last["epoch"] == values["epoch"]:
             last["blocks"] += values["blocks"]

@@ -19,7 +19,7 @@ Numbered = tuple[int, Shard, int]
 
 
 class CacheAffinity:
-    """Head: one per run; the planner queries it, the coordinator updates it with its lock held.
+    """One per run; the planner queries it, the coordinator updates it with its lock held.
 
     Args:
         kind: `data.cache`.

@@ -14,14 +14,11 @@ from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.cursor import Trail, arrival
 from stoker.serve.items import Holdings, ReadyBlock
-from stoker.serve.listing import Lister
 from stoker.serve.passes import Pass, Passes
-from stoker.serve.planner import Planner
+from stoker.serve.planner import Lister, Planner
 from stoker.serve.pool import Pool
-from stoker.serve.recipe_pass import RecipePass
-from stoker.serve.signals import OneTimeSignal, Pace, Signal
-from stoker.serve.splitter import Splitter
-from stoker.serve.suspects import Suspects
+from stoker.serve.recipe_pass import OneTimeSignal, Pace, RecipePass, Signal, Splitter
+from stoker.serve.recovery import Suspects
 
 PASSES_AHEAD = 2
 """How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for

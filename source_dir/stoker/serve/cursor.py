@@ -20,7 +20,7 @@ from stoker.recipe import SOURCE_FOLDER, code_digest
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
-    """Head: refuse to resume with other data or another order.
+    """Refuse to resume with other data or another order.
 
     Args:
         position: from a checkpoint.
@@ -55,12 +55,12 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
 
 
 def fresh(epoch: int, plan: Plan, by_row: bool) -> DataCursor:
-    """Head: the start of an epoch."""
+    """The start of an epoch."""
     return DataCursor(epoch=epoch, plan=plan, by_row=by_row, again=by_row and plan.order == "any")
 
 
 def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor, str]:
-    """Head: where training starts, and a note for people, or "".
+    """Where training starts, and a note for people, or "".
 
     Args:
         position: where an attempt ended; None: nowhere.
@@ -89,7 +89,7 @@ def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor
 
 
 def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
-    """Head: everything that decides which records each step of an attempt takes, for rebuilding a step.
+    """Everything that decides which records each step of an attempt takes, for rebuilding a step.
 
     Args:
         start: where the attempt begins.
@@ -110,7 +110,7 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
 
 
 def arrival(report: BlockReport) -> list[int]:
-    """Head: what identifies a block and its rows, for rebuilding a step.
+    """What identifies a block and its rows, for rebuilding a step.
 
     Returns:
         Shard, index in it, number of rows, and the sum of their ids modulo 2**32.
@@ -119,7 +119,7 @@ def arrival(report: BlockReport) -> list[int]:
 
 
 class Block(NamedTuple):
-    """Head: what the cursor needs to know about one block of a shard's records."""
+    """What the cursor needs to know about one block of a shard's records."""
 
     rows: int
     records: int
@@ -131,7 +131,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Trail:
-    """Head: what a pass produced and in which order it arrived."""
+    """What a pass produced and in which order it arrived."""
 
     start: DataCursor
     blocks: dict[int, list[Block]] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class Trail:
 
 
 def ranges(numbers: set[int]) -> list[tuple[int, int]]:
-    """Head: a set of numbers as ranges first … last + 1."""
+    """A set of numbers as ranges first … last + 1."""
     found: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number:

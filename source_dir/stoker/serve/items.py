@@ -30,7 +30,7 @@ NOBODY = Process("", "", "")
 
 
 def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
-    """Head: as many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
+    """As many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
 
     Args:
         left: shards not started.
@@ -44,7 +44,7 @@ def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
 
 @dataclass(eq=False)
 class Item:
-    """Head: a few shards read by one chain worker. Unreported work can move to another worker, starting at
+    """A few shards read by one chain worker. Unreported work can move to another worker, starting at
     the next block."""
 
     pass_: Pass
@@ -193,7 +193,7 @@ class Holdings:
 
 @dataclass
 class Held:
-    """Head: bytes of ready blocks."""
+    """Bytes of ready blocks."""
 
     own: int = 0
     inherited: int = 0
@@ -208,7 +208,7 @@ class Held:
 
 
 def in_budget(held: list[Held], budget_bytes: int) -> int:
-    """Head: what ready blocks take of the budget. Inherited ones have another of the same size before they
+    """What ready blocks take of the budget. Inherited ones have another of the same size before they
     count, because the blocks before them must be made."""
     inherited = sum(each.inherited for each in held)
     return sum(each.own for each in held) + max(inherited - budget_bytes, 0)

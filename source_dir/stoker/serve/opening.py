@@ -19,10 +19,10 @@ from stoker.read.host_cache import CacheSpec
 from stoker.read.identity import Identity, identity_of
 from stoker.read.sources import Source, drawing
 from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
-from stoker.serve.datasets import DatasetSource
+from stoker.serve.shards import DatasetSource
 
 if TYPE_CHECKING:
-    from stoker.serve.elastic import Scaling
+    from stoker.serve.pool import Scaling
 
 BUFFER_SHARE = 0.25
 """Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
@@ -31,7 +31,7 @@ LEAST_BUFFER_BYTES = 64 * 2**20
 
 @dataclass
 class Data:
-    """Head: the opened and checked splits of a job."""
+    """The opened and checked splits of a job."""
 
     sources: dict[str, Any]
     chains: dict[str, Any]
@@ -43,13 +43,13 @@ class Data:
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """Head: lines on what lies beside the records and is not read, and on what their first ones show."""
+        """Lines on what lies beside the records and is not read, and on what their first ones show."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
         shown = [chain.note for chain in self.chains.values() if chain.note]
         return [*dict.fromkeys([*beside, *shown])]
 
     def identity(self, split: str) -> Identity:
-        """Head: identity of a split's records; computed once."""
+        """Identity of a split's records; computed once."""
         if split not in self._identities:
             source = self.sources[split]
             known = not isinstance(source, DatasetSource)
@@ -58,7 +58,7 @@ class Data:
 
 
 def discover(resolved: Resolved) -> Config:
-    """Head: the configuration, with the parameters that the recipe derives from its data.
+    """The configuration, with the parameters that the recipe derives from its data.
 
     Raises:
         UsageError: the recipe cannot derive them.
@@ -71,7 +71,7 @@ def discover(resolved: Resolved) -> Config:
 
 
 def open_data(config: Config, data: Data | None = None) -> Data:
-    """Head: get splits and chains from the recipe and check them before training.
+    """Get splits and chains from the recipe and check them before training.
 
     Args:
         config: the job.
@@ -96,7 +96,7 @@ def open_data(config: Config, data: Data | None = None) -> Data:
 
 
 def open_sources(config: Config) -> Data:
-    """Head: get the splits from the recipe and check them, without their chains, which may need PyTorch.
+    """Get the splits from the recipe and check them, without their chains, which may need PyTorch.
 
     Raises:
         UsageError: nothing to read, damaged files, or settings that do not fit the recipe.
@@ -137,7 +137,7 @@ def open_sources(config: Config) -> Data:
 
 
 def open_splits(config: Config, data: Data | None = None) -> Data:
-    """Head: as `open_data`, before any record runs through its chain.
+    """As `open_data`, before any record runs through its chain.
 
     Raises:
         UsageError: nothing to read, damaged files, or a chain that cannot be run.
@@ -172,7 +172,7 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
 
 
 def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> None:
-    """Head: refuse `data.max_tokens` where batches cannot be divided, or not to the same result.
+    """Refuse `data.max_tokens` where batches cannot be divided, or not to the same result.
 
     Raises:
         UsageError: one line per reason.
@@ -189,7 +189,7 @@ def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> 
 
 
 def pads_of(recipe: Recipe) -> dict[str, Pad]:
-    """Head and train worker: how the recipe lets batches pad columns whose rows differ in length.
+    """How the recipe lets batches pad columns whose rows differ in length.
 
     Raises:
         UsageError: the declaration is invalid.
@@ -208,7 +208,7 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
 
 
 def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
-    """Head: refuse padding of a column that no split has, if the columns of all splits are known.
+    """Refuse padding of a column that no split has, if the columns of all splits are known.
 
     Raises:
         UsageError: names the column and the existing ones.
@@ -222,19 +222,19 @@ def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) 
 
 
 def keeps(config: Config) -> bool:
-    """Head: whether hosts cache records; a run of one epoch reads nothing twice."""
+    """Whether hosts cache records; a run of one epoch reads nothing twice."""
     return config.data.cache != "none" and config.train.epochs > 1
 
 
 def cache_note(config: Config) -> str:
-    """Head: one line if the requested cache has no effect; otherwise empty."""
+    """One line if the requested cache has no effect; otherwise empty."""
     if config.data.cache != "none" and not keeps(config):
         return f"data.cache: {config.data.cache} has no effect in a run of one epoch"
     return ""
 
 
 def exact_note(config: Config, data: Data) -> str:
-    """Head: one line if `data.order: exact` cannot keep its promise; otherwise empty."""
+    """One line if `data.order: exact` cannot keep its promise; otherwise empty."""
     unstable = data.identity("train").unstable
     if config.data.order == "exact" and unstable:
         return (
@@ -245,7 +245,7 @@ def exact_note(config: Config, data: Data) -> str:
 
 
 def refuse_uncacheable(recipe: str, data: Data) -> None:
-    """Head: refuse a cache that could not hold any training record.
+    """Refuse a cache that could not hold any training record.
 
     Raises:
         UsageError: reading them or the first stage of their chain is random.
@@ -259,7 +259,7 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
 
 
 def refuse_other_classes(data: Data) -> None:
-    """Head: refuse splits whose labels number different classes.
+    """Refuse splits whose labels number different classes.
 
     Raises:
         UsageError: names the classes of both.
@@ -281,7 +281,7 @@ def start_coordinator(
     position: dict[str, Any] | None = None,
     scaler: Scaling | None = None,
 ) -> Any:
-    """Head: start the actor between Ray Data and the train workers on this host; it produces at once.
+    """Start the actor between Ray Data and the train workers on this host; it produces at once.
 
     Args:
         config: the job.
@@ -298,8 +298,8 @@ def start_coordinator(
 
     from stoker.serve.actor import Coordinator
     from stoker.serve.cursor import refuse_other_data
-    from stoker.serve.elastic import Hosts
     from stoker.serve.passes import Passes
+    from stoker.serve.pool import Hosts
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {

@@ -14,9 +14,8 @@ from stoker.errors import SchemaError
 from stoker.messages import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
-from stoker.serve.datasets import DatasetSource
 from stoker.serve.items import Held, Numbered, ReadyBlock
-from stoker.serve.shards import Setup, order_of
+from stoker.serve.shards import DatasetSource, Setup, order_of
 
 
 @dataclass

@@ -9,25 +9,26 @@ worker had not delivered is given to others, and blocks that were lost with thei
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from stoker.errors import DataError
-from stoker.messages import Care, Claim, Failure, Made, PassPlan, Process, Shard
+from stoker.errors import DataError, explain
+from stoker.messages import Care, Claim, DataCursor, Failure, Made, PassPlan, Process, Shard
 from stoker.read.sources import reread_wait_s
 from stoker.serve import items
 from stoker.serve.affinity import LOOK_AHEAD
 from stoker.serve.items import Held, Holdings, Item, Numbered, ReadyBlock
-from stoker.serve.listing import Lister
-from stoker.serve.passes import Pass, pack_work
+from stoker.serve.passes import Pass, Passes, pack_work
 from stoker.serve.pool import Pool, is_hungry
-from stoker.serve.preparing import Preparing
 from stoker.serve.recovery import Recovery
 
 if TYPE_CHECKING:
     from stoker.serve.attempt import Attempt
+
 
 OVERFULL = 1.25
 """Above this multiple of the budget, work in progress ends after its next block."""
@@ -439,3 +440,102 @@ class Planner:
 
 def _follows(block: ReadyBlock, before: ReadyBlock) -> bool:
     return (block.report.shard, block.report.nth) == (before.report.shard, before.report.nth + 1)
+
+
+BLOCKS_AHEAD_PER_SLOT = 2
+"""Blocks of a recipe's dataset that may wait for preprocessing, per slot."""
+
+
+class Lister:
+    """Part of the planner.
+
+    Args:
+        attempt: whose passes are listed.
+        passes: what they read.
+        start: where training starts.
+        pool: the hosts.
+    """
+
+    def __init__(self, attempt: Attempt, passes: Passes, start: DataCursor, pool: Pool) -> None:
+        self.attempt, self.passes, self.start, self.pool = attempt, passes, start, pool
+        self._begun: set[tuple[str, int]] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, passes: Iterable[Pass]) -> list[Pass]:
+        """Begin to list those that have not begun; returns them."""
+        new = [each for each in passes if each.key not in self._begun]
+        for pass_ in new:
+            self._begun.add(pass_.key)
+            if not pass_.has_shards:
+                self._thread.submit(self._execute, pass_)
+                continue
+            start = self.start if pass_.key == ("train", self.start.epoch) else None
+            pass_.coming = self._thread.submit(self.passes.shards, pass_.plan, start)
+            pass_.coming.add_done_callback(lambda _: self._tell())
+        return new
+
+    def _tell(self) -> None:
+        with self.attempt.changed:
+            self.attempt.has_work.notify_all()
+
+    def _execute(self, pass_: Pass) -> None:
+        """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
+        changed = self.attempt.changed
+        try:
+            for shard in self.passes.blocks(pass_.plan):
+                with changed:
+                    pass_.add(shard)
+                    self.attempt.has_work.notify()
+                    while len(pass_.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
+                        if self.attempt.over:
+                            break
+                        changed.wait(1.0)
+                    if self.attempt.over:
+                        return
+        except Exception as error:
+            self.attempt.fail(explain(error))
+        with changed:
+            pass_.listing = False
+            self.attempt.has_work.notify_all()
+
+
+PREPARED_S = 10.0
+"""For this long, other chain workers leave a shard to the one that prepares it."""
+
+
+class Preparing:
+    """See the module.
+
+    Args:
+        pool: the hosts.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._shards: dict[str, tuple[float, Numbered]] = {}
+        """By chain worker: since when, and which."""
+
+    def announce(self, work: deque[Numbered], process: str) -> Numbered:
+        """The shard that a chain worker will probably get next, for it to prepare."""
+        (shard,) = self._first(work, process, 1)
+        self._shards[process] = time.monotonic(), shard
+        return shard
+
+    def take(self, work: deque[Numbered], process: str, most: int) -> list[Numbered]:
+        """Remove the next shards of a chain worker: first the one that it prepares, last those of others."""
+        shards = self._first(work, process, most)
+        for shard in shards:
+            work.remove(shard)
+        return shards
+
+    def _first(self, work: deque[Numbered], process: str, most: int) -> list[Numbered]:
+        own = self._shards.pop(process, (0.0, None))[1]
+        near = list(islice(work, most if own is None and not self._shards else most + 2 * self._pool.slots))
+        now = time.monotonic()
+        self._shards = {p: (at, shard) for p, (at, shard) in self._shards.items() if now - at < PREPARED_S}
+        others = [shard for _, shard in self._shards.values()]
+        return sorted(near, key=lambda shard: (shard != own, shard in others))[:most]

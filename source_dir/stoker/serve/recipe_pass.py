@@ -1,9 +1,19 @@
-"""Head: a pass over one split of a recipe, and how its rows are given to train workers."""
+"""A pass over one split of a recipe, and how its rows are given to train workers.
+
+Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r takes the
+r-th batch_size of them. The rest at the end is divided evenly. For training, fewer rows than workers remain
+(dropped, or padded with repeated rows), or all of a last step that gives each worker fewer rows than a limit;
+for validation every row goes to exactly one worker.
+
+Train workers request the same steps in the same sequence, each at its own pace. What all of them do after the
+same step, they do at the first step that none of them has requested yet.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.errors import DataError
 from stoker.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
@@ -12,7 +22,187 @@ from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Pass
-from stoker.serve.splitter import Slice, Splitter
+
+Step = tuple[int, bool, int]
+"""(epoch, whether in the validation that follows its training, step of the pass)."""
+
+
+class Pace:
+    """The latest step that each rank has requested."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Step] = {}
+
+    def ask(self, rank: int, epoch: int, step: int, val: bool = False) -> None:
+        """A rank requests a step."""
+        self.asked[rank] = (epoch, val, step)
+
+    def first_unasked(self) -> Step:
+        """The first step that no rank has requested; it may lie beyond the end of its pass."""
+        epoch, val, step = max(self.asked.values(), default=(0, False, -1))
+        return epoch, val, step + 1
+
+
+class Signal:
+    """A request that every rank sees from the same step on."""
+
+    def __init__(self) -> None:
+        self.since: Step | None = None
+
+    def request(self, pace: Pace) -> None:
+        """Make the request; a pending one stays as it is."""
+        if self.since is None:
+            self.since = pace.first_unasked()
+
+    def due(self, epoch: int, step: int, val: bool = False) -> bool:
+        """Whether a rank that takes this step must see it."""
+        return self.since is not None and (epoch, val, step) >= self.since
+
+
+class OneTimeSignal(Signal):
+    """A request that every rank sees in exactly one step, the same for all."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers = workers
+        self._seen: set[int] = set()
+
+    def take(self, rank: int, epoch: int, step: int) -> bool:
+        """Whether this step of this rank is the one; call it once per step and rank."""
+        if rank in self._seen or not self.due(epoch, step):
+            return False
+        self._seen.add(rank)
+        if len(self._seen) == self.workers:
+            self.since, self._seen = None, set()
+        return True
+
+
+def least_rows(remainder: str | int, batch_size: int) -> int:
+    """The fewest rows of a train worker in a training step, by `data.remainder`."""
+    return min(remainder, batch_size) if isinstance(remainder, int) else 1
+
+
+class Slice(NamedTuple):
+    """Rows start … stop-1 of a block; blocks are numbered in order of arrival."""
+
+    block: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of one worker in one step."""
+
+    slices: tuple[Slice, ...]
+    padded: int = 0
+    """Number of repeated rows among them."""
+
+
+class Splitter:
+    """Takes blocks, returns shares.
+
+    Args:
+        workers: number of train workers.
+        batch_size: rows of each in a step.
+        equal: all workers get the same number of rows in each step.
+        remainder: `data.remainder`.
+    """
+
+    def __init__(self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop") -> None:
+        self.workers, self.batch_size, self.equal = workers, batch_size, equal
+        self.pad, self.least = remainder == "pad", least_rows(remainder, batch_size)
+        self.starts: list[int] = []
+        self.skipped: list[int] = []
+        self.rows = 0
+        self.ended = False
+
+    def add(self, rows: int, skip: int = 0) -> int:
+        """Add a block; returns its number.
+
+        Args:
+            rows: number of rows in it.
+            skip: number of leading rows that no worker may get.
+        """
+        self.starts.append(self.rows)
+        self.skipped.append(skip)
+        self.rows += rows - skip
+        return len(self.starts) - 1
+
+    def end(self) -> None:
+        """Mark the stream as ended."""
+        self.ended = True
+
+    @property
+    def step_rows(self) -> int:
+        return self.workers * self.batch_size
+
+    @property
+    def remainder(self) -> range:
+        """Rows that no worker takes, once the stream has ended."""
+        over = 0
+        if self.equal and not self.pad:
+            left = self.rows % self.step_rows
+            over = left % self.workers if left >= self.workers * self.least else left
+        return range(self.rows - over, self.rows)
+
+    def ready(self, step: int) -> bool:
+        """Whether `share` can be called for this step."""
+        return self.ended or (step + 1) * self.step_rows <= self.rows
+
+    def share(self, step: int, rank: int) -> Share | None:
+        """A worker's rows of a step; None after its last. Call it only when `ready`."""
+        first = step * self.step_rows
+        left = min(self.rows - first, self.step_rows)
+        if left <= 0:
+            return None
+        if left == self.step_rows:
+            begin = first + rank * self.batch_size
+            return Share(self._slices(begin, begin + self.batch_size))
+        each, over = divmod(left, self.workers)
+        if not self.equal:
+            begin = first + rank * each + min(rank, over)
+            rows = each + (rank < over)
+            return Share(self._slices(begin, begin + rows)) if rows else Share(())
+        if not self.pad:
+            begin = first + rank * each
+            return Share(self._slices(begin, begin + each)) if each >= self.least else None
+        each += over > 0
+        begin, stop = first + rank * each, first + (rank + 1) * each
+        own = self._slices(min(begin, self.rows), min(stop, self.rows))
+        missing = each - sum(s.stop - s.start for s in own)
+        # Fewer rows than workers: repeat the first rows for workers that would get none.
+        again = tuple(self._slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
+        return Share(own + again, padded=missing)
+
+    def slices_of(self, rows: range) -> tuple[Slice, ...]:
+        """The blocks and rows behind row numbers."""
+        return self._slices(rows.start, rows.stop)
+
+    def block_done(self, block: int, step: int) -> bool:
+        """Whether no step from `step` on needs this block."""
+        return self._stop(block) <= step * self.step_rows
+
+    def may_remain(self, block: int) -> bool:
+        """Whether this block would contain remaining rows if the stream ended now."""
+        return self._stop(block) > self.rows - self.workers * self.least
+
+    def _stop(self, block: int) -> int:
+        return self.starts[block + 1] if block + 1 < len(self.starts) else self.rows
+
+    def _slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
+        found: list[Slice] = []
+        block = bisect_right(self.starts, begin) - 1
+        while begin < stop:
+            end = self._stop(block)
+            upto = min(stop, end)
+            if upto > begin:
+                offset = self.skipped[block] - self.starts[block]
+                found.append(Slice(block, begin + offset, upto + offset))
+            begin = upto
+            block += 1
+        return tuple(found)
+
 
 Used = tuple[int, int, int]
 """Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""

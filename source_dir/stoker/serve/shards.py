@@ -2,20 +2,218 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hashlib
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import chain, count, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
+from stoker.chain.columns import columns_of
 from stoker.errors import FlakyReadError
-from stoker.messages import BadRecord, BlockReport, PassPlan, Record, Shard, Work
+from stoker.messages import BadRecord, BlockReport, Care, PassPlan, Record, Shard, Work
+from stoker.read.arrow import content_of_struct, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
-from stoker.read.sources import Source, listing_of, record_id, seeded
-from stoker.serve.witness import Guard
+from stoker.read.sources import Source, listing_of, one_by_one, record_id, seeded
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DatasetSource(Source):
+    """See the module.
+
+    Args:
+        dataset: what the recipe's `read` returned; None on chain workers.
+    """
+
+    random = False
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        """Empty; shards are unknown until the dataset runs, see `blocks`."""
+        return []
+
+    def blocks(self, seed: int | None, exact: bool) -> Iterator[Shard]:
+        """Execute the dataset once.
+
+        Args:
+            seed: permutes its blocks; None: keep their order.
+            exact: yield them in the same order in every run.
+        """
+        dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
+        dataset.context.enable_progress_bars = False
+        dataset.context.execution_options.preserve_order = exact
+        first = 0
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry in bundle.blocks:
+                if rows := entry.metadata.num_rows:
+                    yield Shard("", first, first + rows, rows, (entry.ref,), name="rows")
+                    first += rows
+
+    def first_rows(self, count: int) -> list[Record]:
+        """A few example rows."""
+        return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
+
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """The rows of a block."""
+        import ray
+
+        records = as_records(ray.get(shard.items[0]))
+        yield from records if order is None else (records[i] for i in order.permutation(len(records)))
+
+    def count(self) -> int | None:
+        """None, because counting would mean reading."""
+        return None
+
+    def for_workers(self) -> Source:
+        """A copy without the dataset; chain workers receive its blocks."""
+        return DatasetSource(None)
+
+    def fingerprint(self) -> str:
+        """Empty; a pipeline does not identify its records."""
+        return type(self.dataset).__name__
+
+
+def as_records(block: Any) -> list[Record]:
+    """The rows of a block as records; rows without a key get one from their content.
+
+    NULL becomes None and the other numbers keep their type: as an array, an integer column with a NULL would
+    become float.
+    """
+    columns = columns_of(block)
+    values: dict[str, Any] = {
+        name: lambda row, column=column: _scalar(column[row]) for name, column in columns.items()
+    }
+    if hasattr(block, "schema"):
+        for name in columns:
+            mask = mask_of(block[name])
+            if mask is not None:
+                values[name] = partial(_or_none, mask, values_of(block[name]))
+            elif content_of_struct(block[name].type):
+                values[name] = values_of(block[name])
+    count = len(next(iter(columns.values()))) if columns else 0
+    rows = [{name: value(row) for name, value in values.items()} for row in range(count)]
+    return [{**row, "key": _key(row)} for row in rows]
+
+
+def _or_none(mask: Any, value: Callable[[int], Any], row: int) -> Any:
+    return None if mask[row] else value(row)
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _key(row: dict[str, Any]) -> str:
+    """A row's `key` column, or a hash of its content: rows of a foreign dataset have no other identity."""
+    if "key" in row:
+        return str(row["key"])
+    content = hashlib.blake2b(digest_size=16)
+    for name, value in row.items():
+        content.update(name.encode())
+        content.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
+    return content.hexdigest()
+
+
+ANSWER_S = 60.0
+
+
+class Witness:
+    """Reports to the coordinator after a task has died. Each call waits for its answer.
+
+    Args:
+        coordinator: the actor.
+        care: which task this is.
+        split: of its records.
+    """
+
+    def __init__(self, coordinator: Any, care: Care, split: str) -> None:
+        self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
+
+    def begins(self, key: str) -> str:
+        """A record is about to start: why it must not; empty: it may."""
+        return str(self._ask("record_begins", key))
+
+    def does(self, what: str) -> None:
+        """Report an activity other than work on one record."""
+        self._ask("task_does", what)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        call = getattr(self._coordinator, method).remote(*self._of, *arguments)
+        return ray.get(call, timeout=ANSWER_S)
+
+
+class Guard:
+    """Keeps quarantined records out of reading and preprocessing, and reports the others.
+
+    Args:
+        known: key → reason of the quarantined ones.
+        witness: receives each record; None: report nothing.
+    """
+
+    def __init__(self, known: Mapping[str, str], witness: Witness | None) -> None:
+        self._known, self._witness = known, witness
+
+    def refuses(self, key: str) -> str:
+        """Why a record must not be started; empty: it may."""
+        if reason := self._known.get(key, ""):
+            return reason
+        return self._witness.begins(key) if self._witness else ""
+
+    def read(self, source: Source, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
+        """The records of a shard; skips reading quarantined ones if the source supports that."""
+        listing = listing_of(source, shard)
+        if listing is None:
+            return source.read(shard, order)
+        return one_by_one(source, listing, lambda key: None, self.refuses)
+
+    def watch(
+        self, records: Iterator[Record | BadRecord], alone: Callable[[Record], Any], first: int
+    ) -> Iterator[Record | BadRecord]:
+        """Filter out quarantined records.
+
+        Args:
+            records: of a shard.
+            alone: preprocesses one record and discards the result. If records are reported, each is tried
+                alone first, to find the record of a block that kills the process.
+            first: records before this one are not preprocessed.
+        """
+        for number in count():
+            if self._witness:
+                self._witness.does(f"reading record {number} of its shard")
+            record = next(records, None)
+            if record is None:
+                return
+            if isinstance(record, BadRecord) or number < first:
+                yield record
+                continue
+            key = record["key"]
+            if reason := self.refuses(key):
+                yield BadRecord(key, reason)
+                continue
+            if self._witness:
+                with contextlib.suppress(Exception):  # the chain raises it again
+                    alone(copy.deepcopy(record))
+            yield record
+
+    def together(self, block: Iterable[Record | BadRecord]) -> Iterable[Record | BadRecord]:
+        """The records of a block, which are about to be preprocessed together."""
+        if self._witness is None:
+            return block
+        block = list(block)
+        keys = [record.key if isinstance(record, BadRecord) else record["key"] for record in block]
+        self._witness.does(f"preprocessing the records {keys[0]} … {keys[-1]} together")
+        return block
 
 
 class Setup(NamedTuple):
@@ -31,7 +229,7 @@ class Setup(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Chain worker: the per-process state of a split."""
+    """The per-process state of a split."""
 
     source: Any
     chain: Chain
@@ -39,7 +237,7 @@ class Loaded(NamedTuple):
 
 
 def refuse_flaky(report: BlockReport) -> None:
-    """Chain worker: retry a shard on another host if a record cannot be read here and now.
+    """Retry a shard on another host if a record cannot be read here and now.
 
     Raises:
         FlakyReadError: names the record.
@@ -50,7 +248,7 @@ def refuse_flaky(report: BlockReport) -> None:
 
 
 def load(setup: Any) -> Loaded:
-    """Chain worker: open a split for the whole run.
+    """Open a split for the whole run.
 
     Args:
         setup: reference of its Setup.
@@ -77,7 +275,7 @@ def _cache_of(setup: Setup) -> HostCache | None:
 def blocks_of(
     loaded: Loaded, plan: PassPlan, work: Work, guard: Guard | None = None
 ) -> Iterator[tuple[dict[str, Any], BlockReport]]:
-    """Chain worker: the preprocessed blocks of a shard, each with its report.
+    """The preprocessed blocks of a shard, each with its report.
 
     A quarantined record keeps its place in its block, so blocks keep their numbers and records whatever a
     `guard` keeps out of the chain.
@@ -121,14 +319,14 @@ def blocks_of(
 
 
 def order_within(plan: PassPlan, shard: Shard) -> Any:
-    """Chain worker: the generator that permutes the records of a shard; None: they stay as they are."""
+    """The generator that permutes the records of a shard; None: they stay as they are."""
     return order_of(plan.seed, plan.epoch, f"{shard.called}:{shard.start}") if plan.shuffle else None
 
 
 def seeded_reading(
     source: Source, records: Iterator[Record | BadRecord], plan: PassPlan, work: Work
 ) -> Iterator[Record | BadRecord]:
-    """Chain worker: the records of a shard, with the generators seeded for each where reading draws."""
+    """The records of a shard, with the generators seeded for each where reading draws."""
     if not source.random:
         return records
     listing = listing_of(source, work.shard)
@@ -147,13 +345,13 @@ def run_chain(
     epoch: int,
     keep: Callable[[Record], int] | None = None,
 ) -> tuple[dict[str, Any], BlockReport]:
-    """Chain worker: run one block through the chain, on one core."""
+    """Run one block through the chain, on one core."""
     use_one_thread()
     return stages.run(block, epoch, keep)
 
 
 def order_of(seed: int, epoch: int, what: str = "") -> Any:
-    """Head and chain worker: the generator that permutes records, seeded by (seed, epoch, what)."""
+    """The generator that permutes records, seeded by (seed, epoch, what)."""
     import numpy as np
 
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))

@@ -111,8 +111,8 @@ def read_example(worker: Worker) -> Example | None:
     Returns:
         None if every record is bad.
     """
-    from stoker.serve.datasets import DatasetSource
     from stoker.serve.opening import open_data
+    from stoker.serve.shards import DatasetSource
     from stoker.train.feed import as_one_batch
 
     data = open_data(worker.config)

@@ -29,7 +29,7 @@ ASKED_AT_ONCE = 8
 
 
 class PrefetchLimit(NamedTuple):
-    """Train worker: how much data to keep ready."""
+    """How much data to keep ready."""
 
     seconds: float
     """Seconds of training."""
@@ -37,13 +37,13 @@ class PrefetchLimit(NamedTuple):
 
     @classmethod
     def of(cls, data: DataConfig) -> PrefetchLimit:
-        """Train worker: from the configuration."""
+        """From the configuration."""
         return cls(data.prefetch_s, data.prefetch_mb * 2**20)
 
 
 @dataclass
 class Loaded:
-    """Train worker: one step's batch in this host's memory."""
+    """One step's batch in this host's memory."""
 
     columns: Batch
     """Tensors, or lists of strings."""
@@ -137,7 +137,7 @@ class Feed:
 
 
 class Prefetcher:
-    """Train worker: threads that request the steps of a pass in order and fetch several at once."""
+    """Threads that request the steps of a pass in order and fetch several at once."""
 
     def __init__(self, owner: Feed) -> None:
         self.owner = owner
@@ -315,7 +315,7 @@ class Prefetcher:
 
 
 def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
-    """Train worker: columns → (batch of tensors that share their memory, ids, keys, bytes)."""
+    """Columns → (batch of tensors that share their memory, ids, keys, bytes)."""
     import numpy as np
     import torch
 
@@ -337,7 +337,7 @@ def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
 
 
 def as_one_batch(collate: CollateFn | None, columns: dict[str, Any], report: BlockReport) -> Batch:
-    """Anywhere: a whole block as a batch on the CPU, as train workers receive batches.
+    """A whole block as a batch on the CPU, as train workers receive batches.
 
     Args:
         collate: the recipe's, if it has one.

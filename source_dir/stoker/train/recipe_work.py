@@ -12,7 +12,7 @@ from stoker.figures import count_of
 from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
-from stoker.serve.splitter import least_rows
+from stoker.serve.recipe_pass import least_rows
 from stoker.sizing.scaler import Scaler
 from stoker.train import resume as resuming
 from stoker.train.resume import refuse_unshared
@@ -204,7 +204,7 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     """
     import ray
 
-    from stoker.serve.datasets import DatasetSource
+    from stoker.serve.shards import DatasetSource
 
     source = data.sources["train"]
     if isinstance(source, DatasetSource):

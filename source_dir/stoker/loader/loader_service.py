@@ -7,24 +7,25 @@ a shard is the indices of some batches, a block is these batches.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from stoker import ray_compat
 from stoker.loader.attempt import LoaderAttempt, Place
 from stoker.loader.watch import Progress
+from stoker.loader.work import LoaderChain, LoaderSource
 from stoker.messages import Made, Process, Reply, Shard
-from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.blocks.agents import Agents
 from stoker.serve.chain_worker import MOST_LOADED
-from stoker.serve.elastic import Elastic, Scaled, Scaling
-from stoker.serve.pool import ChainHost
-from stoker.serve.production import Production
-from stoker.session import append
+from stoker.serve.pool import ChainHost, Scaling
+from stoker.serve.service import DataService
+from stoker.serve.shards import Setup
+from stoker.session import CPU_HOSTS_VARIABLE, append
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -41,7 +42,7 @@ class Taken:
     BLOCK, END, FAILED = "block", "end", "failed"
 
 
-class LoaderService(Production):
+class LoaderService(DataService):
     """See the module. Zero CPUs, called from many threads.
 
     Args:
@@ -63,25 +64,17 @@ class LoaderService(Production):
         node: str = "",
         most_waiting: int = 64,
     ) -> None:
-        super().__init__(hosts, stall_s, most_waiting=most_waiting)
-        self.budget_bytes, self._node = budget_bytes, node
         self.notes: list[str] = []
         """For the scripts, which log them."""
         self._events = ""
         """The file through which a script on this host sends events to the run; empty: outside a job."""
         self.costs = ChainCosts()
-        scaled = Scaled(scaler, HostRequest(scaler.options.resource), {"": self.costs}) if scaler else None
-        self.elastic = Elastic(lambda event, **values: self.log(event, values), scaled)
+        super().__init__(
+            hosts, budget_bytes, stall_s, {"": self.costs}, scaler=scaler, most_waiting=most_waiting
+        )
+        self._node = node
         self._progress: dict[str, tuple[float, Progress]] = {}
         """By pass: when a script last took batches of it, and how many."""
-        self.agents = Agents(
-            lambda used: None,
-            note=self.notes.append,
-            emptied=self.emptied,
-            unused=self.holdings.unused,
-            lost=self.agent_lost,
-        )
-
         self._busy = time.monotonic()
         """When a pass was last open."""
         self._over = False
@@ -108,14 +101,13 @@ class LoaderService(Production):
         # Requested hosts are let go first.
         return idle and known and not self.elastic.closing & self.pool.staffed
 
-    def log(self, event: str, values: dict[str, Any]) -> None:
-        """Called by scripts: log a line about the transport."""
-        with self.changed:
-            if event == "note":
-                self.notes.append(values["text"])
-            elif self._events:
-                with contextlib.suppress(OSError):  # that script has ended
-                    append(self._events, event, values)
+    def event(self, event: str, **values: Any) -> None:
+        """As the base's: notes are for the scripts, the rest for the run."""
+        if event == "note":
+            self.notes.append(values["text"])
+        elif self._events and event != "host_cpu":
+            with contextlib.suppress(OSError):  # that script has ended
+                append(self._events, event, values)
 
     def knows(self, name: str, loader: str) -> bool:
         """Called by scripts: whether a loader with this content is registered.
@@ -321,3 +313,79 @@ class LoaderService(Production):
         with self.changed:
             self.costs.take(made.report, by.node)
         return super().block_made(by, number, made)
+
+
+CALL_S = 60.0
+"""Deadline of a call to the service, which answers within seconds."""
+
+
+def service_of(group: str, stall_s: float) -> Any:
+    """Return the service of this job; the first caller starts it.
+
+    It is detached, so that it outlives the script that starts it while other ranks use it.
+    """
+    import ray
+
+    from stoker.hosts.topology import NODE_LABEL
+    from stoker.loader.loader_service import LoaderService
+    from stoker.serve.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
+    from stoker.serve.pool import Hosts
+
+    node = ray.get_runtime_context().get_node_id()
+    resources = ray.cluster_resources()
+    cpus = int(resources.get("CPU", 1))
+    actor = ray.remote(LoaderService).options(
+        name=f"stoker-loader-{group}",
+        namespace="stoker",
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=64 + 2 * cpus,
+        label_selector={NODE_LABEL: node},
+    )
+    budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
+    from stoker.config.places import CpuHostsConfig
+    from stoker.config.schema import ClusterConfig, Config
+    from stoker.sizing.scaler import Scaler
+
+    options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
+    config = Config(cluster=ClusterConfig(cpu_hosts=options))
+    scaler = Scaler(options) if options.max else None
+    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node, cpus)
+    service.enter.remote(service, ray.get_runtime_context().get_job_id())
+    return service
+
+
+def forget(service: Any, split: str) -> None:
+    """Script, when a loader is collected: let go of the copies of its dataset.
+
+    In a thread: garbage may be collected while Ray holds its locks.
+    """
+    import ray
+
+    def tell() -> None:
+        with suppress(Exception):  # the cluster may have ended
+            service.forget.remote(split)
+
+    if ray.is_initialized():
+        threading.Thread(target=tell, name="stoker-forget", daemon=True).start()
+
+
+def register(service: Any, pages: tuple[Any, Any], name: str, loader: str, iterable: bool) -> None:
+    """Register a loader with the service and put its work into the object store.
+
+    Args:
+        service: the job's LoaderService.
+        pages: packed: the location of the script's modules, and the loader's work.
+        name: hash of the pages.
+        loader: identifies the loader: what it registered before is dropped unless others use it.
+        iterable: whether the dataset is.
+    """
+    import pickle
+
+    import ray
+
+    if ray.get(service.knows.remote(name, loader), timeout=CALL_S):
+        return
+    setup = Setup(LoaderSource(pages, iterable), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
+    ray.get(service.register.remote(name, setup), timeout=CALL_S)

@@ -1,4 +1,9 @@
-"""Head: the part of the coordinator that serves chain workers."""
+"""The data service: the actor on the head between chain workers and those that consume their blocks.
+
+Here is what it does for chain workers, and what changes with time: hosts, leases, agents, late work. What it
+does for consumers stands beside their kind of attempt: `actor.py` for recipes, `loader/loader_service.py` for
+loaders.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +20,18 @@ from weakref import WeakSet
 from stoker.errors import DataError, explain
 from stoker.hosts.topology import label
 from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
-from stoker.ray_compat import draining_nodes
+from stoker.ray_compat import HostRequest, draining_nodes
+from stoker.read.host_cache import CacheSpec
+from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.blocks.client import Transport
-from stoker.serve.elastic import Elastic
+from stoker.serve.chain_worker import Leases, Operator
 from stoker.serve.items import Holdings, ReadyBlock
-from stoker.serve.leases import Leases, Operator
 from stoker.serve.planner import Planner
-from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.pool import ChainHost, Elastic, Pool, Scaled, Scaling
+from stoker.serve.recovery import Suspects
 from stoker.serve.shards import Setup
-from stoker.serve.suspects import Suspects
 
 LOOK_EVERY_S = 1.0
 CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
@@ -52,32 +58,44 @@ class ChainProcess(NamedTuple):
     """`time.monotonic()` of its last call."""
 
 
-class Production:
-    """Head: part of the coordinator; lets the passes of the current attempt be produced.
+class DataService:
+    """See the module. Zero CPUs, called from many threads.
 
     Args:
         hosts: maps train workers by node to the current preprocessing hosts.
+        budget_bytes: of ready blocks.
         stall_s: work fails after this long without a result.
+        chain: costs of the chain, by split.
         groups: of hosts that may preprocess; empty: all.
+        cache: of the hosts; None: they keep no records.
+        scaler: decides how many CPU hosts to request; None: their number is fixed.
         most_waiting: chain workers that may wait here at once; each takes a thread.
     """
+
+    attempt: Attempt | None
 
     def __init__(
         self,
         hosts: Callable[[Counter[str]], list[ChainHost]],
+        budget_bytes: int,
         stall_s: float,
+        chain: dict[str, ChainCosts],
         groups: Sequence[str] = (),
+        cache: CacheSpec | None = None,
+        scaler: Scaling | None = None,
         most_waiting: int = 64,
     ) -> None:
-        self.hosts, self.stall_s, self.groups = hosts, stall_s, tuple(groups)
+        self.hosts, self.budget_bytes, self.stall_s, self.chain = hosts, budget_bytes, stall_s, chain
+        self.groups, self.most_waiting = tuple(groups), most_waiting
         self.locks = Locks.new()
         self.changed, self.has_work, self.ready = self.locks
-        self.attempt: Attempt | None = None
+        self.attempt = None
         self.training: dict[int, str] = {}
         """Node of each rank."""
         self.suspects = Suspects()
         self.pool = Pool(groups=tuple(map(label, groups)))
-        self.elastic = Elastic(lambda *_, **__: None)
+        scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
+        self.elastic = Elastic(self.event, scaled)
         """Hosts that come and go."""
         self.leases: Leases | None = None
         """Runs the chain workers."""
@@ -90,11 +108,26 @@ class Production:
         """Chain workers that hold a lease, by id."""
         self.over = False
         """Whether all leases end."""
-        self.agents: Agents
-        self.most_waiting = most_waiting
+        self.agents = Agents(
+            lambda used: self.log("host_cpu", {"hosts": used}),
+            cache=cache,
+            note=lambda text: self.log("note", {"text": text}),
+            emptied=self.emptied,
+            unused=self.holdings.unused,
+            lost=self.agent_lost,
+        )
         self._waiting = 0
         self._started = threading.Lock()
         self._look_now = threading.Event()
+
+    def event(self, event: str, **values: Any) -> None:
+        """Pass on an event of the run; called with the lock held."""
+        raise NotImplementedError
+
+    def log(self, event: str, values: dict[str, Any]) -> None:
+        """Consumer's call, also of threads here: an event of the run."""
+        with self.changed:
+            self.event(event, **values)
 
     def start_engine(self, me: Any) -> None:
         """Run chain workers from now on, as long as this actor lives.
