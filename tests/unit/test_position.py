@@ -19,7 +19,7 @@ from stoker.read.indexed import RangeSource, TorchSource
 from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, ranges, refuse_other_data
-from stoker.serve.items import ReadyBlock
+from stoker.serve.items import Numbers, ReadyBlock
 from stoker.serve.recipe_pass import OneTimeSignal, Pace, RecipePass, Signal, Splitter
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
@@ -180,6 +180,15 @@ def test_what_may_differ_between_the_two_runs() -> None:
 @given(st.sets(st.integers(0, 50)))
 def test_ranges_hold_exactly_the_numbers(numbers: set[int]) -> None:
     assert {n for first, stop in ranges(numbers) for n in range(first, stop)} == numbers
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_delivered_shards_take_memory_for_their_gaps_only(numbers: list[int]) -> None:
+    kept = Numbers()
+    for number in numbers:
+        kept.add(number)
+    assert {number for number in range(-1, 53) if number in kept} == set(numbers)
+    assert len(kept) == len(ranges(set(numbers)))
 
 
 @settings(max_examples=100, deadline=None)

@@ -23,7 +23,7 @@ from stoker.messages import Made, Process, Reply, Shard
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.pool import ChainHost, Scaling
-from stoker.serve.service import DataService
+from stoker.serve.service import DataService, start_service
 from stoker.serve.shards import Setup
 from stoker.session import CPU_HOSTS_VARIABLE, append
 
@@ -326,32 +326,20 @@ def service_of(group: str, stall_s: float) -> Any:
     """
     import ray
 
-    from stoker.hosts.topology import NODE_LABEL
-    from stoker.loader.loader_service import LoaderService
-    from stoker.serve.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
-    from stoker.serve.pool import Hosts
-
-    node = ray.get_runtime_context().get_node_id()
-    resources = ray.cluster_resources()
-    cpus = int(resources.get("CPU", 1))
-    actor = ray.remote(LoaderService).options(
-        name=f"stoker-loader-{group}",
-        namespace="stoker",
-        get_if_exists=True,
-        lifetime="detached",
-        num_cpus=0,
-        max_concurrency=64 + 2 * cpus,
-        label_selector={NODE_LABEL: node},
-    )
-    budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
     from stoker.config.places import CpuHostsConfig
     from stoker.config.schema import ClusterConfig, Config
     from stoker.sizing.scaler import Scaler
 
-    options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
-    config = Config(cluster=ClusterConfig(cpu_hosts=options))
-    scaler = Scaler(options) if options.max else None
-    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node, cpus)
+    cpu_hosts = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
+    scaler, node = Scaler(cpu_hosts) if cpu_hosts.max else None, ray.get_runtime_context().get_node_id()
+    config = Config(cluster=ClusterConfig(cpu_hosts=cpu_hosts))
+    shared = {
+        "name": f"stoker-loader-{group}",
+        "namespace": "stoker",
+        "get_if_exists": True,
+        "lifetime": "detached",
+    }
+    service = start_service(LoaderService, config, scaler, 64, shared, stall_s=stall_s, node=node)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service
 

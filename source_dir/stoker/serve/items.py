@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -189,6 +190,36 @@ class Holdings:
 
     def _drop(self, place: list[str]) -> None:
         self._unused[place[0]].append(place[1])
+
+
+class Numbers:
+    """A growing set of numbers as ranges: in a long pass, nearly all up to the latest are there."""
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        firsts, stops, at = self._firsts, self._stops, bisect_right(self._firsts, number)
+        if at and stops[at - 1] == number:
+            stops[at - 1] = number + 1
+        else:
+            firsts.insert(at, number)
+            stops.insert(at, number + 1)
+            at += 1
+        if at < len(firsts) and firsts[at] == stops[at - 1]:
+            stops[at - 1] = stops[at]
+            del firsts[at], stops[at]
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._firsts, number)
+        return at > 0 and number < self._stops[at - 1]
+
+    def __len__(self) -> int:
+        """Number of ranges, on which the memory depends."""
+        return len(self._firsts)
 
 
 @dataclass

@@ -13,7 +13,6 @@ from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
-from stoker.hosts.topology import NODE_LABEL
 from stoker.messages import DataCursor, Pad, Schema
 from stoker.read.host_cache import CacheSpec
 from stoker.read.identity import Identity, identity_of
@@ -23,10 +22,6 @@ from stoker.serve.shards import DatasetSource
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Scaling
-
-BUFFER_SHARE = 0.25
-"""Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
-LEAST_BUFFER_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -299,7 +294,7 @@ def start_coordinator(
     from stoker.serve.actor import Coordinator
     from stoker.serve.cursor import refuse_other_data
     from stoker.serve.passes import Passes
-    from stoker.serve.pool import Hosts
+    from stoker.serve.service import start_service
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {
@@ -308,27 +303,13 @@ def start_coordinator(
         if chain.prefix
     }
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
-    resources = ray.cluster_resources()
-    store_bytes = resources.get("object_store_memory", 0)
     passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
     identity = data.identity("train")
     plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
         refuse_other_data(DataCursor.model_validate(position), plan)
-    node, cpus = ray.get_runtime_context().get_node_id(), int(resources.get("CPU", 1))
-    actor = ray.remote(Coordinator).options(
-        num_cpus=0,
-        max_concurrency=2 * workers + 2 * cpus + 32,
-        label_selector={NODE_LABEL: node},
-    )
-    coordinator = actor.remote(
-        passes,
-        data.totals,
-        Hosts(config, node),
-        plan,
-        max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * store_bytes)),
-        scaler,
-        cpus,
+    coordinator = start_service(
+        Coordinator, config, scaler, 2 * workers + 32, {}, passes=passes, totals=data.totals, plan=plan
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator

@@ -14,7 +14,7 @@ from stoker.errors import SchemaError
 from stoker.messages import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
-from stoker.serve.items import Held, Numbered, ReadyBlock
+from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock
 from stoker.serve.shards import DatasetSource, Setup, order_of
 
 
@@ -52,7 +52,7 @@ class Pass:
     turns: deque[int] = field(default_factory=deque)
     """Numbers of undelivered shards, in order; used if the order is exact."""
     shards: dict[int, OpenShard] = field(default_factory=dict)
-    delivered: set[int] = field(default_factory=set)
+    delivered: Numbers = field(default_factory=Numbers)
     """Completed shards."""
     under_way: int = 0
     """Items in progress or queued for a retry."""
@@ -123,7 +123,8 @@ class Pass:
     def add(self, shard: Numbered) -> None:
         """Append the next shard."""
         self.work.append(shard)
-        self.turns.append(shard[0])
+        if self.exact:
+            self.turns.append(shard[0])
 
     def begin(self, shards: list[Numbered], worker: str = "") -> None:
         """Mark shards as in progress, perhaps by a chain worker."""

@@ -17,8 +17,9 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from stoker.config.schema import Config
 from stoker.errors import DataError, explain
-from stoker.hosts.topology import label
+from stoker.hosts.topology import NODE_LABEL, label
 from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
@@ -29,7 +30,7 @@ from stoker.serve.blocks.client import Transport
 from stoker.serve.chain_worker import Leases, Operator
 from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.planner import Planner
-from stoker.serve.pool import ChainHost, Elastic, Pool, Scaled, Scaling
+from stoker.serve.pool import ChainHost, Elastic, Hosts, Pool, Scaled, Scaling
 from stoker.serve.recovery import Suspects
 from stoker.serve.shards import Setup
 
@@ -44,6 +45,9 @@ MOVED_S = 5.0
 NOT_NEEDED = "the work that a block belongs to is over"
 LEASES_END_S = 3.0
 NO_HOST_DEADLINE_S = 180.0
+BUFFER_SHARE = 0.25
+"""Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
+LEAST_BUFFER_BYTES = 64 * 2**20
 UNUSED_ROWS_S = 120.0
 """Deadline for fetching a block here; it may have to be made again."""
 
@@ -393,3 +397,33 @@ class DataService:
         """Chain worker's call when it reports its records: activity other than work on one record."""
         with self.changed:
             self.suspects.does(task, what)
+
+
+def start_service(
+    kind: type[DataService],
+    config: Config,
+    scaler: Scaling | None,
+    callers: int,
+    options: dict[str, Any],
+    **arguments: Any,
+) -> Any:
+    """Start the service as an actor on this host, with zero CPUs.
+
+    Args:
+        kind: for recipes or loaders.
+        config: of the job.
+        scaler: decides how many CPU hosts to request; None: their number is fixed.
+        callers: how many consumers may call at once.
+        options: of the actor, besides.
+        **arguments: of this kind.
+    """
+    import ray
+
+    node, resources = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
+    cpus = int(resources.get("CPU", 1))
+    actor = ray.remote(kind).options(
+        num_cpus=0, max_concurrency=callers + 2 * cpus, label_selector={NODE_LABEL: node}, **options
+    )
+    budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
+    hosts = Hosts(config, node)
+    return actor.remote(hosts=hosts, budget_bytes=budget, scaler=scaler, most_waiting=cpus, **arguments)
