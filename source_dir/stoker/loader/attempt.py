@@ -105,17 +105,7 @@ class LoaderPass(Pass):
 class LoaderAttempt(Attempt):
     """Ends when work fails for good; the next pass starts another attempt.
 
-    Args:
-        number: from 0.
-        stall_s: work fails after this long without a result.
-        pool: the hosts.
-        budget_bytes: of batches that are kept ready.
-        numbers: numbers claims.
-        holdings: knows where blocks are.
-        locks: of the service.
-        note: takes one line for people.
-        copies: with `persistent_workers`, the chain worker that has the copy of the dataset that serves a
-            stream, by split.
+    `copies`, with `persistent_workers`: by split, the chain worker with each stream's copy of the dataset.
     """
 
     in_order = False
@@ -174,13 +164,7 @@ class LoaderAttempt(Attempt):
         self.planner.passes.append(pass_)
 
     def submit(self, key: str, shards: list[Numbered], total: int | None) -> None:
-        """More to be made of a pass.
-
-        Args:
-            key: of the pass.
-            shards: number, what it is, blocks to skip.
-            total: how many there are in all, once that is known.
-        """
+        """More to be made of a pass; `total` shards in all, once that is known."""
         if (pass_ := self.passes.get(key)) is not None:
             pass_.submit(shards, total)
             self.has_work.notify(max(len(shards), 1))

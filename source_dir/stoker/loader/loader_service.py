@@ -110,12 +110,7 @@ class LoaderService(DataService):
                 append(self._events, event, values)
 
     def knows(self, name: str, loader: str) -> bool:
-        """Called by scripts: whether a loader with this content is registered.
-
-        Args:
-            name: of the content.
-            loader: that asks; its earlier content is dropped if no other uses it.
-        """
+        """Called by scripts: whether a loader with this content is registered; drops what it had before."""
         with self.changed:
             self._superseded |= {self._latest.get(loader, name)} - {name}
             self._latest[loader] = name
@@ -160,12 +155,7 @@ class LoaderService(DataService):
             return references, [each for each in loaded if "/" in each and each not in needed]
 
     def enter(self, me: Any, job: str) -> None:
-        """Called by scripts, first of all: without this call, nothing would end a detached actor.
-
-        Args:
-            me: this actor's handle.
-            job: Ray job of the script.
-        """
+        """Called by scripts, first of all: without this call, nothing would end a detached actor."""
         with self.changed:
             if not self._jobs and not self._over:
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
@@ -272,10 +262,6 @@ class LoaderService(DataService):
 
     def state(self, key: str, progress: Progress) -> tuple[int, list[str]]:
         """Called by scripts every two seconds.
-
-        Args:
-            key: of a pass.
-            progress: of training on it so far.
 
         Returns:
             The number of chain workers, and notes since the last call.

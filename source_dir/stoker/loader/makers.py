@@ -132,14 +132,7 @@ class ClusterMaker:
 
 
 class Puller:
-    """A thread that requests, fetches and unpacks blocks ahead of the script.
-
-    Args:
-        service: the job's LoaderService.
-        key: key of the pass.
-        pinned: whether batches go into pinned memory.
-        watch: of the pass.
-    """
+    """A thread that requests, fetches and unpacks blocks ahead of the script."""
 
     def __init__(self, service: Any, key: str, pinned: bool, watch: Watch) -> None:
 

@@ -84,10 +84,6 @@ WHOLE = 1 << 16
 def digest(value: Any, before: int = 0) -> int:
     """A checksum of a batch that depends on its values only: not on the process, or on which
     objects are the same. Objects without known content count as their type.
-
-    Args:
-        value: the batch.
-        before: digest of what precedes it.
     """
     import numpy as np
     import torch
@@ -360,13 +356,7 @@ def short(indices: Any) -> str:
 
 
 class LoaderSource:
-    """Stands in for a recipe's source.
-
-    Args:
-        pages: packed: the location of the script's modules, and the LoaderWork.
-        stays: whether a shard that is set aside is continued, not read again: the stream of an iterable
-            dataset.
-    """
+    """Reads groups of batches. A shard of an iterable dataset (`stays`) is continued, not read again."""
 
     random = False
 

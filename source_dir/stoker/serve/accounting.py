@@ -82,12 +82,7 @@ class EpochAccount:
         self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
     def check_budget(self, budget: float, total: int | None) -> None:
-        """Fail as soon as too many records are bad.
-
-        Args:
-            budget: largest allowed fraction.
-            total: records of the whole pass. None: unknown, so assume `LEAST_ASSUMED` until more have been
-                read; a few bad records at the start prove nothing.
+        """Fail as soon as too many records are bad; a few at the start of an unknown total prove nothing.
 
         Raises:
             DataError: states how many are bad, and the first with its reason.
@@ -103,9 +98,6 @@ class EpochAccount:
 
     def reconcile(self, total: int | None = None) -> dict[str, Any]:
         """Close the epoch.
-
-        Args:
-            total: records that the source counted; None: unknown.
 
         Raises:
             DataError: records were lost, duplicated or exchanged.
@@ -131,11 +123,7 @@ class EpochAccount:
         return self.counts(total)
 
     def counts(self, total: int | None = None) -> dict[str, Any]:
-        """The figures of this pass for summary.json; `read` and `remainder` include what it leaves unread.
-
-        Args:
-            total: records that the source counted; None: unknown, so only those read count.
-        """
+        """The figures of this pass for summary.json; `read` and `remainder` include what it leaves unread."""
         used = "trained" if self.split == "train" else "validated"
         planned = self.read if total is None else total
         return {

@@ -139,20 +139,7 @@ class Beginning(NamedTuple):
 
 
 class RecipeAttempt(Attempt):
-    """One start of training: its passes, from production to reconciled accounts.
-
-    Args:
-        number: from 0.
-        workers: number of train workers.
-        passes: what to read.
-        totals: records of each split; None: unknown.
-        start: where training starts.
-        locks: of the service.
-        chain: receives chain costs, by split.
-        event: receives (event, values).
-        keeping: cache affinity of hosts; None: no cache.
-        suspects: records that kill their process.
-    """
+    """One start of training: its passes, from production to reconciled accounts."""
 
     def __init__(
         self,
@@ -234,12 +221,9 @@ class RecipeAttempt(Attempt):
             self.open[pass_.key] = pass_
 
     def reconcile(self, pass_: RecipePass, remaining: list[int], cut_at: int | None = None) -> None:
-        """Close the account of a pass and move to the next.
+        """Close the account of a pass that every rank has used, and move to the next.
 
-        Args:
-            pass_: every rank has reported what it used of it.
-            remaining: ids of the rows that no worker took.
-            cut_at: the steps after which a limit ends the pass and the training; None: it is complete.
+        A limit may have ended the pass, and the training, after `cut_at` steps.
         """
         try:
             self.event("records", **pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at))
@@ -266,15 +250,7 @@ class RecipeAttempt(Attempt):
         holdings: Holdings,
         before: Planner | None = None,
     ) -> None:
-        """Let chain workers request work.
-
-        Args:
-            pool: the hosts.
-            buffer_bytes: budget for ready blocks.
-            numbers: numbers claims.
-            holdings: knows where blocks are.
-            before: of the attempt that this one replaces.
-        """
+        """Let chain workers request work."""
         lister = Lister(self, self.passes, self.start, pool)
         self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, lister, before)
 

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -25,9 +25,10 @@ from stoker.errors import OverError, root_cause
 from stoker.messages import BlockReport, Claim, Made, Process, Reply, Work
 from stoker.read.sources import Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.pool import Pool
-from stoker.serve.recovery import failure_of
-from stoker.serve.shards import Guard, Loaded, Witness, blocks_of, load, refuse_flaky
+from stoker.serve.shards import Guard, Loaded, Witness, blocks_of, failure_of, load, refuse_flaky
+
+if TYPE_CHECKING:
+    from stoker.serve.pool import Pool
 
 ANSWER_S = 120.0
 MOST_LOADED = 8

@@ -89,13 +89,7 @@ def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor
 
 
 def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
-    """Everything that decides which records each step of an attempt takes, for rebuilding a step.
-
-    Args:
-        start: where the attempt begins.
-        workers: how many train workers there are.
-        config: the job.
-    """
+    """Everything that decides which records each step of an attempt takes, for rebuilding a step."""
     train = config.train
     return {
         "workers": workers,
@@ -149,10 +143,6 @@ class Trail:
     def arrive(self, shard: int, rows: int) -> int:
         """Record the arrival of a block.
 
-        Args:
-            shard: its shard.
-            rows: number of rows in it.
-
         Returns:
             Number of leading rows to skip because they were consumed before this start.
         """
@@ -169,12 +159,7 @@ class Trail:
         return skip
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
-        """The position after some rows.
-
-        Args:
-            rows: consumed since this start.
-            id_sum: the sum of their ids.
-        """
+        """The position after some rows."""
         start, books = self.start, self.start.books
         changes: dict[str, Any] = {
             "trained": books.trained + rows,

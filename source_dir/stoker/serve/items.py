@@ -31,13 +31,7 @@ NOBODY = Process("", "", "")
 
 
 def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
-    """As many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
-
-    Args:
-        left: shards not started.
-        slots: chain workers.
-        shard_s: duration of a shard; None: unknown.
-    """
+    """As many as fill `ITEM_S`, limited so that the rest still spreads over all slots."""
     seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
     fill = int(seconds / shard_s) if shard_s else 1
     return max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))

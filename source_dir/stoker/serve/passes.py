@@ -147,11 +147,7 @@ class Pass:
             shard.closed = True
 
     def deliverable(self, number: int) -> list[ReadyBlock]:
-        """Blocks whose turn has come, in order.
-
-        Args:
-            number: shard with something new.
-        """
+        """Blocks whose turn has come, in order."""
         if not self.exact:
             return self._of(number)
         found: list[ReadyBlock] = []
@@ -180,10 +176,9 @@ class Pass:
         return [block for shard in self.shards.values() for block in shard.made.values()]
 
     def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
-        """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
+        """Take blocks that exist already, by shard and index in it; returns them.
 
-        Args:
-            ready: by shard and index in it.
+        What follows them in their shard is still to be made.
         """
         taken: list[ReadyBlock] = []
         left: deque[Numbered] = deque()

@@ -255,13 +255,7 @@ class Planner:
         return items.in_budget([self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes)
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
-        """A chain worker has made a block; whether it continues.
-
-        Args:
-            by: the chain worker.
-            number: of its claim.
-            made: the block.
-        """
+        """A chain worker has made a block; whether it continues."""
         self._abandoned.pop(by.worker, None)
         item, report = self.active.get(by.worker), made.report
         if item is None or item.number != number:
@@ -447,14 +441,7 @@ BLOCKS_AHEAD_PER_SLOT = 2
 
 
 class Lister:
-    """Part of the planner.
-
-    Args:
-        attempt: whose passes are listed.
-        passes: what they read.
-        start: where training starts.
-        pool: the hosts.
-    """
+    """Lists the shards of upcoming passes in a thread, because there may be many or listing is slow."""
 
     def __init__(self, attempt: Attempt, passes: Passes, start: DataCursor, pool: Pool) -> None:
         self.attempt, self.passes, self.start, self.pool = attempt, passes, start, pool
@@ -508,11 +495,7 @@ PREPARED_S = 10.0
 
 
 class Preparing:
-    """See the module.
-
-    Args:
-        pool: the hosts.
-    """
+    """Which chain worker is fetching which shard before it is given it."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

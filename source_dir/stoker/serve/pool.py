@@ -93,15 +93,7 @@ class Pool:
         closing: Collection[str] = (),
         idle: bool = False,
     ) -> None:
-        """Update the live hosts: some join late, some are lost.
-
-        Args:
-            hosts: of the cluster, without those that are closing.
-            hungry: whether too little data is ready.
-            now: `time.monotonic()`.
-            closing: nodes of hosts that are about to leave; their chain workers end at once.
-            idle: whether no chain worker is wanted.
-        """
+        """Update the live hosts; chain workers of those that are closing end at once, and all if `idle`."""
         self.closing = frozenset(closing)
         self.hosts = {host.node: host for host in hosts if host.slots > 0}
         if hungry != self.hungry or self._since is None:
@@ -115,12 +107,7 @@ class Pool:
         self.slots = sum(self.wanted.values())
 
     def workers_are(self, there: Mapping[str, str], now: float) -> None:
-        """Update the running chain workers: Ray restarts those of a lost host wherever there is room.
-
-        Args:
-            there: id → node.
-            now: `time.monotonic()`.
-        """
+        """Update the running chain workers: Ray restarts those of a lost host wherever there is room."""
         self.gone = (self.gone | self.there.keys()) - there.keys()
         self.there, self.staffed = dict(there), set(there.values())
         left = Counter(self.wanted)
@@ -134,12 +121,7 @@ class Pool:
             self.leaving, self._moved = beyond, now
 
     def may_work(self, node: str, tried: Iterable[str] = ()) -> bool:
-        """Whether a host gets work.
-
-        Args:
-            node: the host.
-            tried: nodes where the work failed; it goes to another one if there is any.
-        """
+        """Whether a host gets work; one where it was tried, only if there is no other."""
         working = set(self.wanted) if self.hungry else self._first
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
@@ -148,11 +130,7 @@ class Pool:
         return node in self.closing or not self.wanted or (not self.helping and node not in self._first)
 
     def missing(self, starting: Mapping[str, int]) -> list[str]:
-        """The node of each chain worker that is wanted and neither runs nor starts.
-
-        Args:
-            starting: number of those that start, by node.
-        """
+        """The node of each chain worker that is wanted and neither runs nor starts."""
         there = Counter(starting)
         there.update(node for worker, node in self.there.items() if worker not in self.leaving)
         return [node for node, slots in self.wanted.items() for _ in range(slots - there[node])]
@@ -180,12 +158,7 @@ def others(nodes: Collection[str], *not_these: Collection[str]) -> set[str]:
 
 
 def is_hungry(passes: Iterable[Pass], room: bool) -> bool:
-    """Whether so little is ready that training hosts must help.
-
-    Args:
-        passes: not yet consumed, in order.
-        room: whether more blocks fit.
-    """
+    """Whether so little is ready that training hosts must help."""
     ready = 0.0
     for each in passes:
         ready += each.rows_ahead / each.step_rows

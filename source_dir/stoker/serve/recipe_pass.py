@@ -118,12 +118,7 @@ class Splitter:
         self.ended = False
 
     def add(self, rows: int, skip: int = 0) -> int:
-        """Add a block; returns its number.
-
-        Args:
-            rows: number of rows in it.
-            skip: number of leading rows that no worker may get.
-        """
+        """Add a block; returns its number."""
         self.starts.append(self.rows)
         self.skipped.append(skip)
         self.rows += rows - skip
@@ -317,9 +312,6 @@ class RecipePass(Pass):
 
     def reconcile(self, remaining: list[int]) -> dict[str, Any]:
         """Close the account.
-
-        Args:
-            remaining: ids of the `unused` rows.
 
         Returns:
             The counts and the ids of the rows that no worker took.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from stoker.errors import STATED, DataError, root_cause, where_raised
+from stoker.errors import DataError
 from stoker.messages import BlockReport, Failure, Start
 from stoker.read.sources import reread_wait_s
 from stoker.serve.items import Item, Numbered
@@ -56,7 +56,7 @@ class Suspect:
 
 
 class Suspects:
-    """One per run; the coordinator guards it with its lock. See the module."""
+    """Finds records that kill the process that works on them. One per run, guarded by the service's lock."""
 
     def __init__(self) -> None:
         self.deadly: dict[str, dict[str, str]] = {}
@@ -70,11 +70,6 @@ class Suspects:
 
     def starts(self, task: str, split: str, retry: int) -> Start:
         """Handle the start of a task that was started before or must report its records.
-
-        Args:
-            task: its name, the same each time.
-            split: of its records.
-            retry: number of earlier starts; 0: none, it reports its records from the beginning.
 
         Raises:
             DataError: its process has died too often, and no record is to blame.
@@ -154,11 +149,7 @@ KNOWN = 101
 
 @dataclass
 class Patience:
-    """One per attempt, used by the thread that sends work. See the module.
-
-    Args:
-        stall_s: `data.stall_timeout_s`.
-    """
+    """Deadlines for work, and how long to avoid a host. One per attempt."""
 
     stall_s: float
     _taken: dict[str, deque[float]] = field(default_factory=dict)
@@ -172,14 +163,7 @@ class Patience:
         self._seen.add((split, node))
 
     def deadline_s(self, split: str, node: str, late: int) -> float:
-        """How long a task may take for its next result.
-
-        Args:
-            split: of its records.
-            node: where it runs.
-            late: how often the same work was late before. Each time doubles the deadline, since slow is not
-                stuck.
-        """
+        """How long a task may take for its next result."""
         taken = self._taken.get(split)
         if not taken:
             return UNKNOWN_SHARE * self.stall_s * 2.0**late
@@ -203,23 +187,8 @@ class Patience:
         return {node for node, (until, _) in self._avoided.items() if now < until}
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Convert an error into a Failure for the head."""
-    cause = root_cause(error)
-    if isinstance(cause, STATED):
-        return Failure(str(cause).splitlines()[0])
-    may_pass = isinstance(cause, OSError)
-    tries = next(n for n in range(100) if reread_wait_s(cause, n) is None) if may_pass else 0
-    return Failure(where_raised(cause), may_pass, tries)
-
-
 class Recovery:
-    """Part of the planner. It decides; the planner reassigns the work.
-
-    Args:
-        attempt: whose work this is.
-        pool: the hosts.
-    """
+    """Part of the planner. It decides; the planner reassigns the work."""
 
     def __init__(self, attempt: Attempt, pool: Pool) -> None:
         self.attempt, self.pool = attempt, pool
@@ -267,11 +236,6 @@ class Recovery:
         self, active: Mapping[str, Item], waiting: list[Item], now: float
     ) -> tuple[list[str], list[str]]:
         """Work that must be done again elsewhere.
-
-        Args:
-            active: work in progress, by chain worker.
-            waiting: work that waits for a retry.
-            now: `time.monotonic()`.
 
         Returns:
             Chain workers whose host was lost or that are late, and the late ones.

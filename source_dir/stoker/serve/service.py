@@ -134,11 +134,7 @@ class DataService:
             self.event(event, **values)
 
     def start_engine(self, me: Any) -> None:
-        """Run chain workers from now on, as long as this actor lives.
-
-        Args:
-            me: this actor's handle.
-        """
+        """Run chain workers from now on, as long as this actor lives."""
         self._look_now.set()
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.columns import columns_of
-from stoker.errors import FlakyReadError
-from stoker.messages import BadRecord, BlockReport, Care, PassPlan, Record, Shard, Work
+from stoker.errors import STATED, FlakyReadError, root_cause, where_raised
+from stoker.messages import BadRecord, BlockReport, Care, Failure, PassPlan, Record, Shard, Work
 from stoker.read.arrow import content_of_struct, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
-from stoker.read.sources import Source, listing_of, one_by_one, record_id, seeded
+from stoker.read.sources import Source, listing_of, one_by_one, record_id, reread_wait_s, seeded
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class DatasetSource(Source):
-    """See the module.
+    """A recipe's `ray.data.Dataset`: Ray Data executes it pass by pass for the head, and chain workers
+    read its blocks.
 
     Args:
         dataset: what the recipe's `read` returned; None on chain workers.
@@ -127,13 +128,7 @@ ANSWER_S = 60.0
 
 
 class Witness:
-    """Reports to the coordinator after a task has died. Each call waits for its answer.
-
-    Args:
-        coordinator: the actor.
-        care: which task this is.
-        split: of its records.
-    """
+    """Reports each activity before it starts, so that the head knows it if the process dies."""
 
     def __init__(self, coordinator: Any, care: Care, split: str) -> None:
         self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
@@ -180,14 +175,7 @@ class Guard:
     def watch(
         self, records: Iterator[Record | BadRecord], alone: Callable[[Record], Any], first: int
     ) -> Iterator[Record | BadRecord]:
-        """Filter out quarantined records.
-
-        Args:
-            records: of a shard.
-            alone: preprocesses one record and discards the result. If records are reported, each is tried
-                alone first, to find the record of a block that kills the process.
-            first: records before this one are not preprocessed.
-        """
+        """Filter out quarantined records."""
         for number in count():
             if self._witness:
                 self._witness.does(f"reading record {number} of its shard")
@@ -248,11 +236,7 @@ def refuse_flaky(report: BlockReport) -> None:
 
 
 def load(setup: Any) -> Loaded:
-    """Open a split for the whole run.
-
-    Args:
-        setup: reference of its Setup.
-    """
+    """Open a split for the whole run."""
     import ray
 
     content: Setup = ray.get(setup)
@@ -355,3 +339,13 @@ def order_of(seed: int, epoch: int, what: str = "") -> Any:
     import numpy as np
 
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Convert an error into a Failure for the head."""
+    cause = root_cause(error)
+    if isinstance(cause, STATED):
+        return Failure(str(cause).splitlines()[0])
+    may_pass = isinstance(cause, OSError)
+    tries = next(n for n in range(100) if reread_wait_s(cause, n) is None) if may_pass else 0
+    return Failure(where_raised(cause), may_pass, tries)
