@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
-    """Refuse options of other every_place instead of ignoring them.
+    """Refuse options of other places instead of ignoring them.
 
     Raises:
-        UsageError: names each option and the every_place that support it.
+        UsageError: names each option and the places that support it.
     """
     fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
-        # Import the other every_place only for an option that may be theirs.
+        # Import the other places only for an option that may be theirs.
         if known := [place.name for place in every_place() if name in place.options]:
             use = " or --on ".join(known)
             problems.append(f"--{name}: is not supported with --on {chosen.name}; use it with --on {use}")

@@ -1,4 +1,4 @@
-"""Laptop: the every_place that run jobs, one module each, named as `--on` names them."""
+"""Laptop: the places that run jobs, one module each, named as `--on` names them."""
 
 from __future__ import annotations
 

@@ -313,6 +313,9 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
             raise UsageError(f"{key}: {_absent(module_name, source)}") from None
         missing = f"{module_name} needs the module {error.name!r}, which is not installed"
         raise UsageError(f"{key}: {missing}; add it to requirements.txt") from None
+    except SyntaxError as error:  # its text names file and line, and its frames are ours alone
+        text = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{key}: {module_name} cannot be imported: {text}") from error
     except Exception as error:
         raise UsageError(f"{key}: {module_name} cannot be imported: {where_raised(error)}") from error
     if not hasattr(module, name):

@@ -160,12 +160,37 @@ def test_a_host_learns_when_ray_is_ready_and_how_the_job_ends(door: Door) -> Non
 def test_neither_side_of_the_door_believes_a_wrong_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     door.tell({"ready": {}})
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
-    with pytest.raises(ClusterError, match=r"cannot reach the head .* closed the connection"):
+    with pytest.raises(ClusterError, match=r"closed the connection: is its token that of this host\?"):
         Head("127.0.0.1", door.port).reach(time.monotonic(), nothing)
     assert not door._hosts
     monkeypatch.setattr(wire, "GREETING_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="cannot reach"):
         Head("127.0.0.1", silent.getsockname()[1]).reach(time.monotonic(), nothing)
+
+
+def test_a_host_that_has_been_at_the_door_and_is_gone_is_known_until_it_is_back(door: Door) -> None:
+    """Ray may not have seen it: it refused other packages, or had no GPU that works."""
+
+    def came(name: str) -> Head:
+        head = Head("127.0.0.1", door.port, name)
+        head.reach(time.monotonic() + 60, nothing)
+        return head
+
+    def becomes(expected: set[str]) -> bool:
+        deadline = time.monotonic() + 60
+        while door.gone(0.0) != expected and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return door.gone(0.0) == expected
+
+    came("algo-3")._line.close()
+    staying, leaving = came("algo-1"), came("algo-2")
+    leaving._line.close()
+    assert becomes({"algo-2", "algo-3"})
+    assert not door.gone(600.0)
+    back = came("algo-2")
+    assert becomes({"algo-3"})
+    staying.check()
+    back.check()
 
 
 def test_a_killed_head_is_missed_at_once_and_a_silent_one_may_be_back(

@@ -186,6 +186,7 @@ def test_a_wrong_recipe_is_refused_in_one_line(
         load_recipe(recipe, {}, tmp_path)
     (problem,) = caught.value.problems
     assert problem.startswith("recipe: ") and expected in problem
+    assert "recipe.py" not in problem, "no file of ours is named"
 
 
 def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,7 @@ def installed(python: Path, name: str) -> str:
     ("wanted", "says"),
     [
         ("torch==1.0", "torch==1.0, but the image's torch 2.15.0+cu130 stays"),
+        ("torch @ file:///torch.whl\ngoes_along", "torch @ … would replace the image's torch"),
         ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stays"),
     ],
 )

@@ -34,6 +34,12 @@ KEEPALIVE = {
 """Together: a head counts as gone after 5 s of silence."""
 
 
+def keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like this
     """The head has ended, with an exit code if it could tell, or is `cut_off` and may still be there."""
 
@@ -49,16 +55,29 @@ class Door(wire.Listener):
         self._lock = threading.Lock()
         self._told: list[dict[str, Any]] = []
         self._hosts: list[socket.socket] = []
+        self._lines: dict[str, socket.socket] = {}
+        self._gone: dict[str, float] = {}
         super().__init__(address, port, SECRET)
 
     def talk(self, connection: socket.socket) -> None:
+        keep_alive(connection)
+        host = str(wire.receive_message(connection, 1024).get("host"))
         connection.settimeout(None)
         with self._lock:
             for message in self._told:
                 wire.send_message(connection, message)
             self._hosts.append(connection)
-        while connection.recv(1024):
-            pass
+            self._lines[host] = connection
+            self._gone.pop(host, None)
+        with contextlib.suppress(OSError):
+            while connection.recv(1024):
+                pass
+        if self._lines[host] is connection:
+            self._gone[host] = time.monotonic()
+
+    def gone(self, for_s: float) -> set[str]:
+        """The hosts that came and have been gone for so many seconds."""
+        return {host for host, at in [*self._gone.items()] if time.monotonic() - at >= for_s}
 
     def tell(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -82,10 +101,11 @@ class Head:
     Args:
         name: its host name.
         port: of the door.
+        own: name of this host.
     """
 
-    def __init__(self, name: str, port: int) -> None:
-        self.name, self.port, self.address = name, port, ""
+    def __init__(self, name: str, port: int, own: str = "") -> None:
+        self.name, self.port, self.own, self.address = name, port, own, ""
         self._line = socket.socket()
 
     def reach(self, deadline: float, check: Callable[[], None]) -> None:
@@ -146,11 +166,13 @@ class Head:
         self._line.close()
         self.address = socket.gethostbyname(self.name)
         self._line = socket.create_connection((self.address, self.port), timeout_s)
-        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            self._line.setsockopt(socket.IPPROTO_TCP, option, value)
-        wire.greet_server(self._line, wire.run_key(SECRET))
+        keep_alive(self._line)
+        try:
+            wire.greet_server(self._line, wire.run_key(SECRET))
+        except (ConnectionResetError, wire.WireError) as error:
+            raise PermissionError(f"{error}: is its token that of this host?") from None
         self._line.settimeout(None)
+        wire.send_message(self._line, {"host": self.own})
 
     def _next(self, timeout_s: float) -> dict[str, Any] | None:
         if not select.select([self._line], [], [], timeout_s)[0]:

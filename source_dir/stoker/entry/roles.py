@@ -114,7 +114,7 @@ def run_head(
             logging_level=logging.ERROR,
         )
         stop.install()
-        present = cluster.wait_for_hosts(topology, config, started, stop.check)
+        present = cluster.wait_for_hosts(topology, config, started, stop.check, door.gone)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
         place = place_of(service, topology, formed)
@@ -153,7 +153,7 @@ def run_worker(
     """
     config = resolved.config
     cluster.set_environment(cluster.read_token(code))
-    head = Head(topology.head, door_port(config.cluster.port))
+    head = Head(topology.head, door_port(config.cluster.port), topology.host)
     deadline = started + config.cluster.join_timeout_s
     joined = 0
 

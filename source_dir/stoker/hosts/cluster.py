@@ -237,7 +237,11 @@ def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
 
 
 def wait_for_hosts(
-    topology: Topology, config: Config, started: float, check: Callable[[], None]
+    topology: Topology,
+    config: Config,
+    started: float,
+    check: Callable[[], None],
+    lost: Callable[[float], set[str]] = lambda for_s: set(),
 ) -> list[str]:
     """Wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
 
@@ -248,6 +252,7 @@ def wait_for_hosts(
         config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
         started: `time.monotonic()` at which the timeout starts.
         check: called in every iteration; raises to give up.
+        lost: the hosts that came to the door and have been gone for so many seconds.
 
     Returns:
         The names of the hosts that have joined.
@@ -268,7 +273,8 @@ def wait_for_hosts(
         if not missing:
             return list(present)
         absent = by_group(topology, missing)
-        gone = [host for host in missing if now - seen.get(host, now) > GONE_S]
+        left = lost(GONE_S)
+        gone = [host for host in missing if host in left or now - seen.get(host, now) > GONE_S]
         late = waited > timeout
         without = missing if late else gone
         cpu_hosts = [h for h in topology.hosts if topology.group_of(h) != topology.gpu_group]

@@ -33,8 +33,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 20_000
 """Ray's workers use the ports below."""
 STARTED, START_TIMEOUT_S = "Ray runtime started", 120.0
-"""What `ray start` prints when its daemons run; to ask Ray would cost every host a second of imports. Where
-it does not print that, Ray counts as started after so long: it gives up itself before."""
+"""What `ray start` prints when its daemons run; to ask Ray would cost every host a second of imports."""
 STARTS, OWN_DEADLINE_S = 3, 30.0
 """How often to start Ray in all if it gives up at a deadline of its own, which cannot be set."""
 STOP_TIMEOUT_S = 3.0
@@ -207,11 +206,14 @@ class RayNode:
             check: called in every iteration; raises to give up.
 
         Raises:
-            ClusterError: Ray exited.
+            ClusterError: Ray exited, or does not say that its daemons run.
         """
         started, starts = time.monotonic(), 1
-        while STARTED not in self._output() and time.monotonic() - started < START_TIMEOUT_S:
+        while STARTED not in self._output():
             check()
+            if time.monotonic() - started > START_TIMEOUT_S:
+                self.stop()
+                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {self._last_words()}")
             if not self.alive:
                 if starts == STARTS or time.monotonic() - started < OWN_DEADLINE_S:
                     raise ClusterError(f"Ray did not start: {self._last_words()}")

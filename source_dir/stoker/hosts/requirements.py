@@ -67,6 +67,12 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             " the job's requirements in the environment that its hosts use"
         )
     wheels, pins = _beside(folder, "wheels"), image_pins()
+    for _, requirement in _requirements(file.read_text(encoding="utf-8")):
+        if requirement.url and (has := pins.get(name := canonical(requirement.name))):
+            raise ConflictError(  # pip lets a file of the same version replace the image's
+                f"requirements.txt: {name} @ … would replace the image's {name} {has}, which fits its drivers"
+                " and the other hosts; remove the line, or choose an image that has that version"
+            )
     lines = [f"{name}=={version}" for name, version in pins.items()]
     if staged.is_file() and not wheels.exists():
         given = _requirements(staged.read_text(encoding="utf-8"))
