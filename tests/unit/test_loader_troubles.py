@@ -19,14 +19,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, default_collate
 
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import cluster
-from stoker.loader.attempt import LoaderAttempt
-from stoker.messages import BlockReport, Made, Process, Shard
+from stoker.loader.attempt import LoaderAttempt, LoaderPass
+from stoker.loader.work import PAGES, LoaderSource, LoaderWork, Order
+from stoker.messages import BlockReport, Claim, Failure, Made, Process, Shard
 from stoker.serve.attempt import Locks
+from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.items import ITEM_S, Holdings
 from stoker.serve.pool import ChainHost, Pool
 
@@ -318,3 +320,106 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
         assert leaves.is_alive() != failed
     leaves.join(10.0)
     assert not leaves.is_alive() and not list(tmp_path.iterdir())
+
+
+class TwoHosts:
+    """The service's planner and chain workers `a` on a CPU host and `b` on one that trains; no Ray."""
+
+    def __init__(self, budget: int, trains: bool) -> None:
+        self.pool = Pool()
+        self.hosts = [ChainHost("a", 1), ChainHost("b", 1, trains)]
+        for at in (0.0, 3.0):
+            self.pool.update(self.hosts, trains, at)
+        self.pool.workers_are({"a": "a", "b": "b"}, 3.0)
+        self.attempt = LoaderAttempt(
+            0, 60.0, self.pool, budget, itertools.count(), Holdings(), Locks.new(), print, {"s": {}}
+        )
+        self.planner = self.attempt.planner
+
+    def open(self, key: str, streams: int) -> LoaderPass:
+        self.attempt.open(key, "s", streams)
+        self.attempt.submit(key, [(n, Shard(f"worker {n}"), 0) for n in range(streams)], streams)
+        self.planner.advance()
+        return self.attempt.passes[key]
+
+    def claim(self, worker: str) -> Claim | None:
+        return self.planner.claim(Process(worker, worker, "1"))
+
+    def made(self, worker: str, claim: Claim, nth: int, last: bool = False) -> None:
+        shard = claim.work[0].number
+        report = BlockReport(shard=shard, nth=nth, rows=1, records=1, bytes_out=150, last=last)
+        self.planner.reported(Process(worker, worker, "1"), claim.number, Made(report, f"{shard}.{nth}"))
+
+    def given(self, worker: str) -> Claim:
+        claim = self.claim(worker)
+        assert claim is not None
+        return claim
+
+
+def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:
+    """Enough is ready, so the training host has stopped helping; its stream is the one waited for."""
+    head = TwoHosts(budget=1000, trains=True)
+    with head.attempt.changed:
+        train = head.open("train", 2)
+        for worker in "ab":
+            claim = head.given(worker)
+            for nth in range(4):
+                head.made(worker, claim, nth)
+        head.pool.update(head.hosts, head.planner.hungry, 4.0)
+        train.ready = {place: block for place, block in train.ready.items() if place[0] != 1}
+        train.next = (1, 4)
+        assert not head.pool.may_work("b")
+        going_on = head.given("b")
+        assert (going_on.work[0].number, going_on.work[0].skip) == (1, 4)
+        assert head.claim("a") is None, "nobody else reads it"
+
+
+def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_next_pass() -> None:
+    head = TwoHosts(budget=10**9, trains=False)
+    with head.attempt.changed:
+        head.open("first", 1)
+        claim = head.given("a")
+        head.made("a", claim, 0)
+        head.planner.failed(Process("a", "a", "1"), claim.number, Failure("OSError: no space", True, 3))
+        for item in head.planner.again:
+            item.not_before = 0.0
+        claim = head.given("b")
+        head.made("b", claim, 1, last=True)
+        head.planner.ended(Process("b", "b", "1"))
+        head.planner.advance()
+        head.attempt.close("first")
+        head.open("second", 1)
+        assert head.claim("a") is None, "its copy of the dataset is not the one that served the first pass"
+        assert head.given("b").work[0].shard.home == "b"
+
+
+class Draws(IterableDataset[Any]):
+    """The records of a pass follow from the state that the last one has left."""
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            self.state = self.state * 5 + 1
+            yield self.state
+
+
+def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> None:
+    """A host's agent died and took a batch along; the chain worker that reads the stream makes it again."""
+
+    def read(source: LoaderSource, served: int) -> Iterator[Any]:
+        shard = Shard("worker 0", items=(Order(7, worker=0, served=served),), home="w" if served else "")
+        return (unpack(record[PAGES])[1].batch for record in source.read(shard, None))
+
+    def two_passes(again: bool) -> list[Any]:
+        work = LoaderWork(Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True)
+        source = LoaderSource((pack([(str(Path.cwd()), [], {})]), pack([work])), True)
+        first = read(source, 0)
+        taken = [next(first) for _ in range(4)]
+        if again:
+            made_again = [*itertools.islice(read(source.apart(), 0), 2)]
+            assert [each.tolist() for each in made_again] == [each.tolist() for each in taken[:2]]
+        return [each if each is None else each.tolist() for each in (*taken, *first, *read(source, 1))]
+
+    assert two_passes(again=True) == two_passes(again=False)

@@ -91,6 +91,10 @@ class LoaderPass(Pass):
     def waited_for(self) -> bool:
         return bool(self.streams and self.work and self.work[0][0] == self.next[0])
 
+    def is_reader(self, worker: str) -> bool:
+        """As the base's."""
+        return bool(self.streams and self.readers.get(self.work[0][0]) == worker)
+
     def far_ahead(self, shard: int) -> bool:
         """As the base's."""
         return self.ahead_of(shard) >= STREAM_AHEAD

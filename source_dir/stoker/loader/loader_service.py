@@ -194,6 +194,9 @@ class LoaderService(DataService):
             self._busy = time.monotonic()
             if keeps:
                 self._copies.setdefault(split, {})
+                # Both would use the same copies, and the script has given the earlier one up.
+                for earlier in [key for key, each in attempt.passes.items() if each.plan.split == split]:
+                    self.close(earlier)
             attempt.open(key, split, streams)
             self.has_work.notify_all()
         self.start_engine(me)

@@ -367,6 +367,10 @@ class LoaderSource:
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
 
+    def apart(self) -> LoaderSource:
+        """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
+        return LoaderSource(self.pages, self.stays)
+
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
         self._folder = self._folder or reach(self.pages)

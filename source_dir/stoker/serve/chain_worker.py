@@ -121,10 +121,14 @@ class ChainWorker:
                     return
 
     def _blocks(self, loaded: Loaded, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
-        place = (claim.plan.split, work.number)
-        stream = self._streams.get(place)
-        if stream is not None and stream[:2] == (claim.plan.seed, work.skip) and work.stop is None:
-            return self._streams.pop(place)[2]
+        if work.stop is None:
+            # The stream of a pass that was given up ends before another one begins.
+            stream = self._streams.pop((claim.plan.split, work.number), None)
+            if stream is not None and stream[:2] == (claim.plan.seed, work.skip):
+                return stream[2]
+            del stream
+        elif getattr(loaded.source, "stays", False):
+            loaded = loaded._replace(source=loaded.source.apart())
         return blocks_of(loaded, claim.plan, work, guard)
 
     def _report(self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: Loaded) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from bisect import bisect_right
@@ -174,8 +175,9 @@ class Holdings:
     def unused(self, node: str) -> list[str]:
         """Files that a host may remove, each once."""
         waiting, found = self._unused.get(node), list[str]()
-        while waiting:
-            found.append(waiting.popleft())
+        with contextlib.suppress(IndexError):  # several threads ask
+            while waiting:
+                found.append(waiting.popleft())
         return found
 
     def forget(self, node: str) -> None:

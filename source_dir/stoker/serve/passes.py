@@ -104,6 +104,10 @@ class Pass:
         """
         return bool(self.work)
 
+    def is_reader(self, worker: str) -> bool:
+        """Whether the first work is a stream that this chain worker has open: nobody else continues it."""
+        return False
+
     def far_ahead(self, shard: int) -> bool:
         """Whether enough of a stream is ready."""
         return False

@@ -132,6 +132,8 @@ class Planner:
     def _given(self, item: Item, by: Process) -> Claim | None:
         item.begun(by, next(self._numbers))
         self.active[by.worker] = item
+        if item.stop is None:
+            item.pass_.begin(item.shards, by.worker)
         split, wait_s, died, item.died = item.pass_.plan.split, 0.0, item.died, False
         names = self.recovery.names_records(item, by.node)
         if died or names:
@@ -160,10 +162,11 @@ class Planner:
             if item.not_before <= now and self.pool.may_work(by.node, item.tried):
                 self.again.remove(item)
                 return item
-        if not self.pool.may_work(by.node):
-            return None
-        pass_ = next(self.startable(by.worker), None)
-        return None if pass_ is None else self._begin(pass_, by)
+        may_work = self.pool.may_work(by.node)
+        for pass_ in self.startable(by.worker):
+            if may_work or pass_.is_reader(by.worker):
+                return self._begin(pass_, by)
+        return None
 
     def startable(self, worker: str) -> Iterator[Pass]:
         """Passes that can start work of a chain worker now, most urgent first."""
@@ -228,7 +231,6 @@ class Planner:
             far = 1 if pass_.rows_ahead < pass_.step_rows else 2 * self.pool.slots
             look = min(far, LOOK_AHEAD) if pass_.exact else LOOK_AHEAD
             shards, store = self.affinity.take_work(split, work, by.node, most, look)
-        pass_.begin(shards, by.worker)
         pass_.under_way += 1
         pass_.shards_under_way += len(shards)
         return Item(pass_, self._name(split, shards), shards, store)

@@ -263,7 +263,8 @@ class Recovery:
             DataError: it was late on every host, and train workers have nothing left.
         """
         pass_ = item.pass_
-        starving = pass_.rows_ahead < pass_.step_rows and self.attempt.open_passes()[0] is pass_
+        first = next(iter(self.attempt.open_passes()), None)
+        starving = pass_.rows_ahead < pass_.step_rows and first is pass_
         if starving and now - item.stuck_since > self.patience.give_up_s:
             waited = (
                 f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
