@@ -190,7 +190,7 @@ class LoaderService(DataService):
                     self.locks, self.notes.append, self._copies,
                 )  # fmt: skip
                 self.attempt = attempt
-            self.training[len(self.training)] = node
+            self.training[job] = node
             self._busy = time.monotonic()
             if keeps:
                 self._copies.setdefault(split, {})
@@ -214,6 +214,7 @@ class LoaderService(DataService):
                 for key in [key for key, job in self._job_of.items() if job in ended]:
                     self.close(key)
                 self._jobs -= ended
+                self.training = {job: node for job, node in self.training.items() if job not in ended}
                 self._over = not self._jobs
         ray.kill(me)
 

@@ -94,8 +94,8 @@ class DataService:
         self.locks = Locks.new()
         self.changed, self.has_work, self.ready = self.locks
         self.attempt = None
-        self.training: dict[int, str] = {}
-        """Node of each rank."""
+        self.training: dict[int | str, str] = {}
+        """Node of each rank, or of each job of a script."""
         self.suspects = Suspects()
         self.pool = Pool(groups=tuple(map(label, groups)))
         scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
