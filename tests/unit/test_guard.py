@@ -80,10 +80,10 @@ class Ear:
     def __init__(self, suspects: Suspects) -> None:
         self.suspects = suspects
 
-    def begins(self, key: str) -> str:
+    def at_record(self, key: str) -> str:
         return self.suspects.begins("task", "train", key)
 
-    def does(self, what: str) -> None:
+    def says(self, what: str) -> None:
         self.suspects.does("task", what)
 
 

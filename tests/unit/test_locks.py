@@ -104,6 +104,8 @@ def functions_of(module: str, tree: ast.AST, owner: str = "") -> Iterator[tuple[
 
 def made_here(node: ast.AST) -> Iterator[str]:
     """Names of variables, attributes and parameters that are locks."""
+    if isinstance(node, ast.AnnAssign) and last_name(node.annotation) in LOCKS:
+        yield last_name(node.target)
     if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         made = [c for c in ast.walk(node.value) if isinstance(c, ast.Call) and called(c) in LOCKS]
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -120,6 +122,13 @@ def calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
             continue
         if isinstance(node, ast.Call):
             yield node
+            # A method that is passed on is called there.
+            methods = (arg for arg in node.args if isinstance(arg, ast.Attribute))
+            yield from (
+                ast.copy_location(ast.Call(arg, [], []), node)
+                for arg in methods
+                if last_name(arg.value) == "self"
+            )
         yield from calls(ast.iter_child_nodes(node))
 
 

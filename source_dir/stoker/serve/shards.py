@@ -133,11 +133,11 @@ class Witness:
     def __init__(self, coordinator: Any, care: Care, split: str) -> None:
         self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
 
-    def begins(self, key: str) -> str:
+    def at_record(self, key: str) -> str:
         """A record is about to start: why it must not; empty: it may."""
         return str(self._ask("record_begins", key))
 
-    def does(self, what: str) -> None:
+    def says(self, what: str) -> None:
         """Report an activity other than work on one record."""
         self._ask("task_does", what)
 
@@ -163,7 +163,7 @@ class Guard:
         """Why a record must not be started; empty: it may."""
         if reason := self._known.get(key, ""):
             return reason
-        return self._witness.begins(key) if self._witness else ""
+        return self._witness.at_record(key) if self._witness else ""
 
     def read(self, source: Source, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
         """The records of a shard; skips reading quarantined ones if the source supports that."""
@@ -178,7 +178,7 @@ class Guard:
         """Filter out quarantined records."""
         for number in count():
             if self._witness:
-                self._witness.does(f"reading record {number} of its shard")
+                self._witness.says(f"reading record {number} of its shard")
             record = next(records, None)
             if record is None:
                 return
@@ -200,7 +200,7 @@ class Guard:
             return block
         block = list(block)
         keys = [record.key if isinstance(record, BadRecord) else record["key"] for record in block]
-        self._witness.does(f"preprocessing the records {keys[0]} … {keys[-1]} together")
+        self._witness.says(f"preprocessing the records {keys[0]} … {keys[-1]} together")
         return block
 
 
