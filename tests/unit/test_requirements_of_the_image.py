@@ -204,7 +204,7 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
         folder = tmp_path / "script" if "script" in how else tmp_path
         folder.mkdir(exist_ok=True)
         if how != "CodeArtifact":
-            address = f"http://aws:hidden-token@127.0.0.1:{port}/simple/"
+            address = f"http://aws:hidden-token@127.0.0.1:{port}/packages/"
             (folder / "pip.conf").write_text(f"[global]\nindex-url = {address}\n")
         done = install(name)
         assert (done.returncode, installed(image, name)) == (0, "1.0"), done.stderr

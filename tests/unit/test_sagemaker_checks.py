@@ -157,7 +157,7 @@ WRONG: list[tuple[str, str, str]] = [
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
     ("environment={ID: AKIAABCDEFGHIJKLMNOP}", "environment.ID", "secret"),
-    ("environment={PIP_INDEX_URL: 'https://me:secret@host/simple'}", "environment.PIP_INDEX_URL", "secret"),
+    ("environment={PIP_INDEX_URL: 'https://me:secret@host/packages'}", "environment.PIP_INDEX_URL", "secret"),
     ("environment={RAY_AUTH_MODE: disabled}", "environment.RAY_AUTH_MODE", "remove"),
     ("environment={MY-NAME: x}", "environment.MY-NAME", "letters, digits"),
     (f"environment={{LONG: {'x' * 513}}}", "environment.LONG", "at most 512"),
