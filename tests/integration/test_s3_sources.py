@@ -62,22 +62,21 @@ def test_records_come_from_s3(form: str, s3: dict[str, str]) -> None:
 def test_half_of_the_answers_being_503_loses_nothing(
     s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults, in_a_row = random.Random(3), Counter[tuple[str, ...]]()
+    faults, attempts = random.Random(3), Counter[str]()
     refused = 0
 
     def flaky(environ: dict[str, Any], start_response: Any) -> Any:
         nonlocal refused
-        request = tuple(environ.get(name, "") for name in ("REQUEST_METHOD", "PATH_INFO", "HTTP_RANGE"))
-        # Ten refusals in a row, after which a client gives up, are no matter of chance here.
-        if faults.random() < 0.5 and in_a_row[request] < 5:
-            in_a_row[request] += 1
+        # One for all attempts of a call: ten refusals, after which a client gives up, are no chance here.
+        call = environ["HTTP_AMZ_SDK_INVOCATION_ID"]
+        attempts[call] += 1
+        if faults.random() < 0.5 and attempts[call] <= 5:
             refused += 1
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [
                 b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
             ]
-        in_a_row[request] = 0
         from moto.server import DomainDispatcherApplication, create_backend_app
 
         app = flaky.__dict__.setdefault("app", DomainDispatcherApplication(create_backend_app))
@@ -98,6 +97,7 @@ def test_half_of_the_answers_being_503_loses_nothing(
         # After some hundred errors a client of AWS's SDK may have used up its retries for good.
         while refused < 250:
             assert len(read("parquet", least_passes=36)) == 360
+        assert max(attempts.values()) == 6
     finally:
         server.shutdown()
 
