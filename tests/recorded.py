@@ -12,11 +12,6 @@ from stoker.events.recorder import Recorder
 from stoker.events.summary import Cluster, Host, Summary
 from stoker.train.device import StepTimes
 
-PIXEL = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFklEQVR4nGP8z4APMOGVHbHSDAwMAABd0QEPw0nFfQAAAABJRU5E"
-    "rkJggg=="
-)
-
 
 def record(
     folder: Path,
@@ -46,12 +41,6 @@ def record(
     recorder = Recorder(folder, summary, 0.0)
     recorder.on_event(event_of({"time": 0.0, "event": "phase", "phase": "cluster formed"}))
     recorder.on_event(event_of({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"}))
-    pictures = [{"png": PIXEL, "label": str(n)} for n in range(3)]
-    recorder.on_event(event_of({"time": 0.2, "event": "samples", "images": pictures}))
-    pairs = [{"png": PIXEL, "predicted": PIXEL, "label": "98 % right"} for _ in range(4)]
-    legend = [{"name": "disc", "color": "#ff0080"}, {"name": "no colour", "color": "url(x)"}]
-    drawn = {"split": "val", "epoch": 0, "images": pairs, "legend": legend}
-    recorder.on_event(event_of({"time": 0.3, "event": "samples", **drawn}))
     per_epoch = per_epoch or max(1, steps // epochs)
     # Of a step of 0.1 s, as the train worker's own clock accounts for it.
     shares = {"wait_production": 0.74, "wait_transfer": 0.16, "wait_collate": 0.05, "host_to_device": 0.05}

@@ -41,10 +41,8 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
         "The chain, stage by stage",
         "CPU use per host",
         "Ray Data, by operator",
-        "Training images as the model sees them",
     ):
         assert f">{part}</h" in report, f"{part}: a figure of a real run, not of one made for a test"
-    assert report.count("data:image/png;base64,") == 16
     assert "could not be drawn" not in report
     assert "MapBatches(ChainWorker)" in (folder / "runs/latest/logs/ray_data_stats.txt").read_text()
     operators = json.loads((folder / "runs/latest/summary.json").read_text())["operators"]

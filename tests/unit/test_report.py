@@ -95,8 +95,6 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
         "The chain, stage by stage",
         "Start-up",
         "CPU use per host",
-        "Training images as the model sees them",
-        "Validation images with targets and predictions after epoch 1",
         "Events",
         "Quarantined records",
         "Hosts",
@@ -106,9 +104,7 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
     assert "38 %" in page.text and "host lost algo-3" in page.text
     assert re.search(r"train</td><td[^>]*>1</td><td[^>]*>a\.jpg", page.text), "epochs count from 1"
     assert "command line" in page.text, "where a value came from"
-    assert page.text.count("<title") == page.text.count("</title>") and 'alt="training image' in page.text
-    assert page.text.count('class="pair"') == 4 and "model: 98 % right" in page.text
-    assert '<i style="background:#ff0080"></i>disc' in page.text and "no colour" not in page.text
+    assert page.text.count("<title") == page.text.count("</title>")
 
 
 def test_nothing_is_fetched_and_nothing_is_taken_as_markup(tmp_path: Path) -> None:
@@ -225,7 +221,6 @@ CRIPPLED_EVENTS = (
     '{"time": 20, "event": "checkpoint", "step": null, "path": 7}',
     '{"time": 20, "event": "host_lost", "host": ["a"]}',
     '{"time": 20, "event": "host_cpu", "hosts": [1]}',
-    '{"time": 20, "event": "samples", "images": [{"png": "\\"><script>x()</script>", "label": 1}, 5, {}]}',
     '{"time": 1e999, "event": "step"}',
     '{"time": 20, "event": 7}',
 )

@@ -16,10 +16,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from PIL import Image
 
 from launcher.advise.peek.looking import as_array, times
+from launcher.advise.peek.painting import Corners, Painter, encoded
 from launcher.advise.peek.problems import LABELS
 from stoker.errors import UsageError
 from stoker.messages import Record
-from stoker.train.sample_images import Box, Overlay, Painter, encoded
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
@@ -98,7 +98,7 @@ class Sheet:
         masks = {n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"}
         boxes = {n: a for n, a in known.items() if self._is_boxes(n, a)}
         drawn = [
-            Box(_corners(box, self.boxes.get(n, "XYXY")), None, None)
+            _corners(box, self.boxes.get(n, "XYXY"))
             for n, array in boxes.items()
             for box in np.nan_to_num(array.astype(float))
         ]
@@ -149,16 +149,16 @@ def _decoded(content: bytes) -> Any:
         return None
 
 
-def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Box] = ()) -> str:
+def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Corners] = ()) -> str:
     """Draw masks and boxes over pixels; base64 of a PNG."""
     first, *others = [*masks.values()] or [None]
-    picture = painter.draw(Image.fromarray(pixels), Overlay(first, list(boxes)))
+    picture = painter.draw(Image.fromarray(pixels), first, boxes)
     for mask in others:
-        picture = painter.draw(picture, Overlay(mask, []))
+        picture = painter.draw(picture, mask)
     return encoded(picture)
 
 
-def _corners(box: Any, form: str) -> tuple[float, float, float, float]:
+def _corners(box: Any, form: str) -> Corners:
     x, y, a, b = map(float, box)
     if form == "XYWH":
         a, b = x + a, y + b

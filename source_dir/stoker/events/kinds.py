@@ -184,14 +184,6 @@ class ExportWritten(Event):
     note: str = ""
 
 
-class SamplesShown(Event):
-    event: Literal["samples"] = "samples"
-    split: str = "train"
-    epoch: int | None = None
-    images: list[dict[str, Any]]
-    legend: list[dict[str, Any]] = []
-
-
 class HostCacheUse(BaseModel):
     records: int
     found: int

@@ -7,15 +7,13 @@ frame[["config/train.lr", "best/val/acc1", "samples_per_s", "usd"]]
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -144,27 +142,11 @@ def differing(frame: pandas.DataFrame) -> list[str]:
     ]
 
 
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-MOST_PICTURE_CHARACTERS = 450_000
-MOST_CLASSES = 30
-COLOR = re.compile("#[0-9a-f]{6}")
-
-
 @dataclass(frozen=True)
 class Mark:
     seconds: float
     kind: str
     text: str
-
-
-class Pictures(NamedTuple):
-    """Sample images of a split, as the model gets them."""
-
-    images: list[dict[str, str]]
-    """`png` (base64) and `label`; `predicted` (another PNG) if the first one shows the target."""
-    legend: list[tuple[str, str]]
-    """Class → colour, #rrggbb."""
-    epoch: int | None
 
 
 @dataclass
@@ -189,8 +171,6 @@ class RunData:
     quarantined: int = 0
     config: str = ""
     origins: dict[str, str] = field(default_factory=dict)
-    pictures: dict[str, Pictures] = field(default_factory=dict)
-    """Split → its latest sample images."""
 
     @property
     def name(self) -> str:
@@ -247,8 +227,6 @@ def _read_events(run: RunData) -> None:
                 for host, percent in event.hosts.items():
                     if math.isfinite(percent):
                         run.host_cpu.setdefault(host, []).append((at, percent))
-            case kinds.SamplesShown():
-                run.pictures["val" if event.split == "val" else "train"] = _pictures(event)
             case kinds.MetricTable():
                 if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
                     run.tables[event.name] = event
@@ -274,33 +252,6 @@ def _mark_text(event: kinds.Event) -> str:
         case kinds.Stopped():
             return f"stopped {event.reason}"
     return ""
-
-
-def _pictures(event: kinds.SamplesShown) -> Pictures:
-    """The valid PNG files, limited so that the page stays below a megabyte."""
-    found, room = [], MOST_PICTURE_CHARACTERS
-    for image in event.images:
-        files: dict[str, str] = {name: image[name] for name in ("png", "predicted") if name in image}
-        if "png" not in files or not all(map(_is_png, files.values())):
-            continue
-        if (size := sum(map(len, files.values()))) > room:
-            continue
-        room -= size
-        label = image.get("label")
-        found.append({**files, "label": "" if label is None else str(label)[:60]})
-    legend = [
-        (str(entry.get("name"))[:40], entry["color"])
-        for entry in event.legend
-        if COLOR.fullmatch(str(entry.get("color")))
-    ]
-    return Pictures(found, legend[:MOST_CLASSES], event.epoch)
-
-
-def _is_png(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and base64.b64decode(text, validate=True).startswith(PNG_SIGNATURE)
-    except ValueError:
-        return False
 
 
 def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:

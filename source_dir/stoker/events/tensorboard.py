@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from stoker.events.kinds import Event, Resumed, SamplesShown
+from stoker.events.kinds import Event, Resumed
 from stoker.events.runs import flat_config
 from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Summary
@@ -49,24 +46,10 @@ class Board(Sink):
     def on_event(self, event: Event) -> None:
         for name, value in self.scalars.of(event).items():
             self._write(Values.Value(tag=name, simple_value=value), self.scalars.step, event.time)
-        if isinstance(event, SamplesShown):
-            try:
-                self._show(event)
-            except Exception:
-                logging.getLogger("stoker").exception("TensorBoard: no sample images")
         if isinstance(event, Resumed):
             # Points after the checkpoint are drawn again.
             start = SessionLog(status=SessionLog.START)
             self.writer.add_event(BoardEvent(wall_time=time.time(), step=event.step + 1, session_log=start))
-
-    def _show(self, event: SamplesShown) -> None:
-        for number, image in enumerate(event.images):
-            if "predicted" not in image:
-                self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
-                continue
-            for name, key in (("target", "png"), ("predicted", "predicted")):
-                shown = picture(f"validation/{number}/{name}", base64.b64decode(image[key]))
-                self._write(shown, self.scalars.step)
 
     def close(self, summary: Summary) -> None:
         """Write the hyperparameters, for TensorBoard's table of runs, and close the file."""
@@ -84,15 +67,6 @@ def text(tag: str, content: str) -> Any:
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=shape)
     return Values.Value(tag=tag, metadata=plugin, tensor=tensor)
-
-
-def picture(tag: str, png: bytes) -> Any:
-    from PIL import Image
-
-    width, height = Image.open(io.BytesIO(png)).size
-    return Values.Value(
-        tag=tag, image=Values.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
-    )
 
 
 def hyperparameters(config: dict[str, Any], metrics: list[str]) -> list[Any]:

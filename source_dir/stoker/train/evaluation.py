@@ -22,7 +22,6 @@ from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
 from stoker.train.feed import as_one_batch
-from stoker.train.sample_images import show_predictions
 from stoker.train.state import (
     Worker,
     at_least_float32,
@@ -71,17 +70,15 @@ class Evaluation:
                 self._step(self.spare)
             return
         self.sums[2] += records
-        for batch_part, share in self.micro_batches.of(batch):
-            part, result = self._step(batch_part)
+        for part, share in self.micro_batches.of(batch):
+            result = self._step(part)
             loss = result.get("loss")
             if loss is not None:
                 self.sums[0] += float(loss) * records * share if share else 0.0
                 self.sums[1] += records * share
-            if self.epoch is not None and not self.scores.fed and "preds" in result and "target" in result:
-                show_predictions(worker, self.epoch, part, result, self.scores.metrics)
             self.scores.update(result)
 
-    def _step(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+    def _step(self, batch: Batch) -> dict[str, Any]:
         worker = self.worker
         batch = worker.modules["val"](batch)
         with autocast(worker), naming_text(batch):
@@ -91,7 +88,7 @@ class Evaluation:
                 f"recipe: {type(worker.recipe).__name__}.validation_step returned a {type(result).__name__};"
                 " return a dict: loss, preds and target, as far as there are"
             )
-        return batch, result
+        return result
 
     def result(self) -> dict[str, float]:
         """The metrics by conventional name, over all ranks. Collective."""

@@ -62,8 +62,6 @@ class Worker:
     did, in seconds since 1970."""
     kept: str = ""
     """The last checkpoint taken or resumed from."""
-    pictured: set[str] = field(default_factory=set)
-    """Splits whose images the report has."""
     noted: set[str] = field(default_factory=set)
     """Notes on validation that were logged."""
     logged: Any = None

@@ -19,7 +19,6 @@ from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
 from stoker.serve.opening import pads_of
 from stoker.train import strategies
-from stoker.train.sample_images import show_once
 from stoker.train.state import Worker, count_records, loss_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -145,7 +144,6 @@ class Step:
                 " set data.remainder=2 to leave out a last batch of one, or another train.batch_size"
                 + (", or a larger data.max_tokens" if worker.config.data.max_tokens else "")
             ) from error
-        show_once(worker, batch, result)
         return loss_of(result)
 
     def _syncing(self, last: bool) -> Any:
