@@ -19,10 +19,10 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import prefix_length
 from stoker.chain.transforms import DecodeImage, ShrinkLarger
-from stoker.messages import PassPlan, Work
+from stoker.protocol import PassPlan, Work
 from stoker.read.host_cache import SHARED_MEMORY, CacheSpec, HostCache
 from stoker.read.images import ImageFolderSource
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 
 COPIES = 25
 """Copies of each photo: 600 images, 0.34 GB decoded."""
@@ -50,7 +50,7 @@ def per_core(width: int, height: int) -> list[Measure]:
             chain = Chain(stages, 0, prefix=prefix_length(stages) if root else 0)
             spec = CacheSpec("memory" if root == shared else "disk", "bench", most)
             kept = HostCache(Path(root) / f"{len(reduce)}-{most}", "k", spec) if root else None
-            loaded, (shard,) = Loaded(source, chain, kept), source.shards(len(images), None)
+            loaded, (shard,) = LoadedSplit(source, chain, kept), source.shards(len(images), None)
             epochs = itertools.count()
 
             def once() -> list[Any]:

@@ -19,7 +19,7 @@ from benchmarks.harness import Measure
 from benchmarks.jobs import run_job
 from benchmarks.nodes import ray_nodes
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
-from stoker.events.advice import INPUT_BOUND
+from stoker.events.bottleneck import INPUT_BOUND
 from stoker.sizing import model
 from stoker.train.device import WAITS
 
@@ -54,9 +54,9 @@ class Linked:
         return model.Workload(self.cpu_s, 1e6, bytes_per_sample=self.bytes_per_sample)
 
     @property
-    def shape(self) -> model.Shape:
+    def shape(self) -> model.ClusterShape:
         link = self.link_mbps * 1e6 / 8 * PAYLOAD
-        return model.Shape(
+        return model.ClusterShape(
             gpu_host_cpus=self.host_cpus,
             reserved_cpus=self.host_cpus,  # data.preprocess_on: [cpu]
             cpu_host_cpus=self.host_cpus,

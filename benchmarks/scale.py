@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import Measure
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
-from stoker.messages import BlockReport, Claim, DataCursor, Made, Process
+from stoker.protocol import BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import Holdings

@@ -55,8 +55,8 @@ class Case:
         return model.Workload(self.cpu_s, self.gpu_samples_per_s, serial_s=self.serial_s)
 
     @property
-    def shape(self) -> model.Shape:
-        return model.Shape(
+    def shape(self) -> model.ClusterShape:
+        return model.ClusterShape(
             gpu_host_cpus=HEAD_CPUS,
             cpu_host_cpus=HOST_CPUS,
             cpu_hosts=self.hosts,

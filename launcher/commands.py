@@ -135,7 +135,7 @@ def status(run_id: str) -> int:
 
 def standing(run_dir: Path) -> list[str]:
     """The verdict and figures of a finished or running run on this machine."""
-    from stoker.events.advice import judged
+    from stoker.events.bottleneck import judged
     from stoker.events.summary import read_summary
 
     # A rehearsal's head holds the files until the rehearsal ends.

@@ -271,7 +271,7 @@ def peek(
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
 ) -> None:
     """Show a job's records after each stage, or one batch of a run."""
-    from launcher.advise.peek.job import PeekOptions, peek
+    from launcher.advise.peek.peek_job import PeekOptions, peek
 
     raise typer.Exit(peek(target, overrides or [], given_to(PeekOptions, ctx)))
 

@@ -18,7 +18,7 @@ from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.data import read_any
 from stoker.entry import driver
-from stoker.messages import BadRecord, BlockReport
+from stoker.protocol import BadRecord, BlockReport
 from stoker.read.sources import Source
 from stoker.serve.opening import Data
 

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stoker.events import prices
-from stoker.events.advice import dearest, family
+from stoker.events.bottleneck import dearest, family
 from stoker.events.prices import Machine, PriceList
-from stoker.sizing.model import Shape, Term, Workload, cheapest_count, knee, predict, usd_per_million_samples
+from stoker.sizing.model import (
+    ClusterShape,
+    Term,
+    Workload,
+    cheapest_count,
+    knee,
+    predict,
+    usd_per_million_samples,
+)
 
 EFFICIENCY = 0.95
 """η: share of the CPU hosts' time that reaches the chain (benchmarks/sleeping.py)."""
@@ -273,13 +281,13 @@ class _Search:
             usd=cost * samples / 1e6 if samples else None,
         )
 
-    def shape(self, gpu: Machine, cpu: Machine | None, count: int) -> Shape | None:
+    def shape(self, gpu: Machine, cpu: Machine | None, count: int) -> ClusterShape | None:
         """The model's cluster; None if a price is unknown."""
         gpu_price = self.known.usd_per_hour(gpu.type)
         cpu_price = self.known.usd_per_hour(cpu.type) if cpu else 0.0
         if gpu_price is None or cpu_price is None:
             return None
-        return Shape(
+        return ClusterShape(
             gpu_host_cpus=gpu.vcpus,
             cpu_host_cpus=cpu.vcpus if cpu else 0,
             cpu_hosts=count,

@@ -31,7 +31,7 @@ from stoker.config.loading import Resolved, load
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError, nearest
 from stoker.events import prices
-from stoker.events.advice import MIN_STEPS
+from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import duration

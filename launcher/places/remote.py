@@ -43,7 +43,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Group:
+class HostGroup:
     """Hosts of one type."""
 
     name: str
@@ -61,18 +61,18 @@ class Group:
         return prices.usd_per_hour(self.type, self.count, self.name)
 
 
-def usd_per_hour(groups: Sequence[Group], prices: PriceList) -> float | None:
+def usd_per_hour(groups: Sequence[HostGroup], prices: PriceList) -> float | None:
     """Estimated $/h of all groups; None if any price is unknown."""
     each = [group.usd_per_hour(prices) for group in groups]
     known = [price for price in each if price is not None]
     return sum(known) if len(known) == len(each) else None
 
 
-def names_of(groups: Sequence[Group]) -> list[str]:
+def names_of(groups: Sequence[HostGroup]) -> list[str]:
     return list(dict.fromkeys(group.name for group in groups))
 
 
-def training_group(config: Config, groups: Sequence[Group]) -> str | None:
+def training_group(config: Config, groups: Sequence[HostGroup]) -> str | None:
     """The group that trains: the one configured, else the only one with GPUs, else the only one."""
     names = names_of(groups)
     if named := config.cluster.gpu_group:
@@ -90,7 +90,7 @@ def with_training_group(job: Job, name: str | None) -> Job:
     return replace(job, resolved=Resolved(config, job.resolved.origins))
 
 
-def cost_table(groups: Sequence[Group], section: str, seconds: int, spot: bool, prices: PriceList) -> str:
+def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, spot: bool, prices: PriceList) -> str:
     """A table of groups with $/h, and the maximum cost of the job."""
     rows = [
         (
@@ -166,7 +166,7 @@ def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
         return default
 
 
-class Store(Protocol):
+class UploadStore(Protocol):
     """Where a service's uploads go."""
 
     def exists(self, uri: str) -> bool: ...
@@ -184,7 +184,7 @@ class CloudRequest(ABC):
     region: str
     root_uri: str
     """`s3://bucket/prefix` or `gs://bucket/prefix` for all objects."""
-    groups: tuple[Group, ...]
+    groups: tuple[HostGroup, ...]
     body: dict[str, Any]
     """The request in the JSON form of the service's API."""
     keys: dict[str, str]
@@ -270,7 +270,7 @@ class CloudRequest(ABC):
         """Write the source as the hosts will see it, with a new Ray token."""
         stage(self.job, folder, self.data_at)
 
-    def upload(self, store: Store, tell: Tell | None) -> None:
+    def upload(self, store: UploadStore, tell: Tell | None) -> None:
         """Upload data and code; `tell` gets the progress, and without it standard error."""
         tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
         for item in self.data:
@@ -287,7 +287,7 @@ class CloudRequest(ABC):
         tell(f"code: {figures.size(self.code_bytes)} uploaded to {uri}")
 
 
-def upload_data(store: Store, item: DataUpload) -> bool:
+def upload_data(store: UploadStore, item: DataUpload) -> bool:
     """Upload data unless an earlier job has; returns whether anything was uploaded.
 
     A manifest next to the prefix is written last, so an interrupted upload is repeated.
@@ -301,7 +301,7 @@ def upload_data(store: Store, item: DataUpload) -> bool:
     return True
 
 
-def _send_all(store: Store, source: Path, uri: str) -> None:
+def _send_all(store: UploadStore, source: Path, uri: str) -> None:
     with ThreadPoolExecutor(max_workers=8) as pool:
         sent = pool.map(lambda file: store.send(file[1], f"{uri}{file[0]}"), files_below(source))
         list(sent)  # re-raises upload errors
@@ -312,7 +312,7 @@ class LostError(UsageError):
 
 
 @dataclass
-class Patience:
+class ServicePoller:
     """Asks a service about a run. Once it has answered, failures get `UNREACHABLE_S` to pass."""
 
     poll_s: float
@@ -392,7 +392,7 @@ class WatchedRun(ABC):
     ) -> None:
         """`submitted`: by this process, so that there is a run, whatever the service answers."""
         self.id, self.poll_s = run_id, poll_s
-        self.patiently = Patience(poll_s, passing, submitted)
+        self.patiently = ServicePoller(poll_s, passing, submitted)
 
     @property
     def label(self) -> str:
@@ -511,7 +511,7 @@ def shared_problems(
 
 
 def _training_problems(
-    config: Config, groups: Sequence[Group], trains: str | None, more: str
+    config: Config, groups: Sequence[HostGroup], trains: str | None, more: str
 ) -> Iterator[str]:
     names = names_of(groups)
     listed = ", ".join(names)

@@ -66,7 +66,7 @@ class RehearsalRequest:
     """Checkpoint folders to place on the hosts, as SageMaker restores them after a restart."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ServiceShape:
         """The service whose hosts are emulated."""
         return shape_of(self.job.resolved.config)
 
@@ -98,7 +98,7 @@ class RehearsalRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ServiceShape:
     """What distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
 
     service: str
@@ -123,9 +123,9 @@ class Shape:
     """Of the service's toolkit that can start the job; empty: it has none."""
 
 
-def shape_of(config: Config) -> Shape:
+def shape_of(config: Config) -> ServiceShape:
     """The shape that `rehearsal.like` names."""
-    found: Shape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
+    found: ServiceShape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
     return found
 
 
@@ -176,7 +176,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     return tuple(hosts)
 
 
-def _groups(text: str, shape: Shape) -> list[tuple[str, int, str]]:
+def _groups(text: str, shape: ServiceShape) -> list[tuple[str, int, str]]:
     """(name, number of hosts, type or "") of each group."""
     problems: list[str] = []
     groups: list[tuple[str, int, str]] = []

@@ -16,7 +16,13 @@ from typing import Any
 
 from launcher.job import Job
 from launcher.places.sagemaker.training_job import ARCHIVE
-from launcher.rehearsal.plan import CODE_CHANNEL, PlannedHost, RehearsalRequest, Shape, host_environment
+from launcher.rehearsal.plan import (
+    CODE_CHANNEL,
+    PlannedHost,
+    RehearsalRequest,
+    ServiceShape,
+    host_environment,
+)
 from launcher.rehearsal.running import merge
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -126,7 +132,7 @@ def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
     return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
 
 
-SHAPE = Shape(
+SHAPE = ServiceShape(
     service="SageMaker",
     gpu_type="ml.g5.xlarge",
     cpu_type="ml.c5.xlarge",

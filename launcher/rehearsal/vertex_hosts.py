@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_variable, replicas_by_pool
-from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, Shape, host_environment
+from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, ServiceShape, host_environment
 from launcher.rehearsal.running import merge
 from launcher.source import pack
 from stoker.events import prices
@@ -118,7 +118,7 @@ def _pool(host: PlannedHost) -> str:
     return host.name.removeprefix("cmle-training-").partition("-")[0]
 
 
-SHAPE = Shape(
+SHAPE = ServiceShape(
     service="Vertex AI",
     gpu_type="g2-standard-8",
     cpu_type="c2-standard-8",

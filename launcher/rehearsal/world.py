@@ -43,7 +43,7 @@ SLOW = ("rate", "4mbit", "burst", "128kb", "latency", "400ms")
 
 
 @dataclass
-class Host:
+class EmulatedHost:
     """One emulated host and its state."""
 
     spec: dict[str, Any]
@@ -74,12 +74,12 @@ class World:
     """Starts the hosts, injects the faults and reports events."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self._hosts = [Host(host) for host in spec["hosts"]]
+        self._hosts = [EmulatedHost(host) for host in spec["hosts"]]
         self._faults = [Fault(**fault) for fault in spec["faults"]]
         self._linger_s = float(spec["linger_s"])
         self._timeout_s = float(spec["timeout_s"])
         self._stop_grace_s = float(spec["stop_grace_s"])
-        self._lines: queue.Queue[tuple[Host, str]] = queue.Queue()
+        self._lines: queue.Queue[tuple[EmulatedHost, str]] = queue.Queue()
         self._started = time.monotonic()
         self._ray_port = int(spec["ray_port"])
         self._head = str(spec["head"])
@@ -114,7 +114,7 @@ class World:
         """Whether the rehearsal may end: late hosts are not awaited once all started ones have ended."""
         return any(host.finished for host in self._hosts)
 
-    def _start(self, host: Host) -> None:
+    def _start(self, host: EmulatedHost) -> None:
         spec = host.spec
         read_end, write_end = os.pipe()
         module = (sys.executable, "-m", "launcher.rehearsal.host", str(write_end))
@@ -144,7 +144,7 @@ class World:
         host.init = _child_of(host.process.pid)
         self._event(host.name, "started")
 
-    def _read(self, host: Host) -> None:
+    def _read(self, host: EmulatedHost) -> None:
         for line in host.process.stdout if host.process and host.process.stdout else ():
             self._lines.put((host, line.decode("utf-8", "replace").rstrip("\n")))
 
@@ -172,7 +172,7 @@ class World:
                 self._event(host.name, "fault", text=action)
                 self.do(action, host)
 
-    def do(self, action: str, host: Host) -> None:
+    def do(self, action: str, host: EmulatedHost) -> None:
         port = str(host.spec["port"])
         if action == "start":
             self._start(host)
@@ -204,7 +204,7 @@ class World:
                         _signal(process, signal.SIGKILL)
                         return
 
-    def _renew(self, host: Host) -> None:
+    def _renew(self, host: EmulatedHost) -> None:
         """Leave nothing of the earlier machine but what SageMaker would give the new one."""
         for part in ("tmp", "opt"):
             shutil.rmtree(Path(host.spec["folder"]) / part, ignore_errors=True)
@@ -214,7 +214,7 @@ class World:
         host.finished = host.killed = False
         host.kill_at = host.overdue_at = None
 
-    def _occupy(self, host: Host) -> None:
+    def _occupy(self, host: EmulatedHost) -> None:
         listener = (
             f"import socket, time\nserver = socket.create_server(('', {self._ray_port}))\ntime.sleep(1e6)"
         )
@@ -248,7 +248,7 @@ class World:
             elif self._now() > self._timeout_s:
                 self._overdue(host, f"was still running after {self._timeout_s:.0f} s")
 
-    def _overdue(self, host: Host, why: str) -> None:
+    def _overdue(self, host: EmulatedHost, why: str) -> None:
         self._event(host.name, "overdue", text=why)
         host.overdue_at = time.monotonic()
         host.end()

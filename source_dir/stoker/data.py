@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from stoker.chain.transforms import Rename as Rename
     from stoker.chain.transforms import Resize as Resize
     from stoker.chain.transforms import ShrinkLarger as ShrinkLarger
-    from stoker.messages import BadRecord as BadRecord
-    from stoker.messages import Pad as Pad
-    from stoker.messages import Record as Record
-    from stoker.messages import Shard as Shard
+    from stoker.protocol import BadRecord as BadRecord
+    from stoker.protocol import Pad as Pad
+    from stoker.protocol import Record as Record
+    from stoker.protocol import Shard as Shard
     from stoker.read.delta import read_delta as read_delta
     from stoker.read.detect import read_any as read_any
     from stoker.read.images import read_images as read_images
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from stoker.read.webdataset import read_webdataset as read_webdataset
 
 _EXPORTS = {
-    "messages": ("BadRecord", "Pad", "Record", "Shard"),
+    "protocol": ("BadRecord", "Pad", "Record", "Shard"),
     "chain.joint": ("DecodeMask", "Joint"),
     "chain.stages": ("RecordTransform",),
     "chain.clips": ("DecodeVideo",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from launcher.advise.peek.run import rebuild
+from launcher.advise.peek.peek_run import rebuild
 
 
 def rebuilt_as_recorded(run_dir: Path, batch_size: int, epoch_steps: int, steps: Iterable[int]) -> None:

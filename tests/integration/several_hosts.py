@@ -216,7 +216,7 @@ def all_ids(coordinator: Any, config: Config) -> list[int]:
     import ray
     import torch
 
-    from stoker.messages import ID_COLUMN
+    from stoker.protocol import ID_COLUMN
     from stoker.serve.blocks.client import open_transport
 
     transport = open_transport(coordinator, config.data, torch.device("cpu"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.messages import ID_COLUMN, StepAssignment
+from stoker.protocol import ID_COLUMN, StepAssignment
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.blocks.client import connect
 from stoker.serve.opening import open_data, start_coordinator

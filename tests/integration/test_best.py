@@ -12,7 +12,7 @@ from running import run_job
 from safetensors.torch import load_file
 
 from stoker import runs_dataframe
-from stoker.events.advice import verdict
+from stoker.events.bottleneck import verdict
 from stoker.events.report import write_report
 
 STEPS = 4

@@ -21,7 +21,7 @@ import torch
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention
 from stoker.data import read_any
-from stoker.storage.checkpoint_store import Store, open_store
+from stoker.storage.checkpoint_store import CheckpointStore, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET, DATA = "my-bucket", "my-data"
@@ -115,7 +115,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
     server.shutdown()
 
 
-def keep_four(store: Store, said: list[str]) -> Retention:
+def keep_four(store: CheckpointStore, said: list[str]) -> Retention:
     """Four checkpoints of which two stay, as the writer of a run does it."""
     shelf = Retention(store, newest=2, top_k=0, tell=said.append)
     for step in range(1, 5):

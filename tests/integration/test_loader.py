@@ -261,7 +261,7 @@ class Large4(Records):
 
 
 def test_a_dataset_that_changes_in_each_epoch_is_kept_twice_at_most() -> None:
-    from stoker.loader import cluster
+    from stoker.loader import connection
 
     records = Large4()
     loader = DataLoader(records, batch_size=4)
@@ -269,7 +269,7 @@ def test_a_dataset_that_changes_in_each_epoch_is_kept_twice_at_most() -> None:
     for epoch in range(6):
         records.factor = float(epoch)
         assert [float(batch[0][1, 0]) for batch in loader] == [epoch]
-        service = ray.get_actor(f"stoker-loader-{cluster.group()}", namespace="stoker")
+        service = ray.get_actor(f"stoker-loader-{connection.group()}", namespace="stoker")
         kept.append(ray.get(service.__ray_call__.remote(lambda self: set(self.setups)), timeout=60))
     own = set.union(*kept[1:]) - kept[0]
     assert len(own) == 5 and len(own & kept[-1]) <= 2
@@ -394,13 +394,13 @@ class Small(Records):
 
 def test_small_batches_leave_the_services_memory_once_they_were_taken() -> None:
     """Ray keeps the value of a small object for ever if its owner lets go of it before a borrower."""
-    from stoker.loader import cluster
+    from stoker.loader import connection
 
     used = []
     for n, batch in enumerate(DataLoader(Small(1_100), batch_size=1)):
         assert float(batch[0, 0]) == n
         if n in (300, 1_050):
-            service = ray.get_actor(f"stoker-loader-{cluster.group()}", namespace="stoker")
+            service = ray.get_actor(f"stoker-loader-{connection.group()}", namespace="stoker")
             process = ray.get(service.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
             used.append(anonymous_mb(process))
     assert used[1] - used[0] < 20, "35 MB have passed through it"
@@ -441,12 +441,12 @@ def test_a_record_that_leaves_python_does_not_end_the_passes_of_others() -> None
 def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None:
     import ray
 
-    from stoker.loader import cluster
-    from stoker.loader.watch import Progress
+    from stoker.loader import connection
+    from stoker.loader.pass_timer import PassProgress
 
     first = DataLoader(Records(), batch_size=6)
     list(first)
-    name = f"stoker-loader-{cluster.group()}"
+    name = f"stoker-loader-{connection.group()}"
     service = ray.get_actor(name, namespace="stoker")
     del first
     gc.collect()
@@ -454,7 +454,7 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
         assert len(list(DataLoader(Records(), batch_size=6))) == 11
         gc.collect()
     assert ray.get_actor(name, namespace="stoker") == service
-    assert ray.get(service.state.remote("none", Progress()), timeout=60)[0] > 0
+    assert ray.get(service.state.remote("none", PassProgress()), timeout=60)[0] > 0
 
 
 def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:

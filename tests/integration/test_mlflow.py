@@ -21,7 +21,7 @@ from stoker.events import mlflow
 from stoker.events.kinds import StepLogged
 from stoker.events.mlflow import MlflowSink
 from stoker.events.summary import Metrics, Summary
-from stoker.storage.checkpoint_store import Store, open_store
+from stoker.storage.checkpoint_store import CheckpointStore, open_store
 from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 
@@ -184,7 +184,7 @@ def finished(steps: int, status: str = "succeeded") -> Summary:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointStore]:
     """Checkpoints that go straight to S3: of the host nothing else outlives the run."""
     import boto3
 
@@ -196,7 +196,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_run_goes_on(
-    server: MlflowServer, tmp_path: Path, kept: Store, monkeypatch: pytest.MonkeyPatch
+    server: MlflowServer, tmp_path: Path, kept: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlflow, "SEND_EVERY_S", 0.2)
     monkeypatch.setattr(mlflow, "RETRY_EVERY_S", 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.events.advice import Verdict, verdict
+from stoker.events.bottleneck import Verdict, verdict
 from stoker.events.summary import Summary
 
 GPU_HOST = {"host": "algo-1", "group": "gpu", "cpus": 3, "gpus": 1, "ip": "10.0.0.1", "type": "ml.g5.xlarge"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import DataError
-from stoker.messages import BadRecord, BlockReport
+from stoker.protocol import BadRecord, BlockReport
 from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 

@@ -239,7 +239,7 @@ def test_the_object_store_never_outgrows_shared_memory(
     small = size_store(1024, tmp_path)
     assert small.size <= 200 * 2**20 and small.folder is None and "limited to 190 MB" in small.warning
     Stat.f_bavail = 2**40 // 4096
-    assert size_store(1024, tmp_path) == raynode.Store(1024 * 2**20)
+    assert size_store(1024, tmp_path) == raynode.ObjectStore(1024 * 2**20)
 
 
 def test_a_gpu_host_keeps_a_core_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

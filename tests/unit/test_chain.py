@@ -17,7 +17,7 @@ from stoker.chain.entries import as_stages
 from stoker.chain.stages import RecordTransform
 from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.errors import ChainError, UsageError
-from stoker.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
+from stoker.protocol import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
 from stoker.read.sources import record_id
 
 IMAGE = "image" + HWC_SUFFIX

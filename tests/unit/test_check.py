@@ -18,8 +18,8 @@ from launcher.advise.advice import Wanted, advise
 from launcher.advise.check import fetching as fetching_module
 from launcher.advise.check.timeline import (
     Loader,
-    Share,
     Take,
+    TimeShare,
     enough,
     epoch_start,
     judged,
@@ -30,7 +30,7 @@ from launcher.advise.check.timeline import (
 )
 from launcher.advise.check.verdict import (
     Checked,
-    Fetched,
+    FetchCost,
     checked,
     fetched_of,
     headline,
@@ -52,7 +52,7 @@ def epoch(count: int, wait: float, compute: float, *, number: int = 0, since: fl
     return [*takes[:-1], replace(takes[-1], got=starts[-1] + 0.001, ended=True)]
 
 
-def share_of(takes: Sequence[Take], *loaders: Loader) -> Share:
+def share_of(takes: Sequence[Take], *loaders: Loader) -> TimeShare:
     loaders = loaders or (TRAINS,)
     return waiting(judged(steps_of(takes, loaders, 0), loaders[0]))
 
@@ -271,9 +271,9 @@ def one(
     **stages: float,
 ) -> Checked:
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
-    cost = Fetched(cpu, blocked, queued, stages or {"__getitem__": cpu}, 8, 50)
+    cost = FetchCost(cpu, blocked, queued, stages or {"__getitem__": cpu}, 8, 50)
     loader = replace(TRAINS, num_workers=2, prefetch=2)
-    return Checked(0, loader, 50, Share(share, spread), step_s, 8, 8 * 150_528, None, cost, False)
+    return Checked(0, loader, 50, TimeShare(share, spread), step_s, 8, 8 * 150_528, None, cost, False)
 
 
 def test_a_well_fed_script_needs_no_help() -> None:
@@ -344,7 +344,7 @@ class TestHosts:
 
     @pytest.mark.parametrize("spread", [0.01, 0.12])
     def test_the_cpu_hosts_that_lift_the_wait(self, spread: float) -> None:
-        found = measured(replace(self.script, share=Share(0.9, spread)), {}, "NVIDIA A10G")
+        found = measured(replace(self.script, share=TimeShare(0.9, spread)), {}, "NVIDIA A10G")
         assert found is not None and found.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
         hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
         best = advise(found, hosts, price_list()).best

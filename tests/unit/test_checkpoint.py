@@ -14,16 +14,16 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
-from stoker.messages import StepAssignment
-from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
+from stoker.protocol import StepAssignment
+from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
 from stoker.train.device import Stamps
-from stoker.train.feed import Feed, Loaded, PrefetchLimit
+from stoker.train.feed import Feed, HostBatch, PrefetchLimit
 
 
-def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
+def save(store: CheckpointStore, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
     monitored = None if value is None else {"metric": "val/loss", "mode": "min", "value": value}
     weights = {"w": torch.full((64,), float(step))}
     about = {"step": step, "epoch": step, "monitored": monitored, **meta}
@@ -31,12 +31,12 @@ def save(store: Store, step: int, value: float | None = None, **meta: Any) -> ch
 
 
 @pytest.fixture(params=["folder", "synced"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
     """A folder, and one that someone copies elsewhere as files appear."""
     return open_store(str(tmp_path / "kept"), synced=request.param == "synced")
 
 
-def test_the_newest_comes_back_as_it_was(store: Store) -> None:
+def test_the_newest_comes_back_as_it_was(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2, note="two")
     found = checkpoint.newest_valid(store)
@@ -69,7 +69,7 @@ def test_mounted_object_storage_which_renames_no_folder_is_recognised(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "unfinished"])
-def test_a_damaged_one_is_passed_over_and_named(store: Store, damage: str) -> None:
+def test_a_damaged_one_is_passed_over_and_named(store: CheckpointStore, damage: str) -> None:
     save(store, 1)
     newest = Path(store.where) / save(store, 2).name
     file = newest / "model.safetensors"
@@ -91,7 +91,7 @@ def test_a_damaged_one_is_passed_over_and_named(store: Store, damage: str) -> No
     assert "skipping checkpoint step-00000002" in said[0]
 
 
-def test_one_that_is_written_again_is_replaced_whole(store: Store) -> None:
+def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> None:
     save(store, 1, note="first")
     save(store, 1, note="again")
     assert store.names() == ["step-00000001"]
@@ -134,7 +134,7 @@ def test_a_full_disk_is_named_and_nothing_half_stays(tmp_path: Path, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001"}
 
 
-def test_the_newest_and_the_best_stay(store: Store) -> None:
+def test_the_newest_and_the_best_stay(store: CheckpointStore) -> None:
     shelf = Retention(store, newest=2, top_k=2)
     for step, value in enumerate([0.5, 0.2, None, 0.9, 0.2, 0.7, None], start=1):
         shelf.add(save(store, step, value))
@@ -182,7 +182,7 @@ def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answe
     feed = Feed(**nothing, prefetch=PrefetchLimit(1.0, 1), stall_timeout_s=1)
     for asked in (False, True, False):
         ids = np.arange(2, dtype=np.int64)
-        feed._count(Loaded({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))
+        feed._count(HostBatch({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))
     assert feed.checkpoint
 
 

@@ -15,9 +15,9 @@ from stoker.chain.chain import Chain
 from stoker.chain.collating import all_of, collated, seed_of
 from stoker.config.schema import Config
 from stoker.errors import SchemaError, UsageError
-from stoker.messages import BlockSlice
+from stoker.protocol import BlockSlice
 from stoker.serve.blocks.batches import as_batch
-from stoker.serve.blocks.collator import Hosts
+from stoker.serve.blocks.collator import CollatePlacement
 from stoker.serve.opening import open_data
 from stoker.train.device import on_tensors
 from stoker.train.feed import as_tensors
@@ -134,13 +134,13 @@ def test_a_batch_moves_to_a_device_with_its_types() -> None:
 
 def test_work_is_spread_over_hosts_those_with_the_records_first() -> None:
     parts = [BlockSlice(None, 0, 30, "b"), BlockSlice(None, 0, 20, "a")]
-    hosts = Hosts(["a", "b", "c"], at_once=6)
+    hosts = CollatePlacement(["a", "b", "c"], at_once=6)
     taken = [hosts.take(parts) for _ in range(6)]
     assert taken == ["b", "b", "a", "a", "c", "c"]
     hosts.done("a")
     assert hosts.take([BlockSlice(None, 0, 5, "b")]) == "a"
     assert hosts.take(parts) == "b", "all have enough to do"
-    assert Hosts([], 2).take(parts) == "b"
+    assert CollatePlacement([], 2).take(parts) == "b"
 
 
 def test_draws_depend_on_seed_pass_and_records_alone() -> None:

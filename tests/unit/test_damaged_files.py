@@ -28,7 +28,7 @@ from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage
 from stoker.data import read_images
 from stoker.errors import ChainError, UsageError
-from stoker.messages import HWC_SUFFIX, KEY_COLUMN, BadRecord
+from stoker.protocol import HWC_SUFFIX, KEY_COLUMN, BadRecord
 
 pytestmark = pytest.mark.long
 

@@ -17,7 +17,7 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention
-from stoker.storage.checkpoint_store import Store, open_store, verify
+from stoker.storage.checkpoint_store import CheckpointStore, open_store, verify
 
 WRITER = """
 import sys
@@ -30,7 +30,7 @@ sys.stdin.read()
 """
 
 
-def save(store: Store, step: int, value: float = 0.0) -> checkpoint.Checkpoint:
+def save(store: CheckpointStore, step: int, value: float = 0.0) -> checkpoint.Checkpoint:
     about = {"step": step, "monitored": None}
     return checkpoint.save(store, Content({"w": torch.full((9,), value)}, {}, about))
 

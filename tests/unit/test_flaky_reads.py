@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from stoker.data import read_images, read_torch
-from stoker.messages import BadRecord
+from stoker.protocol import BadRecord
 from stoker.read import images, sources
 
 

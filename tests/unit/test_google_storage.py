@@ -11,7 +11,7 @@ import pytest
 
 from stoker.data import read_any
 from stoker.errors import UsageError
-from stoker.messages import BadRecord
+from stoker.protocol import BadRecord
 from stoker.storage.checkpoint_store import open_store, verify, write_manifest
 from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
 

@@ -16,10 +16,10 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import RecordTransform
 from stoker.data import read_torch
-from stoker.messages import BadRecord, BlockReport, PassPlan, Record, Shard, Work
+from stoker.protocol import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.sources import Source, record_id
 from stoker.serve.recovery import Suspects
-from stoker.serve.shards import Guard, Loaded, blocks_of
+from stoker.serve.shards import Guard, LoadedSplit, blocks_of
 
 COUNT = 23
 
@@ -103,7 +103,7 @@ def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[G
             guard = Guard({}, Ear(suspects) if names else None)  # type: ignore[arg-type]
         try:
             chain = Chain(as_stages([Double(kills)]), seed=1)
-            return list(blocks_of(Loaded(source, chain), plan, work, guard)), suspects, number
+            return list(blocks_of(LoadedSplit(source, chain), plan, work, guard)), suspects, number
         except DeadError:
             number += 1
 
@@ -142,6 +142,6 @@ def test_quarantined_records_are_not_even_read() -> None:
     source = read_torch(Items(frozenset({7})))
     (shard,) = source.shards(COUNT, None)
     plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
-    loaded = Loaded(source, Chain([], seed=1))
+    loaded = LoadedSplit(source, Chain([], seed=1))
     ((_, report),) = blocks_of(loaded, plan, Work(0, shard), Guard({"7": "it kills"}, None))
     assert report.bad == [BadRecord("7", "it kills")]

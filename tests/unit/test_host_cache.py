@@ -25,7 +25,7 @@ from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
-from stoker.messages import BlockReport, DataCursor, PassPlan, Shard, Work
+from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
 from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, homes_of, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
@@ -33,7 +33,7 @@ from stoker.read.sources import Source, cut_indices
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.serve.passes import Passes
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import LEFT_AFTER_S, OWNER, sweep
 
 pytestmark = pytest.mark.long
@@ -59,7 +59,7 @@ def run_pass(
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     """All groups of a pass, as one task after the other makes them."""
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
-    loaded = Loaded(source.for_workers(), chain(cache is not None), cache)
+    loaded = LoadedSplit(source.for_workers(), chain(cache is not None), cache)
     made = []
     for number, shard in enumerate(source.shards(120, np.random.default_rng(epoch))):
         made += list(blocks_of(loaded, plan, Work(number, shard, skip, store)))
@@ -162,11 +162,11 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(digits: Path
         groups = iter([])
         plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
         shard = source.shards(240, None)[0]
-        groups = blocks_of(Loaded(source.for_workers(), chain(), cache), plan, Work(0, shard))
+        groups = blocks_of(LoadedSplit(source.for_workers(), chain(), cache), plan, Work(0, shard))
         made = [next(groups)]
         shutil.rmtree(root)
         made += list(groups)
-        whole = list(blocks_of(Loaded(source.for_workers(), chain(False)), plan, Work(0, shard)))
+        whole = list(blocks_of(LoadedSplit(source.for_workers(), chain(False)), plan, Work(0, shard)))
         assert same(made, whole)
         assert made[0][1].found == 50
         assert sum(report.found for _, report in made) < 60

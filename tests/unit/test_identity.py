@@ -26,13 +26,13 @@ from stoker.chain.stages import key_of
 from stoker.config.schema import Config
 from stoker.data import read_any, read_images, read_parquet, read_torch
 from stoker.errors import CacheError, UsageError
-from stoker.messages import DataCursor, PassPlan, Plan, Work
+from stoker.protocol import DataCursor, PassPlan, Plan, Work
 from stoker.read.host_cache import CacheSpec, HostCache
 from stoker.read.identity import agree, identity_of
 from stoker.read.sources import Source
 from stoker.serve.cursor import refuse_other_data
 from stoker.serve.opening import open_data
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 
 pytestmark = pytest.mark.long
 
@@ -155,7 +155,7 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
     """What a pass over a source gives on a host that keeps records."""
-    loaded = Loaded(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
+    loaded = LoadedSplit(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
     plan = PassPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
     found: list[int] = []
     for number, shard in enumerate(source.shards(10, None)):

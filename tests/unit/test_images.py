@@ -17,7 +17,7 @@ from stoker.chain.decode import decode_image
 from stoker.chain.entries import as_stages
 from stoker.chain.picture import Picture
 from stoker.chain.transforms import CheckLabel, DecodeImage, GaussianBlurs, RandomResizedCrop
-from stoker.messages import HWC_SUFFIX
+from stoker.protocol import HWC_SUFFIX
 
 IMAGE = "image" + HWC_SUFFIX
 

@@ -17,7 +17,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.joint import _DRAWN, _STILL, moved_alone
 from stoker.data import DecodeImage, DecodeMask, DecodeVideo, Drop, Joint, Pad, RandomResizedCrop
-from stoker.messages import BlockReport
+from stoker.protocol import BlockReport
 
 
 def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:

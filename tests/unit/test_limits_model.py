@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.sizing.model import (
-    Shape,
+    ClusterShape,
     Workload,
     cheapest_count,
     knee,
@@ -28,11 +28,11 @@ class TestPublished:
         batch; alone 192 ms; GPU use 74 % of 86 ms; $37.688 and $3.672 an hour; distributing costs 11 %."""
         alone_s, gpu_s = 0.192, 0.74 * 0.086
         work = Workload(cpu_s=96 * alone_s, gpu_samples_per_s=1 / gpu_s)
-        alone = Shape(gpu_host_cpus=96, gpu_host_usd_per_hour=37.688, cpu_host_usd_per_hour=3.672)
+        alone = ClusterShape(gpu_host_cpus=96, gpu_host_usd_per_hour=37.688, cpu_host_usd_per_hour=3.672)
         shared = replace(alone, cpu_host_cpus=72, efficiency=0.893, gpu_host_efficiency=0.893)
         two, three = shared.with_cpu_hosts(2), shared.with_cpu_hosts(3)
 
-        def saved(shape: Shape) -> float:
+        def saved(shape: ClusterShape) -> float:
             before = usd_per_million_samples(predict(work, alone), alone)
             return 1 - usd_per_million_samples(predict(work, shape), shape) / before
 
@@ -49,7 +49,7 @@ class TestPublished:
     def test_ray_issue_42318(self, hosts: int, measured: float) -> None:
         """github.com/ray-project/ray/issues/42318: one GPU host, an empty model, growing CPU hosts."""
         work = Workload(cpu_s=1 / 753, gpu_samples_per_s=math.inf, serial_s=1 / 1764)
-        shape = Shape(gpu_host_cpus=1, cpu_host_cpus=480 / 753)
+        shape = ClusterShape(gpu_host_cpus=1, cpu_host_cpus=480 / 753)
         prediction = predict(work, shape.with_cpu_hosts(hosts))
         assert prediction.samples_per_s == pytest.approx(measured, rel=0.05)
         assert prediction.binds == ("cpu" if hosts < 3 else "receiver")
@@ -59,13 +59,13 @@ class TestPublished:
         """towardsdatascience.com, "Effective Load Balancing with Ray on Amazon SageMaker": ten blurs of one
         image take about 0.1 s; with 16 more vCPUs it cost 23 % less, with 5 times the CPUs."""
         work = Workload(cpu_s=0.105, gpu_samples_per_s=2.05 * 4 / 0.105, receive_s=0.001)
-        alone = Shape(gpu_host_cpus=4, gpu_host_usd_per_hour=1.408)
+        alone = ClusterShape(gpu_host_cpus=4, gpu_host_usd_per_hour=1.408)
         post = replace(alone, cpu_host_cpus=16, cpu_hosts=1, cpu_host_usd_per_hour=0.816)
         right_sized = replace(post, cpu_host_cpus=4, cpu_host_usd_per_hour=0.204)
         composed = replace(work, cpu_s=work.cpu_s / 30)
         before = usd_per_million_samples(predict(work, alone), alone)
 
-        def saved(job: Workload, shape: Shape) -> float:
+        def saved(job: Workload, shape: ClusterShape) -> float:
             return 1 - usd_per_million_samples(predict(job, shape), shape) / before
 
         assert saved(work, post) == pytest.approx(0.23, abs=0.01)
@@ -77,7 +77,7 @@ class TestPublished:
 
 class TestEachLimitBinds:
     work = Workload(cpu_s=0.01, gpu_samples_per_s=5000, receive_s=0.0005, bytes_per_sample=150_000)
-    shape = Shape(gpu_host_cpus=8, cpu_host_cpus=16, cpu_hosts=2)
+    shape = ClusterShape(gpu_host_cpus=8, cpu_host_cpus=16, cpu_hosts=2)
 
     def test_cpus_while_they_are_few(self) -> None:
         prediction = predict(self.work, self.shape)
@@ -149,7 +149,7 @@ works = st.builds(
     bytes_per_sample=none_or(1.0, 1e6),
 )
 shapes = st.builds(
-    Shape,
+    ClusterShape,
     gpu_host_cpus=st.integers(2, 96),
     cpu_host_cpus=st.integers(2, 96),
     cpu_hosts=st.integers(0, 12),
@@ -165,7 +165,7 @@ shapes = st.builds(
 )
 
 
-def best_by_grid(work: Workload, shape: Shape) -> float:
+def best_by_grid(work: Workload, shape: ClusterShape) -> float:
     """Brute force over the remote share, in 2000 parts."""
     m = shape.gpu_hosts
     own = m * shape.gpu_host_cpus
@@ -196,14 +196,16 @@ class TestLaws:
     @always_the_same
     @given(works, shapes)
     @pytest.mark.long
-    def test_the_solution_is_as_good_as_any_split_on_a_fine_grid(self, work: Workload, shape: Shape) -> None:
+    def test_the_solution_is_as_good_as_any_split_on_a_fine_grid(
+        self, work: Workload, shape: ClusterShape
+    ) -> None:
         found, grid = predict(work, shape).samples_per_s, best_by_grid(work, shape)
         assert grid * (1 - 1e-9) <= found <= grid * 1.02 + 1e-9
 
     @always_the_same
     @given(works, shapes)
     def test_more_hosts_never_slow_down_and_gain_nothing_beyond_the_knee(
-        self, work: Workload, shape: Shape
+        self, work: Workload, shape: ClusterShape
     ) -> None:
         rates = [predict(work, shape.with_cpu_hosts(n)).samples_per_s for n in range(8)]
         assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(rates))
@@ -217,7 +219,9 @@ class TestLaws:
 
     @always_the_same
     @given(works, shapes)
-    def test_no_number_of_hosts_is_cheaper_than_the_chosen_one(self, work: Workload, shape: Shape) -> None:
+    def test_no_number_of_hosts_is_cheaper_than_the_chosen_one(
+        self, work: Workload, shape: ClusterShape
+    ) -> None:
         def cost(count: int) -> float:
             candidate = shape.with_cpu_hosts(count)
             return usd_per_million_samples(predict(work, candidate), candidate)
@@ -228,7 +232,7 @@ class TestLaws:
     @always_the_same
     @given(works, shapes)
     def test_the_binding_limit_is_reached_and_raising_another_does_not_help(
-        self, work: Workload, shape: Shape
+        self, work: Workload, shape: ClusterShape
     ) -> None:
         now, workers = predict(work, shape), shape.gpu_hosts * shape.gpus_per_host
         links = ("gpu_host_bytes_per_s", "cpu_host_bytes_per_s")
@@ -246,7 +250,7 @@ class TestLaws:
     @always_the_same
     @given(works, shapes, st.floats(1.01, 3))
     def test_every_cost_lowers_throughput_and_every_supply_raises_it(
-        self, work: Workload, shape: Shape, factor: float
+        self, work: Workload, shape: ClusterShape, factor: float
     ) -> None:
         now = predict(work, shape).samples_per_s * (1 + 1e-9)
         for name in ("cpu_s", "receive_s", "other_s", "serial_s", "bytes_per_sample"):
@@ -258,7 +262,7 @@ class TestLaws:
     @always_the_same
     @given(works, shapes)
     def test_while_cpus_bind_a_host_pays_exactly_if_its_cpus_are_the_cheaper_ones(
-        self, work: Workload, shape: Shape
+        self, work: Workload, shape: ClusterShape
     ) -> None:
         """Rule 2 of the model, where receiving costs nothing: P_c/P_g < η·C_c/C_g."""
         work = replace(work, receive_s=0, other_s=0)

@@ -23,10 +23,10 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, defau
 
 from stoker import DataLoader
 from stoker.errors import UsageError
-from stoker.loader import cluster
-from stoker.loader.attempt import LoaderAttempt, LoaderPass
-from stoker.loader.work import PAGES, LoaderSource, LoaderWork, Order
-from stoker.messages import BlockReport, Claim, Failure, Made, Process, Shard
+from stoker.loader import connection
+from stoker.loader.loader_pass import LoaderAttempt, LoaderPass
+from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
+from stoker.protocol import BlockReport, Claim, Failure, Made, Process, Shard
 from stoker.serve.attempt import Locks
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.items import ITEM_S, Holdings
@@ -277,14 +277,14 @@ def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they
 
 def test_an_address_where_nobody_answers_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: .*refused"):
-        cluster.connect("127.0.0.1:1")
+        connection.connect("127.0.0.1:1")
 
 
 def test_a_file_of_ranks_that_were_killed_is_not_taken_for_that_of_these(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cluster, "RANKS_WAIT_S", 0.1)
+    monkeypatch.setattr(connection.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(connection, "RANKS_WAIT_S", 0.1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     folder = tmp_path / f"stoker-ranks-{os.getuid()}"
     folder.mkdir(mode=0o700)
@@ -292,14 +292,14 @@ def test_a_file_of_ranks_that_were_killed_is_not_taken_for_that_of_these(
     file.write_text("of a process that had this number")
     os.utime(file, (1e9, 1e9))
     with pytest.raises(UsageError, match="local rank 0 started no Ray cluster"):
-        cluster._with_other_ranks()
+        connection._with_other_ranks()
 
 
 def test_what_killed_ranks_have_left_the_next_ones_remove(tmp_path: Path) -> None:
     own, other = f"{os.getppid()}-mine", f"{os.getpid()}-of-a-running-job"
     for name in (f"{own}.json", f"{own}.123", f"{other}.json", "4194305-killed.json", "4194305-killed.7"):
         (tmp_path / name).touch()
-    cluster._forget_killed(tmp_path / f"{own}.json")
+    connection._forget_killed(tmp_path / f"{own}.json")
     assert [path.name for path in tmp_path.iterdir()] == [f"{other}.json"]
 
 
@@ -314,7 +314,7 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
         mark.touch()
         if failed:
             monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-        leaves = threading.Thread(target=cluster._leave, args=(file, os.getpid()))
+        leaves = threading.Thread(target=connection._leave, args=(file, os.getpid()))
         leaves.start()
         leaves.join(10.0 if failed else 0.3)
         assert leaves.is_alive() != failed
@@ -409,7 +409,9 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
     """A host's agent died and took a batch along; the chain worker that reads the stream makes it again."""
 
     def read(source: LoaderSource, served: int) -> Iterator[Any]:
-        shard = Shard("worker 0", items=(Order(7, worker=0, served=served),), home="w" if served else "")
+        shard = Shard(
+            "worker 0", items=(LoadRequest(7, worker=0, served=served),), home="w" if served else ""
+        )
         return (unpack(record[PAGES])[1].batch for record in source.read(shard, None))
 
     def two_passes(again: bool) -> list[Any]:

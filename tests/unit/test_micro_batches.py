@@ -19,7 +19,7 @@ from stoker.chain.chain import Chain
 from stoker.config.schema import Config
 from stoker.data import Pad
 from stoker.errors import DataError, UsageError
-from stoker.messages import Pad as Padding
+from stoker.protocol import Pad as Padding
 from stoker.recipe import Recipe
 from stoker.serve.opening import open_data
 from stoker.train import loop

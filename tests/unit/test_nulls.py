@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from stoker.data import read_delta, read_parquet
 from stoker.errors import UsageError
-from stoker.messages import BadRecord
+from stoker.protocol import BadRecord
 
 records = partial(read_all, records=3)
 

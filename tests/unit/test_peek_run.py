@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.messages import ID_COLUMN, KEY_COLUMN, DataCursor
+from stoker.protocol import ID_COLUMN, KEY_COLUMN, DataCursor
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Locks, RecipeAttempt
@@ -28,7 +28,7 @@ from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, pack_work
 from stoker.serve.recovery import Suspects
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 
 FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s": 0.0}
 
@@ -80,7 +80,7 @@ class Run:
         )
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)
-        loaded = Loaded(data.sources["train"], data.chains["train"])
+        loaded = LoadedSplit(data.sources["train"], data.chains["train"])
         shards = list(passes.shards(epoch, cursor))
         if config.data.order == "any":
             random.Random(workers).shuffle(shards)  # whichever is ready first
@@ -124,7 +124,7 @@ class Run:
         )
 
     def rebuilt(self, step: int) -> dict[int, list[str]]:
-        from launcher.advise.peek.run import rebuild
+        from launcher.advise.peek.peek_run import rebuild
 
         found: dict[int, list[str]] = {}
         for line in rebuild(self.folder, step, []).lines:

@@ -24,7 +24,7 @@ from stoker.chain.entries import as_stages
 from stoker.config.loading import load
 from stoker.data import DecodeImage, DecodeMask
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 from stoker.serve.opening import open_data
 
 

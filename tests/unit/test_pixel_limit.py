@@ -23,7 +23,7 @@ from stoker.chain.transforms import DecodeImage
 from stoker.config.loading import load
 from stoker.data import read_torch
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 from stoker.serve.opening import open_data
 
 pytestmark = pytest.mark.long

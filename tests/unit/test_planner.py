@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.errors import DataError
-from stoker.messages import BlockReport, Claim, DataCursor, Failure, Made, Process
+from stoker.protocol import BlockReport, Claim, DataCursor, Failure, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
 from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import Held, Holdings, ReadyBlock

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import UsageError
-from stoker.messages import BadRecord, BlockReport, DataCursor, PassPlan, Plan
+from stoker.protocol import BadRecord, BlockReport, DataCursor, PassPlan, Plan
 from stoker.read.identity import identity_of
 from stoker.read.images import ImageFolderSource
 from stoker.read.indexed import RangeSource, TorchSource

@@ -17,11 +17,11 @@ from stoker.chain.columns import Ragged, block_columns, block_parts, schema_of
 from stoker.config.schema import Config
 from stoker.data import Pad
 from stoker.errors import DataError, SchemaError, UsageError
-from stoker.messages import BlockSlice
+from stoker.protocol import BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool, as_batch
-from stoker.serve.blocks.client import Request
+from stoker.serve.blocks.client import RowRequest
 from stoker.serve.opening import open_data
 
 LENGTHS = [3, 0, 5, 1, 2, 0, 4, 4, 1, 0, 7, 2]
@@ -249,7 +249,7 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int]
     part = BlockSlice("b", 0, 2, "far", 2)
     columns = {"ids": Ragged(np.zeros(3, np.int32), np.array([0, 2, 3]))}
     batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of(columns, pads={"ids": Pad(0)}))
-    request = Request(None, None, ours, part)  # type: ignore[arg-type]
+    request = RowRequest(None, None, ours, part)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="row offsets from"):
         request.receive(batch, 0)
     for each in (ours, theirs):

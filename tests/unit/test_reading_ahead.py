@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from stoker.messages import Shard
+from stoker.protocol import Shard
 from stoker.read import tar, webdataset
 from stoker.read.tar import CHUNKS_AHEAD, CHUNKS_PREPARED, Ahead, streamed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recorded import record
 
-from stoker.events.advice import verdict
+from stoker.events.bottleneck import verdict
 from stoker.events.console import PlainConsole, report
 from stoker.events.kinds import HostCpu, event_of
 from stoker.events.prices import price_list

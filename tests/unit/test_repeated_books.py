@@ -11,7 +11,7 @@ from stoker.events.console import books_text
 from stoker.events.kinds import event_of
 from stoker.events.sinks import Scalars
 from stoker.events.summary import Records
-from stoker.messages import BlockReport, CarriedAccount
+from stoker.protocol import BlockReport, CarriedAccount
 from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 

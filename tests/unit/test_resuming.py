@@ -35,14 +35,14 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
     return folder / saved.name
 
 
-def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.Start, list[str]]:
+def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.ResumePoint, list[str]]:
     synced = backend == "sagemaker"
     place = RunPlace(backend, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
     return resuming.plan(load(None, overrides).config, place, said.append), said
 
 
-def started_from(start: resuming.Start) -> str:
+def started_from(start: resuming.ResumePoint) -> str:
     return start.start.path if start.start else ""
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     *("launcher", "stoker.entry", "stoker.scripts", "stoker.train", "stoker.image_classification"),
     *("stoker.data", "stoker.loader", "stoker.serve", "stoker.serve.blocks", "stoker.chain", "stoker.read"),
-    *("stoker.messages", "stoker.sizing", "stoker.events", "stoker.hosts", "stoker.checkpoints"),
+    *("stoker.protocol", "stoker.sizing", "stoker.events", "stoker.hosts", "stoker.checkpoints"),
     *("stoker.storage", "stoker.recipe", "stoker.config"),
     "stoker",
 )
@@ -95,6 +95,21 @@ def test_every_module_has_a_room() -> None:
     loose = {name for name in modules() if room_of(name) == "stoker"} - {PUBLIC}
     named = {"accuracy", "errors", "figures", "place", "ray_compat", "session"}
     assert loose == {f"stoker.{name}" for name in named}
+
+
+def test_a_name_has_one_meaning() -> None:
+    """No two files, and no two classes, have the same name."""
+    files: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if name.startswith("launcher.projects."):
+            continue  # projects for users, each on its own
+        files.setdefault(path.name, []).append(name)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    del files["__init__.py"]
+    assert {name: found for name, found in (files | classes).items() if len(found) > 1} == {}
 
 
 def test_a_file_has_at_most_600_lines() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from stoker.config.places import CpuHostsConfig
-from stoker.sizing.model import Shape, Workload, cheapest_count
+from stoker.sizing.model import ClusterShape, Workload, cheapest_count
 from stoker.sizing.scaler import Scaler
 
 
@@ -55,7 +55,7 @@ class Job:
 def model(job: Job, options: CpuHostsConfig) -> int:
     """The limits model's number of hosts."""
     target = 1 - options.target_wait_pct / 100
-    shape = Shape(
+    shape = ClusterShape(
         gpu_host_cpus=max(job.own, 1e-6),
         cpu_host_cpus=job.each,
         gpu_host_usd_per_hour=options.rest_usd_per_hour or 1.0,

@@ -21,7 +21,7 @@ from stoker.chain.columns import schema_of
 from stoker.chain.transforms import Drop
 from stoker.data import Pad, read_torch, read_webdataset
 from stoker.errors import STATED, DataError, SchemaError, UsageError
-from stoker.messages import BadRecord, BlockSlice
+from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 

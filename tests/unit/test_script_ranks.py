@@ -22,7 +22,7 @@ from stoker.scripts import supervisor as supervising
 from stoker.scripts.rank import Child
 from stoker.scripts.supervisor import (
     Exit,
-    Order,
+    RankCommand,
     Report,
     Supervisor,
     first_failure,
@@ -65,16 +65,16 @@ class Ranks:
         self.pool = ThreadPoolExecutor(len(texts))
         self.orders = [self.pool.submit(self._watch, rank) for rank in range(len(texts))]
 
-    def _watch(self, rank: int) -> Order:
+    def _watch(self, rank: int) -> RankCommand:
         one = self.children[rank]
 
-        def tell(output: str = "", end: Exit | None = None) -> Order:
+        def tell(output: str = "", end: Exit | None = None) -> RankCommand:
             with self.lock:
                 return self.supervisor.report(Report("a", rank, output, one.events(), end))
 
         return worker.watch(one, "train.py", rank, tell)
 
-    def end(self) -> list[Order]:
+    def end(self) -> list[RankCommand]:
         return [order.result(timeout=60) for order in self.orders]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def test_what_ranks_print_and_log_arrives_whole_and_the_run_is_complete(child: C
         "print('no newline', end='')\n"
     )
     ranks = Ranks(child, text, text)
-    assert ranks.end() == [Order(over=True)] * 2
+    assert ranks.end() == [RankCommand(over=True)] * 2
     whole = "".join(f"{'ä' * 50} {step}\n" for step in range(1, 2001)) + "no newline"
     assert (ranks.output(0), ranks.output(1)) == (whole, whole)
     logged = [(event["rank"], event["step"]) for event in ranks.events("metrics")]
@@ -158,7 +158,7 @@ def test_a_stop_is_sigterm_to_every_rank_and_no_failure(child: Callable[..., Chi
     ranks = Ranks(child, *[SAVES.format(code=code)] * 2)
     ranks.wait_for("ready")
     ranks.supervisor.request_stop("SIGTERM")
-    assert ranks.end() == [Order(stop="SIGTERM", over=True)] * 2
+    assert ranks.end() == [RankCommand(stop="SIGTERM", over=True)] * 2
     assert "saved" in ranks.output(0) and "saved" in ranks.output(1)
     assert not ranks.events("complete"), "it was interrupted, whatever it says of itself"
 
@@ -168,7 +168,7 @@ def test_a_rank_that_dies_because_another_was_stopped_does_not_fail_the_run() ->
     supervisor.request_stop("SIGTERM")
     supervisor.report(Report("a", 0, end=Exit(0, -15, asked=True)))
     order = supervisor.report(Report("a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer")))
-    assert order == Order(stop="SIGTERM", over=True)
+    assert order == RankCommand(stop="SIGTERM", over=True)
 
 
 def test_a_failure_before_the_stop_stays_a_failure() -> None:
@@ -188,16 +188,16 @@ def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
     ranks = Ranks(child, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS)
     ranks.wait_for("ready")
     ranks.supervisor.request_stop("Ctrl-C")
-    assert ranks.end() == [Order(stop="Ctrl-C", over=True)]
+    assert ranks.end() == [RankCommand(stop="Ctrl-C", over=True)]
     assert "did not end within" in ranks.output(0)
 
 
 def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_before() -> None:
     supervisor = Supervisor("train.py", 1)
     assert supervisor.report(Report("a", 0, end=Exit(0, 1, line="OSError"))).failure
-    assert supervisor.report(Report("b", 0)) == Order()
+    assert supervisor.report(Report("b", 0)) == RankCommand()
     assert supervisor.report(Report("a", 0)).over
-    assert supervisor.report(Report("b", 0, end=Exit(0, 0))) == Order(over=True)
+    assert supervisor.report(Report("b", 0, end=Exit(0, 0))) == RankCommand(over=True)
     notes = [event["text"] for event in supervisor.events if event["event"] == "note"]
     assert notes == ["restarting the script on all train workers (start 2)"]
 
@@ -236,7 +236,7 @@ def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child]
         "print('left', p.pid)\n"
     )
     ranks = Ranks(child, text)
-    assert ranks.end() == [Order(over=True)]
+    assert ranks.end() == [RankCommand(over=True)]
     left = int(ranks.output(0).split()[1])
     ranks.children[0].close()
     deadline = time.monotonic() + 30

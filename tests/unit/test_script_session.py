@@ -17,7 +17,7 @@ from launcher.commands import standing
 from launcher.run_directory import PastRun
 from stoker import session
 from stoker.config.loading import load, resolved_yaml
-from stoker.events.advice import verdict
+from stoker.events.bottleneck import verdict
 from stoker.events.console import PlainConsole, closing_rows
 from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from stoker.config.schema import Config
-from stoker.messages import KEY_COLUMN, PassPlan, Work
+from stoker.protocol import KEY_COLUMN, PassPlan, Work
 from stoker.serve.opening import open_data
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -29,7 +29,7 @@ def drawn(
     """Key → the numbers drawn for that record in a pass, or in one shard: all that one process reads."""
     job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
     data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
-    loaded = Loaded(data.sources["train"], data.chains["train"])
+    loaded = LoadedSplit(data.sources["train"], data.chains["train"])
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
     found: dict[str, tuple[float, ...]] = {}
     for number, part in enumerate(data.sources["train"].shards(shard, None)):
@@ -79,14 +79,14 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.shards(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.messages import PassPlan, Work\n"
-        "from stoker.serve.shards import Loaded, blocks_of\n"
+        "from stoker.protocol import PassPlan, Work\n"
+        "from stoker.serve.shards import LoadedSplit, blocks_of\n"
         "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = PassPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, shard)\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"
-        "columns, _ = next(blocks_of(Loaded(source, chain), plan, work))\n"
+        "columns, _ = next(blocks_of(LoadedSplit(source, chain), plan, work))\n"
         "print(json.dumps(columns['t'].tolist()))\n"
     )
     paths = os.pathsep.join([str(RECIPES), *sys.path])

@@ -21,9 +21,9 @@ from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage
 from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
 from stoker.errors import UsageError
-from stoker.messages import KEY_COLUMN, BadRecord, PassPlan, Work
+from stoker.protocol import KEY_COLUMN, BadRecord, PassPlan, Work
 from stoker.recipe import Recipe
-from stoker.serve.shards import Loaded, blocks_of, order_of
+from stoker.serve.shards import LoadedSplit, blocks_of, order_of
 
 
 def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
         assert source is not None
         source.check()
         plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        loaded = Loaded(source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
+        loaded = LoadedSplit(source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
         found: list[str] = []
         for number, shard in enumerate(source.shards(100, order_of(3, 1))):
             for columns, _ in blocks_of(loaded, plan, Work(number, shard)):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.events.advice import bottleneck
+from stoker.events.bottleneck import bottleneck
 from stoker.events.summary import Host, Summary
 from stoker.train.device import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 

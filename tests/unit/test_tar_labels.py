@@ -15,7 +15,7 @@ from PIL import Image
 
 from stoker.data import read_webdataset
 from stoker.errors import UsageError
-from stoker.messages import BadRecord
+from stoker.protocol import BadRecord
 
 Members = list[tuple[str, bytes]]
 CLASSES = ("cat", "dog", "eel")

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.chain.columns import schema_of
 from stoker.errors import DataError
-from stoker.messages import BlockSlice, Directory, Server
+from stoker.protocol import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.blocks.client import DirectHosts, Transport

@@ -28,7 +28,7 @@ ARGUED = {
     "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/read/identity.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/chain/probing.py": (1, "of the head of this run"),
-    "launcher/advise/peek/run.py": (1, "a copy of an object of this very process"),
+    "launcher/advise/peek/peek_run.py": (1, "a copy of an object of this very process"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""
 

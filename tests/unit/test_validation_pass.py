@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.messages import BlockReport, DataCursor, PassPlan, Plan
+from stoker.protocol import BlockReport, DataCursor, PassPlan, Plan
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
 from stoker.serve.attempt import Locks, RecipeAttempt

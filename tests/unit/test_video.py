@@ -14,7 +14,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.data import DecodeVideo
 from stoker.errors import UsageError
-from stoker.messages import BlockReport
+from stoker.protocol import BlockReport
 
 FORMATS = {
     "mkv": ("libx264rgb", "rgb24", {"qp": "0", "g": "12", "bf": "2"}),

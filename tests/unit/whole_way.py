@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.messages import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
+from stoker.protocol import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
 from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
 from stoker.serve.attempt import Locks, RecipeAttempt
@@ -24,7 +24,7 @@ from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, pack_work
 from stoker.serve.recovery import Suspects
-from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.train.feed import as_tensors
 
 SECRET = b"s" * 32
@@ -149,7 +149,7 @@ class Way:
         attempt = RecipeAttempt(0, workers, passes, data.totals, start, *shared)
         stream = attempt.open["train", 0]
         plan = passes.plan("train", 0, None)
-        loaded = Loaded(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
+        loaded = LoadedSplit(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
         made = []
         shards = list(passes.shards(plan, None))
         for work in pack_work(shards, [False] * len(shards)):

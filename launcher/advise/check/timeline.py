@@ -42,7 +42,7 @@ class Take:
     """Whether it returned no batch because the epoch ended."""
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """The time from one batch request to the next."""
 
     epoch: int
@@ -98,7 +98,7 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class Share:
+class TimeShare:
     """A share of time with its uncertainty."""
 
     value: float
@@ -113,7 +113,7 @@ def training(loaders: Sequence[Loader]) -> int | None:
     return max(seen, key=key) if seen else None
 
 
-def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[Step]:
+def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[TimedStep]:
     """The steps of a loader's loop.
 
     Includes waiting for other training loaders, as with two zipped ones. Skips steps in which a loader that
@@ -125,11 +125,11 @@ def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[
         first, last, inside = takes[here], takes[there], takes[here:there]
         if not first.ended and first.epoch == last.epoch and all(along[take.loader] for take in inside):
             wait = sum(take.got - take.asked for take in inside)
-            steps.append(Step(first.epoch, first.number, last.asked - first.asked, wait))
+            steps.append(TimedStep(first.epoch, first.number, last.asked - first.asked, wait))
     return steps
 
 
-def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
+def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     """The steps of the steady state.
 
     Workers deliver in turn, and late ones together, so only whole rounds of each epoch count.
@@ -142,7 +142,7 @@ def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
     return found
 
 
-def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
+def judged(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     """The steady steps, or all but the script's first if epochs are too short.
 
     The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
@@ -158,12 +158,12 @@ def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
     ]
 
 
-def waiting(steps: Sequence[Step]) -> Share:
+def waiting(steps: Sequence[TimedStep]) -> TimeShare:
     """The share of step time spent waiting for data."""
     whole = sum(step.whole for step in steps)
     value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
     if len(steps) < LEAST_STEPS or whole <= 0:
-        return Share(value, 1.0)
+        return TimeShare(value, 1.0)
     # Block jackknife, because neighbouring steps are correlated.
     edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
     without = []
@@ -171,10 +171,10 @@ def waiting(steps: Sequence[Step]) -> Share:
         rest = [*steps[:low], *steps[high:]]
         without.append(sum(step.wait for step in rest) / max(sum(step.whole for step in rest), 1e-12))
     error = statistics.stdev(without) * (BLOCKS - 1) / math.sqrt(BLOCKS)
-    return Share(value, 2.26 * error)  # Student's t of 9 degrees of freedom
+    return TimeShare(value, 2.26 * error)  # Student's t of 9 degrees of freedom
 
 
-def enough(steps: Sequence[Step], loader: Loader, wanted: int | None) -> bool:
+def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bool:
     """Whether the steps so far are enough: `wanted` ones, or None: until the share is certain."""
     found = steady(steps, loader)
     if not found and steps and steps[-1].epoch >= 2:

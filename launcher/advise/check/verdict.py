@@ -14,8 +14,8 @@ from launcher.advise.check.timeline import (
     LEAST_STEPS,
     STARTING,
     Loader,
-    Share,
     Take,
+    TimeShare,
     epoch_start,
     judged,
     steady,
@@ -25,7 +25,7 @@ from launcher.advise.check.timeline import (
 )
 from stoker.errors import UsageError
 from stoker.events import prices
-from stoker.events.advice import DEAR_STAGE, INPUT_BOUND
+from stoker.events.bottleneck import DEAR_STAGE, INPUT_BOUND
 from stoker.figures import count_of
 
 UNSURE, UNCERTAIN = 0.05, 0.15
@@ -50,7 +50,7 @@ SLOW_START = 0.05
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchCost:
     """The cost of fetching a sample, in the processes that do it."""
 
     cpu_s: float
@@ -82,13 +82,13 @@ class Checked:
     """In the order in which the script first used its loaders."""
     loader: Loader
     steps: int
-    share: Share
+    share: TimeShare
     step_s: float
     samples_per_step: float
     bytes_per_step: float
     start_s: float | None
     """From the start of an epoch to its first batch."""
-    fetched: Fetched | None
+    fetched: FetchCost | None
     whole_epochs: bool
     """The epochs are so short that their starts are included in the share."""
 
@@ -108,7 +108,7 @@ class Checked:
         return self.certain and self.share.value >= INPUT_BOUND
 
 
-def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
+def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
     """Totals of all processes that fetched for one loader; None if there were none."""
     # The first fetch of a process imports and opens things; it counts only if there is nothing else.
     sums = [one for one in sums if not one.get("first")] or sums
@@ -121,7 +121,7 @@ def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
     for name, spent in itertools.chain.from_iterable(one["stages"].items() for one in sums):
         stages[name] += spent / samples
     blocked_s, queued_s = max(wall - cpu - queued, 0.0) / samples, queued / samples
-    return Fetched(cpu / samples, blocked_s, queued_s, dict(stages), samples / fetches, int(fetches))
+    return FetchCost(cpu / samples, blocked_s, queued_s, dict(stages), samples / fetches, int(fetches))
 
 
 def checked(
@@ -172,7 +172,11 @@ def checked(
 
 
 def judge(
-    loaders: Sequence[Loader], takes: Sequence[Take], number: int, fetched: Fetched | None, wanted: int | None
+    loaders: Sequence[Loader],
+    takes: Sequence[Take],
+    number: int,
+    fetched: FetchCost | None,
+    wanted: int | None,
 ) -> Checked:
     """Assess one loader, from at most the requested number of steps."""
     loader = loaders[number]
@@ -253,7 +257,7 @@ def headline(one: Checked) -> list[str]:
     ]
 
 
-def speed_up(share: Share) -> str:
+def speed_up(share: TimeShare) -> str:
     """How much faster training would be if data were never late, at both ends of the uncertainty."""
     low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
     least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
@@ -280,7 +284,7 @@ def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
     return [*workers, *_restarts(one), *(_cheaper(fetched.stages) if fetched else [])]
 
 
-def _workers(one: Checked, fetched: Fetched, cpus: float, idle: float | None) -> str:
+def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
     """Whether more workers here would remove the wait."""
     batch, now = one.samples_per_step, one.loader.num_workers
     needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)

@@ -26,7 +26,7 @@ from stoker.chain.stages import Stage
 from stoker.config.schema import Config
 from stoker.errors import ChainError, UsageError, where_raised
 from stoker.figures import size
-from stoker.messages import (
+from stoker.protocol import (
     HWC_SUFFIX,
     ID_COLUMN,
     KEY_COLUMN,
@@ -56,7 +56,7 @@ IGNORED_CLASS = 255
 
 
 @dataclass
-class Column:
+class ColumnStatistics:
     """Statistics of one column over the examined records."""
 
     values: int = 0
@@ -188,7 +188,7 @@ class Point:
 
     name: str
     per: str = "record"
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, ColumnStatistics] = field(default_factory=dict)
     records: int = 0
     ms: list[float] = field(default_factory=list)
     """Time per record; for a batch stage, averaged over each group."""
@@ -198,7 +198,7 @@ class Point:
         self.records += 1
         for name, value in record.items():
             if name != "key":
-                self.columns.setdefault(name, Column()).take(value)
+                self.columns.setdefault(name, ColumnStatistics()).take(value)
 
     @property
     def ms_per_record(self) -> float | None:

@@ -19,7 +19,7 @@ from launcher.advise.peek.looking import as_array, times
 from launcher.advise.peek.painting import Corners, Painter, encoded
 from launcher.advise.peek.problems import LABELS
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160

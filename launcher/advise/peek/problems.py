@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from launcher.advise.peek.looking import IGNORED_CLASS, Column, Look
+from launcher.advise.peek.looking import IGNORED_CLASS, ColumnStatistics, Look
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.figures import count_of, size
@@ -121,13 +121,13 @@ def _refusals(config: Config, data: Data) -> Iterator[Problem]:
         yield from (Problem("error" if config.train.workers else "warning", text) for text in error.problems)
 
 
-def _holes(name: str, column: Column, where: str) -> Iterator[str]:
+def _holes(name: str, column: ColumnStatistics, where: str) -> Iterator[str]:
     if column.nulls:
         share = "all" if column.nulls == column.values else f"{column.nulls} of"
         yield f"column {name!r} is NULL in {share} {column.values} records{where}"
 
 
-def _values(name: str, column: Column, classes: int | None, ignores: bool) -> Iterator[str]:
+def _values(name: str, column: ColumnStatistics, classes: int | None, ignores: bool) -> Iterator[str]:
     kind, shape = next(iter(column.kinds), ""), next(iter(column.shapes), ())
     if column.nans:
         yield f"column {name!r} contains NaN or infinity in {count_of(column.nans, 'record')}"
@@ -145,7 +145,9 @@ def _values(name: str, column: Column, classes: int | None, ignores: bool) -> It
         yield from _classes(name, "a mask" if is_mask else "a label", column, classes, ignores)
 
 
-def _classes(name: str, what: str, column: Column, classes: int | None, ignores: bool) -> Iterator[str]:
+def _classes(
+    name: str, what: str, column: ColumnStatistics, classes: int | None, ignores: bool
+) -> Iterator[str]:
     """Numbers of classes that the recipe does not have."""
     high = column.high
     if what == "a mask" and high == IGNORED_CLASS and (classes or 0) <= IGNORED_CLASS:
@@ -158,7 +160,7 @@ def _classes(name: str, what: str, column: Column, classes: int | None, ignores:
         yield f"column {name!r}: {what} out of range: {column.low:g} … {high:g}; {there}"
 
 
-def _image(name: str, kind: str, column: Column) -> Iterator[str]:
+def _image(name: str, kind: str, column: ColumnStatistics) -> Iterator[str]:
     low, high = column.low, column.high
     has = f"column {name!r} has {kind} images"
     if kind.startswith("float"):

@@ -17,7 +17,7 @@ from launcher.job import Job
 from launcher.places import Place
 from launcher.places.remote import (
     CloudRun,
-    Group,
+    HostGroup,
     LogEntry,
     Tell,
     collected,
@@ -199,7 +199,7 @@ class SageMakerRun(CloudRun):
             yield f"[{named}/{host}] {line}" if named else f"[{host}] {line}"
 
 
-def described_groups(description: dict[str, Any]) -> tuple[Group, ...]:
+def described_groups(description: dict[str, Any]) -> tuple[HostGroup, ...]:
     resources = description.get("ResourceConfig", {})
     if listed := resources.get("InstanceGroups"):
         return tuple(
@@ -210,7 +210,7 @@ def described_groups(description: dict[str, Any]) -> tuple[Group, ...]:
     return (group("all", resources["InstanceType"], resources.get("InstanceCount", 1)),)
 
 
-def billed_table(groups: Sequence[Group], billable_s: int, prices: PriceList) -> str:
+def billed_table(groups: Sequence[HostGroup], billable_s: int, prices: PriceList) -> str:
     """The cost of each group, from the billable seconds reported by SageMaker."""
     hours = billable_s / 3600
     rows = []

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.job import COMMAND, Job, examples_root
 from launcher.places.remote import (
     CloudRequest,
-    Group,
+    HostGroup,
     Keyed,
     cost_table,
     pruned,
@@ -94,15 +94,15 @@ METRICS = {
 MOST_METRICS = 40
 
 
-def group(name: str, type_: str, count: int, key: str = "") -> Group:
+def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
     """An instance group, with what the tables know of its type."""
     known = prices.machine(type_)
     if known is None:
-        return Group(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
-    return Group(name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps)
+        return HostGroup(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
+    return HostGroup(name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps)
 
 
-def groups_of(config: Config) -> tuple[Group, ...]:
+def groups_of(config: Config) -> tuple[HostGroup, ...]:
     settings = config.sagemaker
     found = [
         group(name, hosts.type, hosts.count, f"sagemaker.{name}")
@@ -265,7 +265,7 @@ def is_json(text: str) -> bool:
 
 
 def _channels(
-    settings: SageMakerConfig, data: tuple[DataUpload, ...], code_uri: str, groups: tuple[Group, ...]
+    settings: SageMakerConfig, data: tuple[DataUpload, ...], code_uri: str, groups: tuple[HostGroup, ...]
 ) -> list[Keyed]:
     asked = dict(settings.channels)
     origins = {name: f"sagemaker.channels.{name}" for name in asked}
@@ -301,8 +301,8 @@ def _channel(name: str, channel: ChannelConfig, by_group: list[str] | None, own:
     }
 
 
-def _instances(groups: tuple[Group, ...]) -> dict[str, Any]:
-    def instances(one: Group) -> dict[str, Any]:
+def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
+    def instances(one: HostGroup) -> dict[str, Any]:
         return {
             "InstanceType": Keyed(one.type, f"{one.key}.type"),
             "InstanceCount": Keyed(one.count, f"{one.key}.count"),

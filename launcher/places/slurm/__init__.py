@@ -20,7 +20,7 @@ from pathlib import Path
 from launcher import run_directory
 from launcher.job import Job
 from launcher.places import Place
-from launcher.places.remote import Patience, collected, detached
+from launcher.places.remote import ServicePoller, collected, detached
 from launcher.places.slurm import slurm_commands
 from launcher.places.slurm.batch_script import (
     EXIT_FILE,
@@ -168,7 +168,7 @@ class SlurmRun(PastRun):
         self.job_id, self.id = job_id, f"slurm:{job_id}"
         self._ask_every_s = ask_every_s
         self._state, self._asked_at = State("PENDING"), 0.0
-        self._patiently = Patience(POLL_S, answered=submitted)
+        self._patiently = ServicePoller(POLL_S, answered=submitted)
 
     def process_id(self) -> int | None:
         """The job's id while Slurm has the job in its queue; None after its end."""

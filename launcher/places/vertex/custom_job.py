@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from launcher.job import COMMAND, Job
 from launcher.places.remote import (
     CloudRequest,
-    Group,
+    HostGroup,
     Keyed,
     cost_table,
     pruned,
@@ -60,7 +60,7 @@ os.execv(sys.executable, [sys.executable, *{COMMAND[1:]!r}])
 
 
 @dataclass(frozen=True)
-class Pool(Group):
+class WorkerPool(HostGroup):
     """Hosts of one machine type; one group may have several pools."""
 
     accelerator: str | None = None
@@ -68,17 +68,17 @@ class Pool(Group):
     """GPUs per host, as configured."""
 
 
-def _pool(name: str, hosts: VertexHostsConfig, key: str) -> Pool:
+def _pool(name: str, hosts: VertexHostsConfig, key: str) -> WorkerPool:
     kind, accelerator = str(hosts.machine_type), hosts.accelerator
     attached = accelerator is not None and kind.startswith(prices.ATTACHES)
     gpus = hosts.count if hosts.count is not None else prices.built_in_gpus(kind) or int(attached)
     gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
     known = prices.GOOGLE_MACHINES.get(kind)
     vcpus = known.vcpus if known else None
-    return Pool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, hosts.count)
+    return WorkerPool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, hosts.count)
 
 
-def pools_of(config: Config) -> tuple[Pool, ...]:
+def pools_of(config: Config) -> tuple[WorkerPool, ...]:
     """The pools in the configuration, in its order; one group may have several."""
     settings = config.vertex
     listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
@@ -110,7 +110,7 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 class VertexRequest(CloudRequest):
     """The CustomJob, its uploads, and warnings."""
 
-    groups: tuple[Pool, ...]
+    groups: tuple[WorkerPool, ...]
     project: str = ""
 
     @property

@@ -17,7 +17,7 @@ from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage
 from stoker.errors import ChainError, where_raised
-from stoker.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
+from stoker.protocol import BadRecord, BlockReport, Pad, Record, Schema, StageCost
 from stoker.read.host_cache import KeptRecord
 from stoker.read.sources import record_id, seed_globals, seed_torch
 

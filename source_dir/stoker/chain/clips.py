@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stoker.chain.decode import check_pixels
 from stoker.chain.stages import RecordTransform, value_of
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from typing import Any
 from stoker.chain.columns import BATCHABLE, Ragged
 from stoker.chain.picture import is_hwc
 from stoker.errors import SchemaError, where_raised
-from stoker.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
+from stoker.protocol import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
 from stoker.read.sources import seed_globals
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.picture import is_hwc
 from stoker.errors import SchemaError
-from stoker.messages import (
+from stoker.protocol import (
     HWC_SUFFIX,
     ID_COLUMN,
     KEY_COLUMN,

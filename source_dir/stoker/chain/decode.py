@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stoker.messages import BadRecord, Record
+from stoker.protocol import BadRecord, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

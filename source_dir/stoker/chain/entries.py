@@ -27,7 +27,7 @@ from stoker.chain.transforms import (
     Resize,
 )
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 
 if TYPE_CHECKING:
     import numpy as np

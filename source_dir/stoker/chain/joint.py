@@ -10,7 +10,7 @@ from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, may_draw, value_of
 from stoker.chain.transforms import Compose, Drop, ImageTransform
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 
 if TYPE_CHECKING:
     import numpy as np

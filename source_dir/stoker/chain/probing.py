@@ -19,7 +19,7 @@ from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
 from stoker.figures import count_of
-from stoker.messages import BadRecord, BlockReport, Record, Schema, Shard
+from stoker.protocol import BadRecord, BlockReport, Record, Schema, Shard
 from stoker.read.sources import Source
 
 PROBE_RECORDS = 4
@@ -34,7 +34,7 @@ FEW_LEVELS = 64
 """So few of 256 mean that the values use only some of the bits, such as 12 of 16."""
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """What the first records of a split show."""
 
     schemas: tuple[Schema, ...] = ()
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     """What the chain made of them: columns and report."""
 
 
-NOTHING = Found()
+NOTHING = ProbeResult()
 
 
 def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     """
     shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
     wanted = {split: source for split, source in sources.items() if shards[split] is not None}
-    found: dict[str, Found | str]
+    found: dict[str, ProbeResult | str]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         found = _in_tasks(wanted, chains, shards)
     else:
@@ -64,10 +64,10 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
         if isinstance(answer, str):
             raise UsageError(f"{split}: {answer}")
         chains[split].schemas, chains[split].note, _ = answer
-    return {split: one.made for split, one in found.items() if isinstance(one, Found) and one.made}
+    return {split: one.made for split, one in found.items() if isinstance(one, ProbeResult) and one.made}
 
 
-def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
+def probe(source: Source, shard: Shard | None, chain: Chain) -> ProbeResult | str:
     """What the first records of a shard show; a text if they cannot be batched."""
     if shard is None:
         return NOTHING
@@ -85,7 +85,7 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
         return NOTHING  # the run reports it where it happens
     if why := _moved(stages, watch) or _every(source, shard, chain, report):
         return why
-    return Found(report.schemas, note, (columns, report) if columns else None)
+    return ProbeResult(report.schemas, note, (columns, report) if columns else None)
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
@@ -123,7 +123,7 @@ def _moved(stages: list[Stage], watch: MaskWatch) -> str:
 
 def _in_tasks(
     sources: dict[str, Source], chains: dict[str, Chain], shards: dict[str, Shard | None]
-) -> dict[str, Found | str]:
+) -> dict[str, ProbeResult | str]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -135,7 +135,7 @@ def _in_tasks(
         split: task.remote(ray.cloudpickle.dumps((source.for_workers(), shards[split], chains[split])))
         for split, source in sources.items()
     }
-    found: dict[str, Found | str] = {}
+    found: dict[str, ProbeResult | str] = {}
     for split, answer in asked.items():
         try:
             found[split] = ray.get(answer, timeout=PROBE_S)
@@ -145,7 +145,7 @@ def _in_tasks(
     return found
 
 
-def _probe_packed(packed: bytes) -> Found | str:
+def _probe_packed(packed: bytes) -> ProbeResult | str:
     return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
 
 

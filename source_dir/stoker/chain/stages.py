@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.chain.picture import tensor_of
 from stoker.errors import UsageError, nearest
-from stoker.messages import Record
+from stoker.protocol import Record
 from stoker.read.sources import digest
 
 if TYPE_CHECKING:

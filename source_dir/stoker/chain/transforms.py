@@ -24,7 +24,7 @@ from stoker.chain.picture import (
 )
 from stoker.chain.stages import RecordTransform, image_of, value_of
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.errors import UsageError
-from stoker.storage.checkpoint_store import FULL, Store, name_of, step_of, verify, write_manifest
+from stoker.storage.checkpoint_store import FULL, CheckpointStore, name_of, step_of, verify, write_manifest
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
 OUTCOME = "outcome.json"
@@ -51,7 +51,7 @@ class Content:
 class Checkpoint:
     """A complete checkpoint and its metadata."""
 
-    store: Store
+    store: CheckpointStore
     name: str
     meta: dict[str, Any]
 
@@ -72,7 +72,7 @@ class Checkpoint:
         return {**self.meta["position"], "unvalidated": self.pending and self.pending["epoch"]}
 
 
-def save(store: Store, content: Content) -> Checkpoint:
+def save(store: CheckpointStore, content: Content) -> Checkpoint:
     """Write a checkpoint; it is valid only when complete."""
     import torch
     from safetensors.torch import save_file
@@ -124,7 +124,7 @@ def _digest(outcome: dict[str, Any]) -> str:
 
 
 def newest_valid(
-    store: Store, log: Callable[[str], Any] | None = None, names: list[str] | None = None
+    store: CheckpointStore, log: Callable[[str], Any] | None = None, names: list[str] | None = None
 ) -> Checkpoint | None:
     """The first of these checkpoints that is complete, of all the newest; logs why others are skipped."""
     for name in store.names() if names is None else names:
@@ -136,7 +136,7 @@ def newest_valid(
     return None
 
 
-def describe(store: Store, name: str) -> Checkpoint:
+def describe(store: CheckpointStore, name: str) -> Checkpoint:
     """A checkpoint with its `meta.json` and its outcome, unchecked."""
     try:
         meta = json.loads(store.read(name, META))
@@ -192,7 +192,7 @@ class Retention:
     `newest` checkpoints are kept to resume from, `top_k` for their metric; the best becomes the model.
     """
 
-    store: Store
+    store: CheckpointStore
     newest: int
     top_k: int
     """As in Lightning: 0 keeps none for its metric, -1 all that have one."""

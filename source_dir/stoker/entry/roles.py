@@ -39,7 +39,7 @@ SEARCH_S, REJOIN_S = 4.0, 60.0
 whose Ray has ended."""
 
 
-class Stopped(Exception):  # noqa: N818 - a request, not an error
+class StoppedBySignal(Exception):  # noqa: N818 - a request, not an error
     """A stop signal arrived before there was anything to save."""
 
 
@@ -63,9 +63,9 @@ class Stop:
         signal.signal(signal.SIGTERM, self._handle)
 
     def check(self) -> None:
-        """Raise `Stopped` if a stop is requested and `on_request` is not set."""
+        """Raise `StoppedBySignal` if a stop is requested and `on_request` is not set."""
         if self.requested_at is not None and self.on_request is None:
-            raise Stopped
+            raise StoppedBySignal
 
     @property
     def overdue(self) -> bool:
@@ -120,7 +120,7 @@ def run_head(
         place = place_of(service, topology, formed)
         copies = Copies(service.folders().copies)
         outcome = copies.during(lambda: drive(resolved, place, stop, opened))
-    except Stopped:
+    except StoppedBySignal:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
     except UsageError as error:
         outcome = Outcome(2, scrub("; ".join(error.problems)))
@@ -160,7 +160,7 @@ def run_worker(
     def check() -> None:
         stop.check()
         if stop.overdue:
-            raise Stopped
+            raise StoppedBySignal
         head.check()
 
     try:
@@ -192,7 +192,7 @@ def run_worker(
             say(why)
             stop.on_request = None
             deadline = time.monotonic() + search_s
-    except Stopped:
+    except StoppedBySignal:
         if joined and not ends_job:
             return Outcome(0)
         return Outcome(143, "stopped by SIGTERM" if joined else "stopped by SIGTERM before joining")
@@ -226,9 +226,9 @@ def drive(resolved: Resolved, place: RunPlace, stop: Stop, opened: Any = None) -
         guard = threading.Thread(target=_end_by_force, args=(stop,), name="stop", daemon=True)
         guard.start()
         if stop.requested_at is not None:
-            raise Stopped
+            raise StoppedBySignal
         outcome: Outcome = driver.run(resolved, place, opened)
-    except Stopped:
+    except StoppedBySignal:
         raise
     except BaseException as error:
         return _failure(error)

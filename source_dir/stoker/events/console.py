@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.config.redaction import scrub
 from stoker.events import kinds
-from stoker.events.advice import judged
+from stoker.events.bottleneck import judged
 from stoker.events.prices import cost_row
 from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink

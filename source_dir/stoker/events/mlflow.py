@@ -26,7 +26,7 @@ from stoker.events.runs import flat_config
 from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Status, Summary
 from stoker.place import COMMIT_FILE, RunPlace
-from stoker.storage.checkpoint_store import Store, open_store
+from stoker.storage.checkpoint_store import CheckpointStore, open_store
 
 SEND_EVERY_S = 2.0
 RETRY_EVERY_S = 15.0
@@ -57,7 +57,7 @@ class MlflowSink(Sink):
         run_dir: Path,
         tags: dict[str, str],
         model_dir: Path | None = None,
-        kept: Store | None = None,
+        kept: CheckpointStore | None = None,
         *,
         tell: Callable[[str], None],
     ) -> None:
@@ -199,7 +199,7 @@ class MlflowSink(Sink):
         else:
             self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
 
-    def _known_id(self, store: Store) -> str | None:
+    def _known_id(self, store: CheckpointStore) -> str | None:
         """The run of an earlier start that wrote to this server and experiment."""
         try:
             content = json.loads(store.read_note(STATE))
@@ -371,7 +371,7 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
 
 
 def mlflow_sinks(
-    config: Config, place: RunPlace, kept: Store, tell: Callable[[str], None]
+    config: Config, place: RunPlace, kept: CheckpointStore, tell: Callable[[str], None]
 ) -> list[MlflowSink]:
     """Start sending a run to MLflow, if configured."""
     settings = config.tracking.mlflow

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.config.places import CpuHostsConfig
 from stoker.errors import UsageError
 from stoker.events import kinds
-from stoker.events.advice import MIN_STEPS, bottleneck
+from stoker.events.bottleneck import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary

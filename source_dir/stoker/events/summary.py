@@ -33,11 +33,11 @@ def less_is_better(metric: str) -> bool:
     return any(word in own for word in LOSSES) or not words.isdisjoint({*LOSSES, *RATES, "rmse"})
 
 
-class Part(BaseModel):
+class SummaryPart(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class Host(Part):
+class Host(SummaryPart):
     host: str
     group: str
     cpus: float
@@ -55,7 +55,7 @@ class Host(Part):
     """When it was found to be gone; None: it was there to the end."""
 
 
-class Cluster(Part):
+class Cluster(SummaryPart):
     hosts: list[Host] = []
     """All that were there at any time."""
     formed_s: float = 0.0
@@ -69,7 +69,7 @@ class Cluster(Part):
         return max(there, key=len, default=[])
 
 
-class Records(Part):
+class Records(SummaryPart):
     read: int = 0
     """Of the passes that were begun; with what is left where a limit or an interruption ends one."""
     trained: int = 0
@@ -118,7 +118,7 @@ class Records(Part):
             self.add(counts)
 
 
-class Speed(Part):
+class Speed(SummaryPart):
     samples_per_s: float = 0.0
     steady_samples_per_s: float = 0.0
     input_wait_pct: float = 0.0
@@ -136,7 +136,7 @@ class Speed(Part):
     """Seconds from the start of the process on the head to the end of the first step."""
 
 
-class Metrics(Part):
+class Metrics(SummaryPart):
     last: dict[str, float] = {}
     best: dict[str, float] = {}
     modes: dict[str, str] = {}

@@ -59,7 +59,7 @@ class ClusterError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Store:
+class ObjectStore:
     """The size and location of Ray's object store."""
 
     size: int
@@ -67,7 +67,7 @@ class Store:
     warning: str = ""
 
 
-def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108 - only measured
+def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> ObjectStore:  # noqa: S108 - only measured
     """Size the object store to fit into `/dev/shm`.
 
     If shared memory is too small, Ray falls back to disk without a warning.
@@ -76,14 +76,14 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
     free = int(stat.f_bavail * stat.f_frsize * 0.95)
     wanted = wanted_mb * 2**20 if wanted_mb else int(machine.memory()[0] * STORE_SHARE_OF_MEMORY)
     if free >= wanted:
-        return Store(wanted)
+        return ObjectStore(wanted)
     if free >= MIN_STORE_BYTES:
         small = wanted_mb is not None or free < SMALL_STORE_BYTES
         text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
-        return Store(free, warning=text if small else "")
+        return ObjectStore(free, warning=text if small else "")
     size = min(wanted, 512 * 2**20)
     text = f"{shm} has only {free >> 20} MB: the object store is on disk, which is slow"
-    return Store(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
+    return ObjectStore(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
 
 
 def cpus_to_declare(gpus: int) -> int:
@@ -281,7 +281,13 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 
 
 def arguments_for(
-    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store, trains: bool = False
+    *,
+    address: str,
+    labels: dict[str, str],
+    cpus: int,
+    gpus: int | None,
+    store: ObjectStore,
+    trains: bool = False,
 ) -> list[str]:
     """The `ray start` arguments common to head and worker hosts."""
     arguments = [

@@ -19,12 +19,12 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
-from stoker.loader import cluster
+from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
-from stoker.loader.output import reloaded
-from stoker.loader.watch import Watch
+from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import LoaderWork
+from stoker.loader.worker_output import reloaded
 from stoker.read.sources import put_back, states
 from stoker.serve.blocks.packing import pack
 
@@ -162,24 +162,24 @@ class DataLoader(TorchDataLoader[Item]):
         """Whether copies of an iterable dataset serve all passes, as one object does without workers."""
         return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
 
-    def _maker(self) -> tuple[Any, Watch]:
-        pages, watch = self._packed(), Watch()
+    def _maker(self) -> tuple[Any, PassTimer]:
+        pages, watch = self._packed(), PassTimer()
         self.kept.content(hashlib.sha256(b"".join(part.tobytes() for part in pages)).hexdigest()[:32])
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages, self.kept.copies), watch
         import ray
 
-        cluster.connect(self.address)
+        connection.connect(self.address)
         end_passes_before_ray()
         try:
             return self._cluster_maker(pages, watch), watch
         except ray.exceptions.RayActorError:
             return self._cluster_maker(pages, watch), watch  # the service was ending with its last script
 
-    def _cluster_maker(self, pages: tuple[Any, Any], watch: Watch) -> ClusterMaker:
+    def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
         from stoker.loader.loader_service import forget, register, service_of
 
-        service = service_of(cluster.group(), self.stall_timeout_s)
+        service = service_of(connection.group(), self.stall_timeout_s)
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
         register(service, pages, name, self._id, iterable)
         streams = max(1, self.num_workers) if iterable else 0

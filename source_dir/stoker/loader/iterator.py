@@ -16,9 +16,9 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from stoker.loader.watch import Watch
-from stoker.loader.work import Failed, Order
-from stoker.messages import Shard
+from stoker.loader.pass_timer import PassTimer
+from stoker.loader.work import Failed, LoadRequest
+from stoker.protocol import Shard
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
@@ -66,7 +66,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         start: position to start from, returned by `place`.
     """
 
-    def __init__(self, loader: Any, maker: Any, watch: Watch, start: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, loader: Any, maker: Any, watch: PassTimer, start: dict[str, Any] | None = None
+    ) -> None:
         self.passes = passes = start["passes"] if start else loader.kept.passes
         if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
             vars(self).update(loader.kept.base)
@@ -80,7 +82,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 self._reset(loader)
         self.base = {name: value for name, value in vars(self).items() if name != "passes"}
         self._maker = maker
-        self._order = Order(
+        self._order = LoadRequest(
             int(self._base_seed),
             passes=passes,
             served=loader.kept.served,

@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 from stoker import ray_compat
-from stoker.loader.attempt import LoaderAttempt, Place
-from stoker.loader.watch import Progress
+from stoker.loader.loader_pass import LoaderAttempt, Place
+from stoker.loader.pass_timer import PassProgress
 from stoker.loader.work import LoaderChain, LoaderSource
-from stoker.messages import Made, Process, Reply, Shard
+from stoker.protocol import Made, Process, Reply, Shard
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.pool import ChainHost, Scaling
@@ -73,7 +73,7 @@ class LoaderService(DataService):
             hosts, budget_bytes, stall_s, {"": self.costs}, scaler=scaler, most_waiting=most_waiting
         )
         self._node = node
-        self._progress: dict[str, tuple[float, Progress]] = {}
+        self._progress: dict[str, tuple[float, PassProgress]] = {}
         """By pass: when a script last took batches of it, and how many."""
         self._busy = time.monotonic()
         """When a pass was last open."""
@@ -264,7 +264,7 @@ class LoaderService(DataService):
                 break
         return given
 
-    def state(self, key: str, progress: Progress) -> tuple[int, list[str]]:
+    def state(self, key: str, progress: PassProgress) -> tuple[int, list[str]]:
         """Called by scripts every two seconds.
 
         Returns:
@@ -272,7 +272,7 @@ class LoaderService(DataService):
         """
         now = time.monotonic()
         with self.changed:
-            before = self._progress.get(key, (now, Progress()))[1]
+            before = self._progress.get(key, (now, PassProgress()))[1]
             batches, seconds, late_s = (a - b for a, b in zip(progress, before, strict=True))
             if batches > 0 and key in self._job_of:
                 self._progress[key] = now, progress

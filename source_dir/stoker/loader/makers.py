@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from stoker.errors import where_raised
-from stoker.loader.output import repeat
-from stoker.loader.watch import Watch
-from stoker.loader.work import Failed, LoaderWork, Made, copy_for, opened, packed
-from stoker.messages import Shard
+from stoker.loader.pass_timer import PassTimer
+from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
+from stoker.loader.worker_output import repeat
+from stoker.protocol import Shard
 from stoker.serve.blocks.client import connect
 from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
 from stoker.session import EVENTS_VARIABLE
@@ -76,7 +76,7 @@ class ClusterMaker:
         keeps: str | None,
         pinned: bool,
         stall_s: float,
-        watch: Watch,
+        watch: PassTimer,
     ) -> None:
         import ray
 
@@ -134,7 +134,7 @@ class ClusterMaker:
 class Puller:
     """A thread that requests, fetches and unpacks blocks ahead of the script."""
 
-    def __init__(self, service: Any, key: str, pinned: bool, watch: Watch) -> None:
+    def __init__(self, service: Any, key: str, pinned: bool, watch: PassTimer) -> None:
 
         self._service, self._key, self._watch = service, key, watch
         self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
@@ -273,7 +273,7 @@ def end_passes_before_ray() -> None:
     atexit.register(end_passes)
 
 
-def pin(made: Made | Failed) -> Made | Failed:
+def pin(made: MadeBatch | Failed) -> MadeBatch | Failed:
     """Copy a batch to pinned memory with torch's own function."""
     from torch.utils.data._utils.pin_memory import pin_memory
 

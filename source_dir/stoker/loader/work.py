@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.chain.chain import use_one_thread
-from stoker.loader.output import Said, heard, reload
-from stoker.messages import BadRecord, BlockReport, Record, Shard
+from stoker.loader.worker_output import Said, heard, reload
+from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
 
@@ -40,7 +40,7 @@ class Failed(NamedTuple):
     """Of a stream: digests of its batches before this one, and with it; see digests.py."""
 
 
-class Made(NamedTuple):
+class MadeBatch(NamedTuple):
     """Chain worker → script: a batch."""
 
     batch: Any
@@ -54,7 +54,7 @@ class Made(NamedTuple):
     """See `Failed`."""
 
 
-class Order(NamedTuple):
+class LoadRequest(NamedTuple):
     """Script → chain worker: batches of a map-style dataset, or one worker's part of an iterable dataset."""
 
     base_seed: int
@@ -158,7 +158,7 @@ class LoaderWork:
     """Whether copies of an iterable dataset serve all passes (`persistent_workers`)."""
     _begun: set[int] = field(default_factory=set)
 
-    def run(self, order: Order) -> Iterator[list[Made | Failed]]:
+    def run(self, order: LoadRequest) -> Iterator[list[MadeBatch | Failed]]:
         """Yield groups of batches: one group for a map-style dataset, otherwise single batches."""
         if self.iterable:
             why, before = self._begun_as(order, order.worker, order.worker), 0
@@ -174,14 +174,14 @@ class LoaderWork:
             group.append(why or self._one(order.seed, number, indices))
         yield group
 
-    def _begun_as(self, order: Order, worker: int, distinct: int) -> Failed | None:
+    def _begun_as(self, order: LoadRequest, worker: int, distinct: int) -> Failed | None:
         try:
             self._begin(order, worker, distinct)
         except BaseException as error:
             return failed(error, f"worker_init_fn({worker})")
         return None
 
-    def _begin(self, order: Order, worker: int, distinct: int) -> None:
+    def _begin(self, order: LoadRequest, worker: int, distinct: int) -> None:
         """Set up worker info and run `worker_init_fn`, as torch does in a worker process.
 
         Several processes share the batches of a worker of a map-style dataset, so its seed is that of the
@@ -213,14 +213,14 @@ class LoaderWork:
                 self.worker_init_fn(worker)
         self._begun.add(worker)
 
-    def _one(self, seed: str, number: int, indices: Any) -> Made | Failed:
+    def _one(self, seed: str, number: int, indices: Any) -> MadeBatch | Failed:
         bad: list[tuple[Any, str]] = []
         try:
             data = self._records(seed, number, indices, bad)
             if bad and not data:
-                return Made(None, tuple(bad), empty=True)
+                return MadeBatch(None, tuple(bad), empty=True)
             seed_globals(f"{seed}/{number}/collate")
-            return Made(self.collate(data), tuple(bad))
+            return MadeBatch(self.collate(data), tuple(bad))
         except _AtIndexError as at:
             return failed(at.__cause__ or at, f"index {at.index!r} (batch {number})")
         except BaseException as error:
@@ -257,7 +257,7 @@ class LoaderWork:
         except BaseException as error:  # also `sys.exit`, which would end the process and all its passes
             raise _AtIndexError(index) from error
 
-    def _stream(self, order: Order) -> Iterator[Made | Failed]:
+    def _stream(self, order: LoadRequest) -> Iterator[MadeBatch | Failed]:
         """One worker's part of an iterable dataset, read with torch's own fetcher."""
         from torch.utils.data._utils import worker as torchs
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
@@ -272,20 +272,20 @@ class LoaderWork:
                         self.dataset, self.auto_collation, self.collate, self.drop_last
                     )
                     continue
-                made: Made | Failed = Made(fetcher.fetch(range(self.batch_size or 1)))  # type: ignore[no-untyped-call]
+                made: MadeBatch | Failed = MadeBatch(fetcher.fetch(range(self.batch_size or 1)))  # type: ignore[no-untyped-call]
             except BaseException as error:
                 if fetcher is None:
                     why = failed(error, f"iter(dataset) of worker {order.worker}")
                     yield from itertools.repeat(why)
                 if isinstance(error, StopIteration):
-                    yield Made(None, ended=True)
+                    yield MadeBatch(None, ended=True)
                     return
                 made = failed(error, f"batch {number} of worker {order.worker}")
             yield made  # continues after a failure, as torch does; a generator that raised is exhausted
             number += 1
 
 
-def _digest(made: Made | Failed, before: int) -> int:
+def _digest(made: MadeBatch | Failed, before: int) -> int:
     if isinstance(made, Failed):
         return digest(made.kind.__qualname__, before)
     try:
@@ -295,7 +295,7 @@ def _digest(made: Made | Failed, before: int) -> int:
 
 
 def copy_for(
-    order: Order, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
+    order: LoadRequest, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
 ) -> LoaderWork:
     """The copy of an iterable dataset for a stream.
 
@@ -397,7 +397,7 @@ class LoaderSource:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
 
-    def _groups(self, order: Order, began: bool) -> Iterator[list[Made | Failed]]:
+    def _groups(self, order: LoadRequest, began: bool) -> Iterator[list[MadeBatch | Failed]]:
         if not self.stays:
             self._work = self._work or opened(self.pages[1])
             return self._work.run(order)
@@ -426,7 +426,7 @@ def opened(pages: Any) -> LoaderWork:
 
 
 def packed(
-    group: Sequence[Made | Failed], seconds: float, room: Room | None = None, said: Said | None = None
+    group: Sequence[MadeBatch | Failed], seconds: float, room: Room | None = None, said: Said | None = None
 ) -> Any:
     """Pack the seconds that the batches took, what was printed meanwhile, and the batches.
 
@@ -438,7 +438,7 @@ def packed(
         return pack([(seconds, said), *map(_packable, group)], room)
 
 
-def _packable(made: Made | Failed) -> Made | Failed:
+def _packable(made: MadeBatch | Failed) -> MadeBatch | Failed:
     try:
         pack([made])
     except Exception as error:

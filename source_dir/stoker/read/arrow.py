@@ -211,7 +211,7 @@ ends the run when it is read."""
 
 
 @dataclass
-class Found:
+class NullCount:
     """A column's NULLs according to a file's statistics."""
 
     nulls: int = 0
@@ -222,14 +222,14 @@ class Found:
 
 def in_statistics(
     metadata: Any, paths: list[list[str]], columns: Sequence[str], groups: Sequence[int]
-) -> dict[str, Found]:
+) -> dict[str, NullCount]:
     """Columns that hold NULLs, or may, by the statistics of some row groups."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
         # Of {bytes, path} structs, only the bytes are read.
         if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
             leaves[number] = path[0]
-    found: dict[str, Found] = {}
+    found: dict[str, NullCount] = {}
     for group in groups:
         row_group = metadata.row_group(group)
         for number, name in leaves.items():
@@ -242,7 +242,7 @@ def in_statistics(
             nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
             if nulls == 0:
                 continue
-            column = found.setdefault(name, Found())
+            column = found.setdefault(name, NullCount())
             if nulls is None or paths[number] != [name]:  # for lists, statistics count empty ones too
                 if group not in column.unclear:
                     column.unclear.append(group)
@@ -266,7 +266,7 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
             continue
         counts, unclear = {}, []
         for path, footer in files:
-            found = footer.nulls.get(column, Found())
+            found = footer.nulls.get(column, NullCount())
             if source.constants.get(path, {}).get(column, ()) is None:
                 counts[path] = footer.matching
             elif not found.unclear and not (found.nulls and source.filters):

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from stoker.errors import CacheError
 from stoker.hosts.machine import memory
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.identity import as_array
 from stoker.read.sources import Source, StreamedSource, digest, listing_of, one_by_one
 

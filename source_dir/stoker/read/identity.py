@@ -21,7 +21,7 @@ from math import gcd
 from pathlib import PurePath
 from typing import Any
 
-from stoker.messages import BadRecord, Shard
+from stoker.protocol import BadRecord, Shard
 from stoker.read.sources import Source, digest, drawing, listing_of, seed_globals, states
 
 MOST_ITEMS = 20_000

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.config.values import Texts, read_yaml
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, beside, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.labels import MOST_CLASSES, alike
@@ -57,7 +57,7 @@ class Labels(NamedTuple):
 
 
 @dataclass
-class Row:
+class LabelRow:
     where: str
     labels: list[str]
     id: str
@@ -207,7 +207,7 @@ def _columns(
 
 def _rows(
     columns: Columns, header: list[str], lines: list[tuple[int, list[str]]], separator: str | None
-) -> list[Row]:
+) -> list[LabelRow]:
     found = []
     for number, cells in lines:
         where = f"line {number}, {cells[columns.id]}"
@@ -231,7 +231,7 @@ def _rows(
                 ].append(f"{where}: {cell}")
         labels = [text for text in labels if text and text.lower() != "nan"]
         split = "train" if columns.split is None else cells[columns.split]
-        found.append(Row(where, labels, cells[columns.id], split))
+        found.append(LabelRow(where, labels, cells[columns.id], split))
     return found
 
 
@@ -245,7 +245,7 @@ def _listed(cell: str) -> list[str] | None:
     return None
 
 
-def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
+def _choose_splits(path: str, rows: list[LabelRow]) -> tuple[str, ...]:
     """Replace the split of each row by train, val, or "" for a test split beside validation; notes it."""
     there = Counter(row.split.lower() for row in rows)
     if odd := [row for row in rows if row.split.lower() not in _SPLIT_OF]:
@@ -259,7 +259,7 @@ def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _split_by_folder(path: str, root: str, rows: list[Row]) -> tuple[str, ...]:
+def _split_by_folder(path: str, root: str, rows: list[LabelRow]) -> tuple[str, ...]:
     """Take train/ and val/ below `root` as the splits, if images lie there; otherwise all of them train."""
     top = len(filesystem_of(root)[1])
     folders = [row.file.path[top:].strip("/").partition("/")[0] if row.file else "" for row in rows]
@@ -294,7 +294,7 @@ class _Images:
         return []
 
 
-def _find_files(images: _Images, rows: list[Row], wrong: dict[str, list[str]]) -> dict[str, str]:
+def _find_files(images: _Images, rows: list[LabelRow], wrong: dict[str, list[str]]) -> dict[str, str]:
     """Give each row its file. Returns path → row."""
     taken: dict[str, str] = {}
     for row in rows:
@@ -322,7 +322,7 @@ def _stem(path: str) -> str:
     return path[: len(path) - len(suffix)]
 
 
-def _names(rows: list[Row], wrong: dict[str, list[str]], given: list[str]) -> list[str]:
+def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) -> list[str]:
     """The classes: those given; 0 … n - 1 if all labels are numbers; or the training rows' texts, sorted."""
     texts = {text for row in rows for text in row.labels}
     counts = bool(texts) and all(map(_COUNT.fullmatch, texts))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.sources import IndexedSource, Source, cut_indices, digest, put_back, read_again, states
 
 if TYPE_CHECKING:

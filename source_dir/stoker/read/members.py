@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.messages import Record
+from stoker.protocol import Record
 from stoker.read.folders import IMAGE_SUFFIXES
 from stoker.read.tar import members
 

@@ -11,9 +11,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.arrow import (
-    Found,
+    NullCount,
     Nulls,
     Rules,
     check_nulls,
@@ -71,7 +71,7 @@ BATCH_ROWS = (0, 256, 16, 1)
 fewer and fewer."""
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """A row group that may hold rows of the split."""
 
     number: int
@@ -81,7 +81,7 @@ class Group(NamedTuple):
 
 def read_footer(
     filesystem: Any, path: str, columns: list[str] | None
-) -> tuple[Any, list[Group], dict[str, Found]]:
+) -> tuple[Any, list[RowGroup], dict[str, NullCount]]:
     """Schema and row groups of a file, and its columns that hold NULLs, or may."""
     from pyarrow import parquet
 
@@ -99,11 +99,11 @@ def read_footer(
     if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
         raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
     firsts = accumulate(sizes, initial=0)
-    groups = [Group(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n]
+    groups = [RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n]
     return schema, groups, nulls
 
 
-def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
+def read_groups(filesystem: Any, path: str, groups: list[RowGroup], columns: list[str] | None) -> Any:
     """Row groups as a table; verifies pages that have a checksum."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -151,10 +151,10 @@ def _read(reader: Any, groups: list[int], columns: list[str] | None) -> Any:
 class Footer:
     schema: Any
     rows: int
-    groups: list[Group]
+    groups: list[RowGroup]
     matching: int
     """Rows that match the filters."""
-    nulls: dict[str, Found]
+    nulls: dict[str, NullCount]
     """Columns that hold NULLs, or may."""
 
 
@@ -238,7 +238,7 @@ class ParquetSource(StreamedSource):
                     " rename one"
                 )
 
-    def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+    def count_nulls(self, path: str, column: str, groups: list[RowGroup]) -> int:
         """Number of NULLs of a column in rows that match the filters, found by reading it."""
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
@@ -283,7 +283,7 @@ class ParquetSource(StreamedSource):
         slim.footers = []
         return slim
 
-    def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
+    def _matching(self, path: str, schema: Any, groups: list[RowGroup]) -> tuple[list[RowGroup], int]:
         """The row groups with matching rows, and the total number of matching rows."""
         from pyarrow import dataset
 
@@ -301,7 +301,7 @@ class ParquetSource(StreamedSource):
         rows = {g: len(self._rows(path, [g])) for g in groups if g.number in possible}
         return [group for group, matching in rows.items() if matching], sum(rows.values())
 
-    def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
+    def _rows(self, path: str, groups: list[RowGroup]) -> np.ndarray[Any, Any]:
         """Positions of the rows to keep within these concatenated row groups."""
         import numpy as np
         import pyarrow as pa
@@ -336,7 +336,7 @@ class ParquetSource(StreamedSource):
         self._ensure_footers()
         shards: list[Shard] = []
         for path, footer in zip(self.paths, self.footers, strict=True):
-            part: list[Group] = []
+            part: list[RowGroup] = []
             for group in footer.groups:
                 part.append(group)
                 if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
@@ -353,7 +353,7 @@ class ParquetSource(StreamedSource):
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         import numpy as np
 
-        groups: list[Group] = list(shard.items)
+        groups: list[RowGroup] = list(shard.items)
         kept = self._rows(shard.path, groups)
         constants = self.constants.get(shard.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]

@@ -20,7 +20,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.errors import UsageError
-from stoker.messages import BadRecord, Record, Shard
+from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.folders import TAR_SUFFIXES, split_files
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.members import (

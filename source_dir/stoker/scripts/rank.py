@@ -22,7 +22,7 @@ from stoker.hosts import machine
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
-from stoker.scripts.supervisor import UNCAUGHT, Exit, Order, Report, last_error
+from stoker.scripts.supervisor import UNCAUGHT, Exit, RankCommand, Report, last_error
 from stoker.session import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
@@ -68,9 +68,9 @@ def run_script(settings: dict[str, Any]) -> None:
     folder = Path(settings["folder"] or SOURCE_FOLDER / SCRIPT_FOLDER)
     child = Child([sys.executable, str(path), *config.args], environment(settings), folder)
 
-    def tell(output: str = "", end: Exit | None = None) -> Order:
+    def tell(output: str = "", end: Exit | None = None) -> RankCommand:
         report = Report(os.environ[ATTEMPT_VARIABLE], rank, output, child.events(), end)
-        order: Order = ray.get(supervisor.report.remote(report), timeout=ANSWER_S)
+        order: RankCommand = ray.get(supervisor.report.remote(report), timeout=ANSWER_S)
         return order
 
     try:
@@ -86,7 +86,7 @@ def run_dir_on(node: str, settings: dict[str, Any]) -> str:
     return str(settings["run_dir" if node == settings["head"] else "lasting"])
 
 
-def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
+def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
     """Relay output and orders until all ranks have ended."""
     asked_at: float | None = None
     end: Exit | None = None
@@ -98,7 +98,7 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
             line = last_error(child.tail, script) if code == UNCAUGHT else ""
             end = Exit(rank, code, asked_at is not None, line)
             output += killed
-        order: Order = tell(output, end)
+        order: RankCommand = tell(output, end)
         if order.over:
             return order
         if end is None and order.stop:

@@ -26,7 +26,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Order:
+class RankCommand:
     """Head → train worker."""
 
     stop: str = ""
@@ -58,12 +58,12 @@ class Supervisor:
 
         self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}))
 
-    def report(self, report: Report) -> Order:
+    def report(self, report: Report) -> RankCommand:
         """Train worker's call, several times a second."""
         if report.attempt not in self.attempts:
             self._begin(report.attempt)
         if report.attempt != self.attempts[-1]:
-            return Order(stop="the train workers have restarted", soon=True, over=True)
+            return RankCommand(stop="the train workers have restarted", soon=True, over=True)
         if report.output:
             self.log("output", {"rank": report.rank, "text": report.output})
         for event in report.events:
@@ -92,14 +92,14 @@ class Supervisor:
                 why = "the script did not train on a stoker.DataLoader"
                 self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
 
-    def _order(self) -> Order:
+    def _order(self) -> RankCommand:
         over = len(self.exits) == self.workers
         if self.failed_at < math.inf:
             first = first_failure(self.exits)
             ending = over or time.monotonic() - self.failed_at > GRACE_S
             failure = reason_of(self.script, first) if first else ""
-            return Order(failure if ending else "", True, over, failure if over else "")
-        return Order(self.stop_reason, False, over)
+            return RankCommand(failure if ending else "", True, over, failure if over else "")
+        return RankCommand(self.stop_reason, False, over)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
         self.events.append({"time": round(time.time(), 3), "event": event, **values})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.errors import DataError
-from stoker.messages import BadRecord, BlockReport, CarriedAccount, StageCost
+from stoker.protocol import BadRecord, BlockReport, CarriedAccount, StageCost
 from stoker.read.sources import ID_MODULUS as ID_MODULUS
 
 FIRST = 20

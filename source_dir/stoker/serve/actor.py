@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.errors import DataError, UsageError
-from stoker.messages import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
+from stoker.protocol import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.attempt import Beginning, RecipeAttempt

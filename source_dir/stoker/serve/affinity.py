@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.figures import count_of, size
-from stoker.messages import Shard
+from stoker.protocol import Shard
 
 LOOK_AHEAD = 256
 """Number of shards to search for one that the host caches."""

@@ -9,7 +9,7 @@ from itertools import count
 from typing import NamedTuple
 
 from stoker.errors import DataError, SchemaError
-from stoker.messages import BadRecord, CarriedAccount, DataCursor, Start
+from stoker.protocol import BadRecord, CarriedAccount, DataCursor, ItemStart
 from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.serve.affinity import CacheAffinity
 from stoker.serve.cursor import Trail, arrival
@@ -114,7 +114,7 @@ class Attempt:
     def repeats(self, split: str, task: str) -> None:
         """Work is done again, because its host or process was lost."""
 
-    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
+    def task_starts(self, split: str, task: str, retry: int) -> ItemStart | None:
         """Work starts that was started before: how to begin; None: do not start it."""
         if retry:
             self.repeats(split, task)

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from stoker.errors import OverError, root_cause
-from stoker.messages import BlockReport, Claim, Made, Process, Reply, Work
+from stoker.protocol import BlockReport, Claim, Made, Process, Reply, Work
 from stoker.read.sources import Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.shards import Guard, Loaded, Witness, blocks_of, failure_of, load, refuse_flaky
+from stoker.serve.shards import Guard, LoadedSplit, Witness, blocks_of, failure_of, load, refuse_flaky
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
@@ -48,7 +48,7 @@ class ChainWorker:
 
         context = ray.get_runtime_context()
         self._service, self._folder = service, here(run)
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedSplit] = {}
         self._streams: dict[tuple[str, int], tuple[int, int, Iterator[Any]]] = {}
         """Open streams, by split and number: pass, next block, and the rest."""
         self._me = Process(context.get_actor_id(), context.get_node_id(), secrets.token_hex(8))
@@ -120,7 +120,7 @@ class ChainWorker:
                         self._streams[split, work.number] = claim.plan.seed, report.nth + 1, blocks
                     return
 
-    def _blocks(self, loaded: Loaded, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
+    def _blocks(self, loaded: LoadedSplit, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
         if work.stop is None:
             # The stream of a pass that was given up ends before another one begins.
             stream = self._streams.pop((claim.plan.split, work.number), None)
@@ -131,7 +131,9 @@ class ChainWorker:
             loaded = loaded._replace(source=loaded.source.apart())
         return blocks_of(loaded, claim.plan, work, guard)
 
-    def _report(self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: Loaded) -> bool:
+    def _report(
+        self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit
+    ) -> bool:
         """Store a block and report it; whether to continue."""
         file = self._folder.write(columns) if columns else ""
         made = Made(report, file, loaded.cache.usage if loaded.cache else None)
@@ -147,7 +149,7 @@ class ChainWorker:
             with contextlib.suppress(OSError):  # reading it will raise the same again
                 source.prepare(shard)
 
-    def _load(self, split: str) -> Loaded:
+    def _load(self, split: str) -> LoadedSplit:
         known = {*self._loaded, *(of for of, _ in self._streams)}
         references, over = self._ask("setup", split, sorted(known))
         for each in over:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.messages import BlockReport, CarriedAccount, DataCursor, Plan
+from stoker.protocol import BlockReport, CarriedAccount, DataCursor, Plan
 from stoker.read.identity import SEPARATOR, agree
 from stoker.read.sources import ID_MODULUS, digest
 from stoker.recipe import SOURCE_FOLDER, code_digest

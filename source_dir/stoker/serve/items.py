@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from stoker.messages import BlockReport, BlockSlice, Process, Shard
+from stoker.protocol import BlockReport, BlockSlice, Process, Shard
 
 if TYPE_CHECKING:
     from stoker.serve.passes import Pass

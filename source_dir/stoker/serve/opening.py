@@ -13,7 +13,7 @@ from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
-from stoker.messages import DataCursor, Pad, Schema
+from stoker.protocol import DataCursor, Pad, Schema
 from stoker.read.host_cache import CacheSpec
 from stoker.read.identity import Identity, identity_of
 from stoker.read.sources import Source, drawing

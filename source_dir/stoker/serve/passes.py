@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import SchemaError
-from stoker.messages import DataCursor, PassPlan, Plan, Schema, Shard, Work
+from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
 from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from stoker.errors import DataError, explain
-from stoker.messages import Care, Claim, DataCursor, Failure, Made, PassPlan, Process, Shard
+from stoker.protocol import Care, Claim, DataCursor, Failure, Made, PassPlan, Process, Shard
 from stoker.read.sources import reread_wait_s
 from stoker.serve import items
 from stoker.serve.affinity import LOOK_AHEAD

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stoker.errors import DataError
-from stoker.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
+from stoker.protocol import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail

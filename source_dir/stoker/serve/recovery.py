@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from stoker.errors import DataError
-from stoker.messages import BlockReport, Failure, Start
+from stoker.protocol import BlockReport, Failure, ItemStart
 from stoker.read.sources import reread_wait_s
 from stoker.serve.items import Item, Numbered
 from stoker.serve.pool import Pool, others
@@ -68,7 +68,7 @@ class Suspects:
         """The quarantined records of a split: key → reason."""
         return self.deadly.setdefault(split, {})
 
-    def starts(self, task: str, split: str, retry: int) -> Start:
+    def starts(self, task: str, split: str, retry: int) -> ItemStart:
         """Handle the start of a task that was started before or must report its records.
 
         Raises:
@@ -78,7 +78,7 @@ class Suspects:
         if suspect is None:
             self.tasks[task] = suspect = Suspect(deaths=retry, unnamed=retry)
             if not retry:
-                return Start(0.0, True)
+                return ItemStart(0.0, True)
         elif suspect.ended:
             suspect.ended = False
         else:
@@ -93,7 +93,7 @@ class Suspects:
         # A single death usually means a lost host: restart at once.
         waits = suspect.unnamed + self._open_cases(split) - PLAIN_STARTS
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
-        return Start(wait_s, suspect.deaths >= PLAIN_STARTS or bool(self.of(split)))
+        return ItemStart(wait_s, suspect.deaths >= PLAIN_STARTS or bool(self.of(split)))
 
     def _blame(self, suspect: Suspect, split: str) -> None:
         if not suspect.key:

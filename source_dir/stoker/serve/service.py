@@ -20,7 +20,7 @@ from weakref import WeakSet
 from stoker.config.schema import Config
 from stoker.errors import DataError, explain
 from stoker.hosts.topology import NODE_LABEL, label
-from stoker.messages import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
+from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts

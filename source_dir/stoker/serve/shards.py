@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.columns import columns_of
 from stoker.errors import STATED, FlakyReadError, root_cause, where_raised
-from stoker.messages import BadRecord, BlockReport, Care, Failure, PassPlan, Record, Shard, Work
+from stoker.protocol import BadRecord, BlockReport, Care, Failure, PassPlan, Record, Shard, Work
 from stoker.read.arrow import content_of_struct, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
 from stoker.read.sources import Source, listing_of, one_by_one, record_id, reread_wait_s, seeded
@@ -216,7 +216,7 @@ class Setup(NamedTuple):
     """Cache key of this split."""
 
 
-class Loaded(NamedTuple):
+class LoadedSplit(NamedTuple):
     """The per-process state of a split."""
 
     source: Any
@@ -235,13 +235,13 @@ def refuse_flaky(report: BlockReport) -> None:
             raise FlakyReadError(f"record {bad.key} {bad.reason}")
 
 
-def load(setup: Any) -> Loaded:
+def load(setup: Any) -> LoadedSplit:
     """Open a split for the whole run."""
     import ray
 
     content: Setup = ray.get(setup)
     chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
-    return Loaded(content.source, chain, _cache_of(content))
+    return LoadedSplit(content.source, chain, _cache_of(content))
 
 
 def _cache_of(setup: Setup) -> HostCache | None:
@@ -257,7 +257,7 @@ def _cache_of(setup: Setup) -> HostCache | None:
 
 
 def blocks_of(
-    loaded: Loaded, plan: PassPlan, work: Work, guard: Guard | None = None
+    loaded: LoadedSplit, plan: PassPlan, work: Work, guard: Guard | None = None
 ) -> Iterator[tuple[dict[str, Any], BlockReport]]:
     """The preprocessed blocks of a shard, each with its report.
 

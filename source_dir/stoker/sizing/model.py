@@ -45,7 +45,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterShape:
     """A cluster: `gpu_hosts` equal GPU hosts and `cpu_hosts` equal CPU hosts."""
 
     gpu_host_cpus: float
@@ -71,7 +71,7 @@ class Shape:
     cpu_host_usd_per_hour: float = 0.0
     """P_c: $/h of one CPU host."""
 
-    def with_cpu_hosts(self, count: int) -> Shape:
+    def with_cpu_hosts(self, count: int) -> ClusterShape:
         return replace(self, cpu_hosts=count)
 
     @property
@@ -91,7 +91,7 @@ class Prediction:
     """x: share of the samples preprocessed by CPU hosts, in 0…1."""
 
 
-def predict(work: Workload, shape: Shape) -> Prediction:
+def predict(work: Workload, shape: ClusterShape) -> Prediction:
     """The highest throughput that satisfies all limits, and the binding limit."""
     curve = _Curve(work, shape)
     remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
@@ -101,12 +101,12 @@ def predict(work: Workload, shape: Shape) -> Prediction:
     return Prediction(rate, curve.binding(rate, remote), share)
 
 
-def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
+def usd_per_million_samples(prediction: Prediction, shape: ClusterShape) -> float:
     """$ per 1,000,000 samples: (P_g·m + P_c·n) / (3600·T) · 10⁶."""
     return shape.usd_per_hour / (3600 * prediction.samples_per_s) * 1e6
 
 
-def knee(work: Workload, shape: Shape) -> float:
+def knee(work: Workload, shape: ClusterShape) -> float:
     """N*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
 
     0 if offloading does not help at all; infinite if the CPU hosts have no CPUs.
@@ -119,7 +119,7 @@ def knee(work: Workload, shape: Shape) -> float:
     return needed / each if each > 0 else math.inf
 
 
-def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> int:
+def cheapest_count(work: Workload, shape: ClusterShape, limit: int = MAX_CPU_HOSTS) -> int:
     """The number of CPU hosts with the lowest cost per sample; the smallest among equals.
 
     Beyond the knee a host only adds cost, so the search ends there.
@@ -136,7 +136,7 @@ def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> 
 class _Curve:
     """Total throughput as a function of the remote rate R: concave and piecewise linear."""
 
-    def __init__(self, work: Workload, shape: Shape) -> None:
+    def __init__(self, work: Workload, shape: ClusterShape) -> None:
         self.work, self.shape = work, shape
         self.gpu_cpus = shape.gpu_hosts * shape.gpu_host_cpus
         usable = max(shape.gpu_host_cpus - shape.reserved_cpus, 0.0)

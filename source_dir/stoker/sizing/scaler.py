@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 
 from stoker.config.places import CpuHostsConfig
 from stoker.figures import count_of
-from stoker.sizing.model import Prediction, Shape, Workload, cheapest_count, predict, usd_per_million_samples
+from stoker.sizing.model import (
+    ClusterShape,
+    Prediction,
+    Workload,
+    cheapest_count,
+    predict,
+    usd_per_million_samples,
+)
 
 GROW_AFTER_S = 5.0
 """How long more hosts must be wanted before the request changes: an epoch's end lasts seconds."""
@@ -141,10 +148,10 @@ class Scaler:
         rate = steps["samples"] / busy_s * (1 - target) * (1 + spare)
         return Workload(cpu_s=blocks["seconds"] / blocks["records"], gpu_samples_per_s=rate)
 
-    def _shape(self, own: int) -> Shape:
+    def _shape(self, own: int) -> ClusterShape:
         prices = self.options
         # Without prices a host costs nearly nothing compared to the rest, so only speed counts.
-        return Shape(
+        return ClusterShape(
             gpu_host_cpus=max(own, 1e-6),  # without any, a sample would cost infinitely much
             cpu_host_cpus=self._each or max(own, 1),
             gpu_host_usd_per_hour=prices.rest_usd_per_hour or 1.0,

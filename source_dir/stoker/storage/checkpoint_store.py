@@ -32,7 +32,7 @@ LEAST_FREE_MB = 0.5
 _CHUNK_BYTES = 16 * 2**20
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Checkpoints by name; all methods raise OSError if the storage cannot be reached."""
 
     where: str
@@ -87,7 +87,7 @@ class Store(Protocol):
         return self.content(file).decode()
 
 
-def open_store(where: str, synced: bool = False) -> Store:
+def open_store(where: str, synced: bool = False) -> CheckpointStore:
     """The store for a folder or `s3://bucket/prefix`.
 
     `synced`: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside the
@@ -102,7 +102,7 @@ def open_store(where: str, synced: bool = False) -> Store:
     return FolderStore(Path(path))
 
 
-class FolderStore(Store):
+class FolderStore(CheckpointStore):
     """A local or shared folder; drafts are renamed into place."""
 
     def __init__(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ class FolderStore(Store):
         return disk_text(self.folder)
 
 
-class CopyStore(Store):
+class CopyStore(CheckpointStore):
     """Storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, filesystem: Any, path: str) -> None:
@@ -262,7 +262,7 @@ def write_manifest(draft: Path) -> None:
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
 
-def verify(store: Store, name: str) -> str | None:
+def verify(store: CheckpointStore, name: str) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         sums = json.loads(store.read(name, MANIFEST))

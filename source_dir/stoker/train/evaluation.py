@@ -17,7 +17,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events.kinds import MetricTable, Note
 from stoker.figures import count_of
-from stoker.messages import BlockReport
+from stoker.protocol import BlockReport
 from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies

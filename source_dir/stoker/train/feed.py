@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stoker.chain.collating import CollateFn, all_of, collated
 from stoker.config.schema import DataConfig
 from stoker.errors import DataError, SchemaError
-from stoker.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, BlockReport, StepAssignment
+from stoker.protocol import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, BlockReport, StepAssignment
 from stoker.recipe import Batch
 from stoker.serve.accounting import ID_MODULUS
 from stoker.serve.blocks.batches import as_batch
@@ -42,7 +42,7 @@ class PrefetchLimit(NamedTuple):
 
 
 @dataclass
-class Loaded:
+class HostBatch:
     """One step's batch in this host's memory."""
 
     columns: Batch
@@ -120,7 +120,7 @@ class Feed:
             if self.collator:
                 self.coordinator.collated.remote(self.split, self.times.collate_cpu_s)
 
-    def _count(self, item: Loaded) -> None:
+    def _count(self, item: HostBatch) -> None:
         """Count the rows given to the loop in this rank's account."""
         import numpy as np
 
@@ -160,7 +160,7 @@ class Prefetcher:
         for thread in self._threads:
             thread.start()
 
-    def take(self) -> Loaded | None:
+    def take(self) -> HostBatch | None:
         """The next step's batch; None after the last, or when this pass has ended.
 
         Raises:
@@ -183,7 +183,7 @@ class Prefetcher:
             self._changed.notify_all()
         if isinstance(item, BaseException):
             raise item
-        loaded: Loaded | None = item
+        loaded: HostBatch | None = item
         return loaded
 
     def resize(self, batch_bytes: int) -> None:
@@ -289,7 +289,7 @@ class Prefetcher:
             raise DataError(answer)
         return answer
 
-    def _fetch(self, portion: StepAssignment, produced: float) -> Loaded:
+    def _fetch(self, portion: StepAssignment, produced: float) -> HostBatch:
         began, cpu, owner = time.perf_counter(), time.thread_time(), self.owner
         try:
             made = self._receive(portion, produced)
@@ -301,7 +301,7 @@ class Prefetcher:
             owner.times.fetch_cpu_s += time.thread_time() - cpu
             owner.times.collate_cpu_s += made.collate_cpu_s
         stamps = Stamps(made.produced, made.arrived, now)
-        return Loaded(made.batch, made.ids, made.keys, portion, stamps, made.nbytes)
+        return HostBatch(made.batch, made.ids, made.keys, portion, stamps, made.nbytes)
 
     def _receive(self, portion: StepAssignment, produced: float) -> Arrived:
         owner, fetched = self.owner, Fetched({}, time.perf_counter())

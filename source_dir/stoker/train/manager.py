@@ -19,7 +19,7 @@ from stoker.config.redaction import redact
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
 from stoker.serve.accounting import ID_MODULUS
-from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of
+from stoker.storage.checkpoint_store import CheckpointStore, name_of, open_store, step_of
 from stoker.train import strategies
 from stoker.train.state import (
     Progress,
@@ -43,7 +43,7 @@ CALL_TIMEOUT_S = 120.0
 class CheckpointManager:
     """One per rank; rank 0 writes for all."""
 
-    def __init__(self, worker: Worker, store: Store) -> None:
+    def __init__(self, worker: Worker, store: CheckpointStore) -> None:
         self.worker, self.store = worker, store
         config = worker.config
         self.every_steps = config.checkpoint.every_steps

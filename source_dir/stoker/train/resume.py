@@ -20,7 +20,7 @@ from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL
 from stoker.place import RunPlace
 from stoker.recipe import SOURCE_FOLDER, load_recipe
-from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
+from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
@@ -28,7 +28,7 @@ FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where this run writes its checkpoints, and the checkpoint it resumes from."""
 
     where: str
@@ -57,7 +57,7 @@ def check_path(config: Config) -> None:
 
 def prepare(
     config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
-) -> Start:
+) -> ResumePoint:
     """Find the start of the run and check it against the checkpoint it resumes from."""
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     check_monitors(config, recipe, "val" in data.sources)
@@ -70,7 +70,7 @@ def prepare(
     return start
 
 
-def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
+def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> ResumePoint:
     """Find the checkpoint to resume from, as set by `checkpoint.resume`.
 
     A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
@@ -78,7 +78,7 @@ def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
-    plain = Start(where, synced)
+    plain = ResumePoint(where, synced)
     names = own.names()
     if resume == "never":
         if names:
@@ -95,13 +95,13 @@ def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
                 " overwrite; set checkpoint.dir to another folder"
             )
         if not names:
-            return Start(where, synced, chosen(other, name, resume, log))
+            return ResumePoint(where, synced, chosen(other, name, resume, log))
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     found = newest_valid(own, log)
     if names and found is None:
         log(f"{where} has no valid checkpoint; starting from scratch")
-    return Start(where, synced, found, synced)
+    return ResumePoint(where, synced, found, synced)
 
 
 def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
@@ -115,7 +115,7 @@ def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
     return store.where, False
 
 
-def locate(path: str) -> tuple[Store, str]:
+def locate(path: str) -> tuple[CheckpointStore, str]:
     """Resolve a path to resume from: (store, checkpoint name or "" for the newest)."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if last.startswith("step-") and last[5:].isdigit():
@@ -131,7 +131,7 @@ def locate(path: str) -> tuple[Store, str]:
     raise UsageError(f"--resume {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})")
 
 
-def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
+def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
     """The named checkpoint, or the newest valid one."""
     if name:
         problem = verify(store, name)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from stoker.events.advice import judged
+from stoker.events.bottleneck import judged
 from stoker.events.report import charts, panels
 from stoker.events.report.panels import comparison
 from stoker.events.runs import RunData, read_run

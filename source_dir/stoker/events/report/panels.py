@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stoker.events.advice import chain_limit, near, network_limit
+from stoker.events.bottleneck import chain_limit, near, network_limit
 from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
 from stoker.events.report import charts

@@ -14,7 +14,7 @@ from typing import Any
 from stoker.errors import CacheError, where_raised
 from stoker.hosts import machine
 from stoker.hosts.topology import NODE_LABEL
-from stoker.messages import Directory, Server
+from stoker.protocol import Directory, Server
 from stoker.read.host_cache import PREFIX, CacheSpec, open_root
 from stoker.serve.blocks.folder import PREFIX as BLOCKS
 from stoker.serve.blocks.folder import BlockFolder, here

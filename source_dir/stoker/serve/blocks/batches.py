@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.chain.columns import Ragged, padded, refuse_bad_offsets, schema_of
 from stoker.errors import SchemaError
-from stoker.messages import TEXT, BlockSlice, Column, Schema
+from stoker.protocol import TEXT, BlockSlice, Column, Schema
 
 POOLED_FROM_BYTES = 64 * 2**10
 """Smaller arrays are not pooled unless they must be pinned."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from stoker.chain.columns import schema_of
 from stoker.config.schema import DataConfig
 from stoker.errors import DataError, SchemaError, where_raised
-from stoker.messages import TEXT, BlockSlice, Column, Directory, Schema, Server
+from stoker.protocol import TEXT, BlockSlice, Column, Directory, Schema, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool, refuse_other_block
 from stoker.serve.blocks.folder import BlockFolder
@@ -38,7 +38,7 @@ SILENCE_TIMEOUT_S = 20.0
 AVOID_S = 30.0
 """How long to avoid it; meanwhile its agent answers through Ray."""
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 Moved = Callable[[BlockSlice, bool], BlockSlice | str]
 """Where a block is now, after some seconds at most, or why it will not come. The flag tells that its host
 does not have it."""
@@ -56,7 +56,7 @@ class HostLink:
 
 
 @dataclass
-class Request:
+class RowRequest:
     """Requested rows that are in flight."""
 
     hosts: DirectHosts
@@ -143,7 +143,7 @@ class DirectHosts:
         link = self._links.get(node)
         return link is not None and not link.avoided_until
 
-    def ask(self, part: BlockSlice) -> Request | None:
+    def ask(self, part: BlockSlice) -> RowRequest | None:
         """Request rows; None if they must come another way."""
         link = self._links.get(part.node)
         if link is None or link.avoided_until > time.monotonic():
@@ -157,7 +157,7 @@ class DirectHosts:
         except OSError as error:
             self.avoid(link, error, connection)
             return None
-        return Request(self, link, connection, part)
+        return RowRequest(self, link, connection, part)
 
     def done(self, part: BlockSlice) -> None:
         """A block that only this process knows of may go."""
@@ -290,14 +290,14 @@ class Transport:
             self.hosts.update(self._known)
         return BlockFolder(self._known.run, self._node)
 
-    def _ask(self, part: BlockSlice) -> Request | None:
+    def _ask(self, part: BlockSlice) -> RowRequest | None:
         if not self._direct or part.node in ("", self._node):
             return None
         if not self.hosts.knows(part.node):
             self._learn()
         return self.hosts.ask(part)
 
-    def _receive(self, request: Request | None, batch: BatchBuilder, at: int) -> bool:
+    def _receive(self, request: RowRequest | None, batch: BatchBuilder, at: int) -> bool:
         """Whether the rows came over a socket."""
         size = request.receive(batch, at) if request is not None else None
         self.bytes_by["direct"] += size or 0
@@ -313,7 +313,7 @@ class Transport:
             self._known = self._directory()
             self.hosts.update(self._known)
 
-    def _insist(self, part: BlockSlice, get: Callable[[BlockSlice], Found], missing: bool = False) -> Found:
+    def _insist(self, part: BlockSlice, get: Callable[[BlockSlice], Value], missing: bool = False) -> Value:
         """What `get` finds of a part, wherever it is by now."""
         deadline = time.monotonic() + self._timeout_s
         if missing:

@@ -19,7 +19,7 @@ from stoker.chain.columns import schema_of
 from stoker.config.schema import Config
 from stoker.errors import DataError, SchemaError, root_cause
 from stoker.hosts.topology import GROUP_LABEL, label
-from stoker.messages import BlockSlice, Schema
+from stoker.protocol import BlockSlice, Schema
 from stoker.recipe import Batch
 from stoker.serve.blocks.batches import refuse_other_block
 from stoker.serve.blocks.client import Transport, connect
@@ -31,7 +31,7 @@ MOST_AT_ONCE = 16
 """Batches of a train worker that CPU hosts make at the same time, at most."""
 
 
-class Job(NamedTuple):
+class CollateSpec(NamedTuple):
     """What all batches of a pass share."""
 
     collate: Collate
@@ -80,11 +80,11 @@ class Collator:
         cpus = int(ray.cluster_resources().get("CPU", 1))
         self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
         """Batches to make at the same time; more would only start more processes."""
-        self._job = ray.put(Job(Collate.of(config.recipe, config.params), config.seed, split, epoch))
+        self._job = ray.put(CollateSpec(Collate.of(config.recipe, config.params), config.seed, split, epoch))
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
         self._service, self._transport, self._timeout_s = service, transport, config.data.stall_timeout_s
-        self._hosts = Hosts(preprocessing_nodes(config.data.preprocess_on), self.at_once)
+        self._hosts = CollatePlacement(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
         """The batch of these rows.
@@ -132,7 +132,7 @@ class Collator:
 
 
 def collate_on_host(
-    job: Job, schema: Schema, parts: list[BlockSlice], service: Any, timeout_s: float
+    job: CollateSpec, schema: Schema, parts: list[BlockSlice], service: Any, timeout_s: float
 ) -> Collated:
     """CPU host: a task that makes one batch, and stores its pages as a block of this host."""
     use_one_thread()
@@ -163,7 +163,7 @@ def _transport(service: Any, timeout_s: float) -> Transport:
     return _transports[repr(service)]
 
 
-class Hosts:
+class CollatePlacement:
     """Which host makes the next batch: one that has its records, unless it has enough to do.
 
     Args:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stoker.messages import Column, Schema
+from stoker.protocol import Column, Schema
 from stoker.serve.blocks.batches import BufferPool
 
 if TYPE_CHECKING:

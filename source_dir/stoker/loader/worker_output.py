@@ -15,7 +15,7 @@ MOST = 100_000
 """Characters per block; the rest is left out."""
 
 
-class Listener:
+class CapturedStream:
     """Stands in for a stream; all but its texts is that of the stream (`fileno`, `encoding`).
 
     There is one per process and stream, because handlers of `logging` keep the stream that they find.
@@ -52,7 +52,7 @@ _listeners: dict[str, Any] = {}
 def heard(said: Said) -> Iterator[None]:
     """A context whose prints and warnings are appended to `said`."""
     if not _listeners:
-        _listeners.update({name: Listener(name) for name in ("stdout", "stderr")})
+        _listeners.update({name: CapturedStream(name) for name in ("stdout", "stderr")})
     for listener in _listeners.values():
         listener.said, listener.left = said, MOST
     out, error = _listeners["stdout"], _listeners["stderr"]

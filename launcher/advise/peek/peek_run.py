@@ -29,7 +29,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
 from stoker.figures import count_of
-from stoker.messages import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
+from stoker.protocol import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
 from stoker.recipe import (
     SOURCE_FOLDER,
     Batch,
@@ -46,8 +46,8 @@ from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import Data, discover, open_data
 from stoker.serve.passes import Passes
 from stoker.serve.recipe_pass import RecipePass, Splitter
-from stoker.serve.shards import DatasetSource, Guard, Loaded, blocks_of
-from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
+from stoker.serve.shards import DatasetSource, Guard, LoadedSplit, blocks_of
+from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.feed import as_tensors
 from stoker.train.state import count_records, loss_of
 
@@ -63,7 +63,7 @@ class Line(NamedTuple):
     loss: float | None = None
 
 
-class Step(NamedTuple):
+class RebuiltStep(NamedTuple):
     """A rebuilt step."""
 
     lines: list[Line]
@@ -134,7 +134,7 @@ def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
         console.print(f"and {len(lines) - SHOWN} more on the page")
 
 
-def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
+def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
     """The records of a step in the order in which train workers received them.
 
     Raises:
@@ -165,11 +165,11 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
             )
     names = class_names_of(recipe, data.sources["train"].classes())
     sheet = Sheet(boxes_of(data.chains["train"].stages), recipe.class_names, names)
-    return Step(lines, found.epoch, made.workers, [*notes, note], sheet)
+    return RebuiltStep(lines, found.epoch, made.workers, [*notes, note], sheet)
 
 
 @dataclass
-class Attempt:
+class LoggedAttempt:
     """One start of training in a run."""
 
     about: dict[str, Any]
@@ -194,10 +194,10 @@ class Attempt:
         return DataCursor.model_validate(self.about["start"])
 
 
-class Found(NamedTuple):
+class StepPosition(NamedTuple):
     """Position of a step in the history of a run."""
 
-    attempt: Attempt
+    attempt: LoggedAttempt
     epoch: int
     window: int
     """Optimiser steps of this attempt before it in its epoch."""
@@ -207,13 +207,13 @@ class Found(NamedTuple):
     """Records quarantined in the epoch by any attempt: key → reason."""
 
 
-def history(run_dir: Path) -> list[Attempt]:
+def history(run_dir: Path) -> list[LoggedAttempt]:
     """The attempts of a run, in order.
 
     Raises:
         UsageError: events.jsonl has no attempt, or an event that cannot be read.
     """
-    found = list[Attempt]()
+    found = list[LoggedAttempt]()
     for record in kinds.json_lines(run_dir / "events.jsonl"):
         try:
             _take(kinds.event_of(record), found)
@@ -231,9 +231,9 @@ def history(run_dir: Path) -> list[Attempt]:
     return found
 
 
-def _take(event: kinds.Event, found: list[Attempt]) -> None:
+def _take(event: kinds.Event, found: list[LoggedAttempt]) -> None:
     if isinstance(event, kinds.AttemptStarted):
-        found.append(Attempt(event.record(), trains=not event.ahead))
+        found.append(LoggedAttempt(event.record(), trains=not event.ahead))
     if not found:
         return
     attempt = found[-1]
@@ -258,7 +258,7 @@ def _take(event: kinds.Event, found: list[Attempt]) -> None:
             attempt.produced.add(event.epoch)
 
 
-def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
+def find(attempts: list[LoggedAttempt], step: int, unlogged: int) -> StepPosition:
     """Find the last attempt that trained a step.
 
     Args:
@@ -282,10 +282,10 @@ def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
             break
         before, epoch = before + steps, passed + 1
     bad = {key: reason for each in attempts for key, reason in each.bad.get(epoch, {}).items()}
-    return Found(attempt, epoch, step - before - 1, bool(within), bad)
+    return StepPosition(attempt, epoch, step - before - 1, bool(within), bad)
 
 
-class Part(NamedTuple):
+class RankBatch(NamedTuple):
     """A batch of one train worker."""
 
     rank: int
@@ -320,7 +320,7 @@ class Rebuild:
         UsageError: the data or its order differs from the run's.
     """
 
-    def __init__(self, config: Config, data: Data, found: Found, own: set[str], code: Path) -> None:
+    def __init__(self, config: Config, data: Data, found: StepPosition, own: set[str], code: Path) -> None:
         self.found, noted = found, found.attempt.about
         self.workers, self.remainder = int(noted["workers"]), noted["remainder"]
         self.batch_size, self.accumulate = int(noted["batch_size"]), int(noted["accumulate_steps"])
@@ -342,7 +342,7 @@ class Rebuild:
         self.start = begins.model_copy(update={"unvalidated": None})
         self.plan = passes.plan("train", found.epoch, self.start)
         chain = pickle.loads(chains["train"])  # noqa: S301 - this process wrote it
-        self.loaded = Loaded(data.sources["train"].for_workers(), chain)
+        self.loaded = LoadedSplit(data.sources["train"].for_workers(), chain)
         known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
         self.ever_bad, self.guard = {*known, *found.bad}, Guard(known, None)
         self.shards = {number: shard for number, shard, _ in passes.shards(self.plan, None)}
@@ -360,7 +360,7 @@ class Rebuild:
         if noted.get("code") != code_digest(code):
             raise UsageError("--step: the code of the run has changed since it trained this step")
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[RankBatch]:
         """The batches of the step, from the blocks that the run recorded in order of arrival.
 
         Raises:
@@ -418,25 +418,25 @@ class Rebuild:
                 " recipe has changed"
             )
 
-    def _part(self, rank: int, slices: list[BlockSlice], named: dict[str, Reference]) -> Part:
+    def _part(self, rank: int, slices: list[BlockSlice], named: dict[str, Reference]) -> RankBatch:
         """Assemble a batch as the transport does."""
         made = [(part, *self._make(named[part.block])) for part in slices]
         collate = self.loaded.chain.collate
         if collate:
             records, ids, keys = all_of((columns, part.start, part.stop) for part, columns, _ in made)
             seed = seed_of(self.config.seed, "train", self.found.epoch, ids)
-            return Part(rank, keys, collated(collate, records, seed))
+            return RankBatch(rank, keys, collated(collate, records, seed))
         batch = BatchBuilder(BufferPool(pinned=False), sum(p.stop - p.start for p in slices), made[0][2])
         at = 0
         for part, columns, _ in made:
             batch.take(part, columns, at)
             at += part.stop - part.start
         tensors, _, keys, _ = as_tensors(batch.finish())
-        return Part(rank, list(map(str, keys)), tensors)
+        return RankBatch(rank, list(map(str, keys)), tensors)
 
 
 def losses_of(
-    run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[Part]
+    run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[RankBatch]
 ) -> tuple[list[list[float]] | None, str]:
     """The losses of each part, or None, and a line that explains them."""
     store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
@@ -453,7 +453,7 @@ def losses_of(
 
 
 def losses(
-    config: Config, recipe: Recipe, store: Store, name: str, parts: Sequence[Part]
+    config: Config, recipe: Recipe, store: CheckpointStore, name: str, parts: Sequence[RankBatch]
 ) -> list[list[float]]:
     """The loss of each record on its own, per part, in evaluation mode."""
     import torch

@@ -120,7 +120,7 @@ class Reply(NamedTuple):
     """Wait this long before the next claim."""
 
 
-class Start(NamedTuple):
+class ItemStart(NamedTuple):
     """Coordinator → chain worker: how to begin."""
 
     wait_s: float

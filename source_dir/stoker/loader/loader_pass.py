@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import cast
 
-from stoker.messages import PassPlan
+from stoker.protocol import PassPlan
 from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.items import Held, Holdings, Numbered, ReadyBlock
 from stoker.serve.passes import Pass

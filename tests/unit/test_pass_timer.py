@@ -11,26 +11,26 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from stoker import DataLoader
-from stoker.events.advice import verdict
+from stoker.events.bottleneck import verdict
 from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder
 from stoker.events.summary import Summary
-from stoker.loader import watch
+from stoker.loader import pass_timer
 
 
 @pytest.fixture(autouse=True)
 def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """No optimizer has made a step, whatever earlier tests of this process did."""
-    watch._count_optimizer_steps()
-    monkeypatch.setattr(watch, "_optimizer_steps", [0])
-    monkeypatch.setattr(watch, "_over", [])
+    pass_timer._count_optimizer_steps()
+    monkeypatch.setattr(pass_timer, "_optimizer_steps", [0])
+    monkeypatch.setattr(pass_timer, "_over", [])
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed, for the watch."""
     now = [100.0]
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pass_timer.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -42,7 +42,7 @@ def test_every_batch_counts_and_the_times_begin_with_the_first(
     clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
-    one = watch.Watch()
+    one = pass_timer.PassTimer()
     for waits, trains in ((50.0, 1.0), (0.5, 1.5), (0.25, 0.75)):
         asked = clock[0]
         clock[0] += waits
@@ -60,7 +60,7 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
 ) -> None:
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("STOKER_LOADER", "process")
-    monkeypatch.setattr(watch, "EVERY_S", 1e9)
+    monkeypatch.setattr(pass_timer, "EVERY_S", 1e9)
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4)
     for _ in range(2):
         list(loader)
@@ -77,7 +77,7 @@ def no_step_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file of events of a process in which no optimizer has made a step."""
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("STOKER_LOADER", "process")
-    monkeypatch.setattr(watch, "EVERY_S", 1e9)
+    monkeypatch.setattr(pass_timer, "EVERY_S", 1e9)
     return tmp_path / "events"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from launcher.advise.peek.looking import Look, Point
     from launcher.advise.peek.problems import Problem
     from stoker.config.schema import Config
-    from stoker.messages import Record
+    from stoker.protocol import Record
     from stoker.read.sources import Source
     from stoker.recipe import Batch, Recipe, Split
     from stoker.serve.opening import Data
@@ -52,7 +52,7 @@ class PeekOptions:
     source_dir: Path | None = None
 
 
-class Row(NamedTuple):
+class ColumnAfterStage(NamedTuple):
     """A column after a stage."""
 
     name: str
@@ -67,7 +67,7 @@ class StageRows(NamedTuple):
 
     name: str
     cost: str
-    rows: list[Row]
+    rows: list[ColumnAfterStage]
     same: str
 
 
@@ -94,7 +94,7 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError("--model: tries the model of a job; --step shows the losses of a run's records")
     if options.split != "train":
         raise UsageError("--split: applies to a job only; --step counts training steps")
-    from launcher.advise.peek.run import peek_run
+    from launcher.advise.peek.peek_run import peek_run
 
     return peek_run(target, overrides, options.step, options.rank, options.out)
 
@@ -229,7 +229,7 @@ def local_ray() -> Iterator[None]:
 
 def rows_of(records: list[Record]) -> Source:
     """The first rows of a dataset as one shard."""
-    from stoker.messages import Shard
+    from stoker.protocol import Shard
     from stoker.serve.shards import DatasetSource
 
     class Rows(DatasetSource):
@@ -329,10 +329,10 @@ def headlines(seen: Look, data: Data, name: str) -> list[str]:
 
 def stage_rows(points: list[Point]) -> list[StageRows]:
     """The changed columns after each stage, with unchanged columns in one line."""
-    found, before = [], dict[str, Row]()
+    found, before = [], dict[str, ColumnAfterStage]()
     for point in points:
         rows = {
-            name: Row(name, c.type_text(), c.shape_text(), str(c.nulls or 0), c.range_text())
+            name: ColumnAfterStage(name, c.type_text(), c.shape_text(), str(c.nulls or 0), c.range_text())
             for name, c in point.columns.items()
         }
         same = [name for name, row in rows.items() if before.get(name) == row]
@@ -360,7 +360,7 @@ def show(lines: list[str], stages: list[StageRows], problems: list[Problem]) -> 
     table.add_column("ms", justify="right", no_wrap=True)
     for stage in stages:
         title, cost = Text(stage.name, "bold"), Text(stage.cost.removesuffix(" ms"))
-        for row in stage.rows or [Row("", "", "", "", "")]:
+        for row in stage.rows or [ColumnAfterStage("", "", "", "", "")]:
             nulls = Text(row.nulls, "red" if row.nulls not in ("", "0") else "")
             table.add_row(title, *map(Text, row[:3]), nulls, Text(row.values), cost)
             title, cost = Text(""), Text("")

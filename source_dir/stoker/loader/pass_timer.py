@@ -12,7 +12,7 @@ from stoker import session
 EVERY_S = 5.0
 
 
-class Progress(NamedTuple):
+class PassProgress(NamedTuple):
     """Script → head: training on a pass so far, from its first batch on."""
 
     batches: int = 0
@@ -22,7 +22,7 @@ class Progress(NamedTuple):
 
 
 _numbers = itertools.count()
-_over: list[Watch] = []
+_over: list[PassTimer] = []
 """Passes that ended and were reported although no optimizer had made a step: perhaps validation."""
 _optimizer_steps: list[int] = []
 """How many steps all optimizers have made; empty until the first batch."""
@@ -42,7 +42,7 @@ def _count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-class Watch:
+class PassTimer:
     """The batches and the input wait of one pass; its times run from the first batch on.
 
     The time until the first batch is start-up. A pass trains if an optimizer makes steps between its batches.
@@ -98,11 +98,11 @@ class Watch:
         session.tell("loader", rank=int(os.environ.get("RANK") or 0), loader=self.number, steps=0)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PassProgress:
         """Of training; validation counts nothing."""
         if not self.trains or self.batches < 2:
-            return Progress()
-        return Progress(self.batches - 1, self._latest - self._first, self.wait_s)
+            return PassProgress()
+        return PassProgress(self.batches - 1, self._latest - self._first, self.wait_s)
 
     def tell(self, now: float | None = None) -> None:
         """Report to the run; does nothing outside a job."""
