@@ -75,7 +75,7 @@ def test_every_figure_is_drawn(browser: Any, report: Path, view: str, name: str)
     assert not said
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     figures = page.locator("figure svg[role=img]").count()
-    assert figures >= (13 if name.startswith("a") else 4)
+    assert figures >= (8 if name.startswith("a") else 4)
     assert page.evaluate(EMPTY) == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
     assert page.evaluate(CONTRAST) > 7

@@ -13,15 +13,15 @@ from launcher.job import open_job
 from launcher.places.sagemaker.training_job import METRICS, metrics_of
 from stoker.config import redaction
 from stoker.config.loading import load
-from stoker.events.console import PlainConsole, RichConsole, closing_rows, metrics_text, report
+from stoker.events.console import Console, closing_rows, metrics_text, report
 from stoker.events.kinds import EpochEnded, ModelWritten, RecordQuarantined, StepLogged, event_of
-from stoker.events.report.panels import of_run
+from stoker.events.report import panels_of
 from stoker.events.runs import read_run
 from stoker.events.summary import Records, Summary
 
 
 def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = PlainConsole(epochs=2, log=tmp_path / "console.log")
+    console = Console(epochs=2, log=tmp_path / "console.log")
     for epoch in range(2):  # the second one meets all but one of its bad records again
         for number in range(60 + epoch):
             reason = "KeyError: 'mask'" if number else "ValueError: too small"
@@ -50,7 +50,7 @@ def test_a_bad_record_of_every_epoch_is_one_record(tmp_path: Path) -> None:
     books = dict(closing_rows(summary, str(tmp_path)))["records"]
     assert books == "432 read = 429 trained + 3 quarantined (1 record in 3 epochs) + 0 remaining"
     summary.write(tmp_path)
-    (found,) = [panel for panel in of_run(read_run(tmp_path)) if panel.title == "Records in and out"]
+    (found,) = [panel for panel in panels_of(read_run(tmp_path)) if panel.title == "Records in and out"]
     assert "3 quarantined (1 record in 3 epochs)" in found.caption
     summary.records.quarantined = 5  # two of them in an earlier run directory
     assert "5 quarantined + 0" in dict(closing_rows(summary, str(tmp_path)))["records"]
@@ -60,10 +60,10 @@ def test_the_closing_table_shows_brackets_as_they_are_and_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redaction, "_known", {"s3cret-token"})
-    console = RichConsole(1, tmp_path / "console.log")
+    console = Console(1, tmp_path / "console.log")
     console.table([("run", "/data/[red]/s3cret-token")])
     assert capsys.readouterr().out.split() == ["run", "/data/[red]/(redacted)"]
-    assert (tmp_path / "console.log").read_text() == "  run: /data/[red]/(redacted)\n"
+    assert (tmp_path / "console.log").read_text() == "  run  /data/[red]/(redacted)\n"
 
 
 HOST_LOST = [{"event": kind} for kind in ("host_lost", "work_repeated", "work_repeated", "note")]
@@ -86,7 +86,7 @@ def test_what_losses_cost_is_told(row: str, events: list[dict[str, Any]], text: 
 
 def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:
     shown: list[str] = []
-    console = PlainConsole(1)
+    console = Console(1)
     console.line = shown.append  # type: ignore[method-assign]
     report(Summary(name="flowers", seconds=61.0), console, tmp_path, 0, took_s=8.0)
     assert shown[0] == "flowers: done in 8 s; trained before, in 61 s"
@@ -97,7 +97,7 @@ def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:
 def test_a_stop_is_told_once_when_asked_and_once_when_done(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    console = PlainConsole(3)
+    console = Console(3)
     for kind in ("stop", "stopped"):
         console.on_event(event_of({"event": kind, "reason": "Ctrl-C"}))
     report(Summary(status="interrupted", error="Ctrl-C"), console, tmp_path, 130, took_s=8.0)
@@ -108,7 +108,7 @@ def test_a_stop_is_told_once_when_asked_and_once_when_done(
 
 
 def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    console = PlainConsole(epochs=8)
+    console = Console(epochs=8)
     figures = {"epoch_samples": 64, "elapsed_s": 2.0, "wait_s": 1.0}
     console.on_event(StepLogged(epoch=0, step=1, loss=2.3412, lr=0.1, **figures))
     metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}

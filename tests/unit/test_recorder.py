@@ -8,7 +8,7 @@ import pytest
 from recorded import record
 
 from stoker.events.bottleneck import verdict
-from stoker.events.console import PlainConsole, report
+from stoker.events.console import Console, report
 from stoker.events.kinds import HostCpu, event_of
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
@@ -89,7 +89,7 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     assert before.seconds <= after.seconds < before.seconds + 60
     assert after.cost is not None and after.cost["usd"] == pytest.approx(2.5, abs=0.01)
     shown: list[str] = []
-    console = PlainConsole(1)
+    console = Console(1)
     console.line = shown.append  # type: ignore[method-assign]
     report(after, console, tmp_path, 0, recorder.took_s)
     assert f"; with earlier starts {after.seconds:.0f} s" in shown[0]

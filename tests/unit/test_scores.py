@@ -17,11 +17,10 @@ from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stoker.errors import UsageError
-from stoker.events.console import PlainConsole
+from stoker.events.console import Console
 from stoker.events.kinds import event_of
 from stoker.events.report import write_report
-from stoker.events.sinks import Scalars
-from stoker.events.tensorboard import Board
+from stoker.events.sinks import Board, Scalars
 from stoker.train.evaluation import try_validation
 from stoker.train.state import rng_state
 
@@ -179,7 +178,7 @@ def test_a_class_without_a_value_is_null_and_never_best(
     epoch = [json.loads(line, parse_constant=refuse) for line in lines if '"val/holes/dog"' in line]
     assert len(epoch) == 1
     assert Scalars().of(event_of(epoch[0])).keys() & {*found} == {"val/holes/cat"}
-    PlainConsole(epochs=1).on_event(event_of(epoch[0]))
+    Console(epochs=1).on_event(event_of(epoch[0]))
     assert "val/holes/dog not finite" in capsys.readouterr().out
     best = json.loads((folder / "summary.json").read_text())["metrics"]["best"]
     assert "val/holes/cat" in best and "val/holes/dog" not in best
@@ -203,10 +202,8 @@ def test_scalars_and_tables_reach_report_and_tensorboard(tmp_path: Path) -> None
     assert summary["metrics"]["best"]["val/confusion/cat"] == expected()[0, 0]
     write_report([folder], folder / "report.html")
     page = (folder / "report.html").read_text()
-    drawn = page[page.index("<h3>val/confusion</h3>") :]
-    drawn = drawn[: drawn.index("</figure>")]
-    assert "<svg" in drawn and f"cat as sea/horse: {expected()[0, 2]:.0f}</title>" in drawn
-    assert f"<td>dog</td><td>{expected()[1, 0]:.0f}</td><td>{expected()[1, 1]:.0f}</td>" in drawn
+    shown = page[page.index("<h3>val/confusion</h3>") :]
+    assert f"<td>dog</td><td>{expected()[1, 0]:.0f}</td><td>{expected()[1, 1]:.0f}</td>" in shown
     assert "<h3>val/accuracy</h3>" in page and "<h3>val/rates</h3>" in page
     board = Board(folder)
     for event in events:

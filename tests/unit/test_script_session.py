@@ -18,7 +18,7 @@ from launcher.run_directory import PastRun
 from stoker import session
 from stoker.config.loading import load, resolved_yaml
 from stoker.events.bottleneck import verdict
-from stoker.events.console import PlainConsole, closing_rows
+from stoker.events.console import Console, closing_rows
 from stoker.events.kinds import event_of
 from stoker.events.recorder import Recorder
 from stoker.events.report import write_report
@@ -94,13 +94,13 @@ def test_in_a_job_checkpoints_lie_in_the_runs_folder(monkeypatch: pytest.MonkeyP
 def test_a_scripts_events_become_summary_files_report_and_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.events.console.PLAIN_EVERY_S", 60.0)
+    monkeypatch.setattr("stoker.events.console.EVERY_S", 60.0)
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
     resolved = load(None, ["script=train.py", 'args=["--lr", "0.1"]'])
     (run_dir / "config.yaml").write_text(resolved_yaml(resolved))
     summary = Summary(name="train", script="train.py", args=["--lr", "0.1"], train_workers=2)
-    recorder, console, scalars = Recorder(run_dir, summary, 0.0), PlainConsole(1), Scalars()
+    recorder, console, scalars = Recorder(run_dir, summary, 0.0), Console(1), Scalars()
     events: list[dict[str, Any]] = [
         {"event": "output", "rank": 0, "text": "begin\n 10%\r 20%\r 30%\n\nlast"},
         {"event": "output", "rank": 1, "text": "other\n"},

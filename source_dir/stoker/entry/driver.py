@@ -21,12 +21,12 @@ from stoker.config.schema import Config
 from stoker.entry.fit import Fit, open_log
 from stoker.entry.job_checks import Opened, open_all, own_sinks
 from stoker.errors import DataError, UsageError, where_raised
-from stoker.events.console import make_console, report
+from stoker.events.console import Console, report
 from stoker.events.kinds import Completed, HostChanged, HostJoined, HostLost, HostReleased
 from stoker.events.mlflow import mlflow_sinks
 from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
-from stoker.events.sinks import Sink, Tracking
+from stoker.events.sinks import Board, Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary
 from stoker.hosts.topology import GROUP_LABEL, label
 from stoker.place import Outcome, RunPlace
@@ -93,7 +93,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
     prices = prices_of(config, summary.cluster.hosts)
     recorder = Recorder(place.run_dir, summary, process_started, prices, config.cluster.cpu_hosts)
     recorder.refresh()
-    console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")
+    console = Console(config.train.epochs, place.run_dir / "logs" / "console.log")
     tracking = Tracking(summary, [recorder, console])
     coordinator = None
     code = 1
@@ -102,7 +102,6 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         tracking.phase("cluster formed")
         work = work_of(resolved, place, opened, tracking)
         check_groups(config, summary.cluster.hosts)
-        console.steps_per_epoch = work.steps_per_epoch
         summary.train_workers = work.workers
         coordinator = work.start_coordinator()
         console.line(work.opening_line())
@@ -138,8 +137,6 @@ def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
     Raises:
         UsageError: a sink from `tracking.sinks` cannot be created.
     """
-    from stoker.events.tensorboard import Board
-
     sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
     sinks += [kind(run_dir, config) for kind in own_sinks(config)]
     return [*sinks, ReportFile(run_dir)]

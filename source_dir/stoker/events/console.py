@@ -1,10 +1,8 @@
-"""Head: console output of a job: a progress bar on a terminal, plain lines elsewhere."""
+"""Head: console output of a job, as lines."""
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,18 +18,18 @@ from stoker.events.summary import Records, Summary
 from stoker.figures import count_of
 from stoker.session import metrics_line
 
-PLAIN_EVERY_S = 10.0
+EVERY_S = 10.0
 MOST_PARTS = 6
 """Of metrics with several values, such as one per class, on a line or in the closing table."""
 
 
-class PlainConsole(Sink):
+class Console(Sink):
+    """The lines of a run, on the screen and in its console.log."""
+
     essential = True
 
     def __init__(self, epochs: int, log: Path | None = None) -> None:
         self.epochs = epochs
-        self.steps_per_epoch: int | None = None
-        """Set when the data is open; None if its length is unknown."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
         self.stop_asked = ""
@@ -44,21 +42,18 @@ class PlainConsole(Sink):
     def line(self, text: str) -> None:
         """Show a line, without the run's secrets, and append it to the run's console.log."""
         text = scrub(text)
-        self.show(text)
+        print(text, flush=True)
         if self.log:
             self.log.write(text + "\n")
 
-    def show(self, text: str) -> None:
-        print(text, flush=True)
-
     def step(self, event: kinds.StepLogged) -> None:
-        if event.step != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
+        if event.step != 1 and time.monotonic() - self.last < EVERY_S:
             return
         self.last = time.monotonic()
         self.line(f"epoch {event.epoch + 1}/{self.epochs}  step {event.step}  {self.figures(event)}")
 
     def metrics(self, event: kinds.MetricsLogged) -> None:
-        if time.monotonic() - self.last >= PLAIN_EVERY_S:
+        if time.monotonic() - self.last >= EVERY_S:
             self.last = time.monotonic()
             self.line(metrics_line(event.step, event.metrics))
 
@@ -148,70 +143,6 @@ class PlainConsole(Sink):
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self.line(f"  {name:<{width}}  {value}")
-
-
-class RichConsole(PlainConsole):
-    """A progress bar per epoch with throughput, loss and input wait."""
-
-    def __init__(self, epochs: int, log: Path | None = None) -> None:
-        super().__init__(epochs, log)
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self.console = Console(highlight=False)
-        self.progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self.console,
-            expand=True,
-        )
-        self.task: Any = None
-
-    def show(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
-
-    def step(self, event: kinds.StepLogged) -> None:
-        if self.task is None:
-            self.progress.start()
-            self.task = self.progress.add_task("", total=self.steps_per_epoch, epoch="", figures="")
-        done = event.step - event.epoch * (self.steps_per_epoch or 0)
-        self.progress.update(
-            self.task,
-            completed=done,
-            epoch=f"{event.epoch + 1}/{self.epochs}",
-            figures=self.figures(event),
-        )
-
-    def close(self, summary: Summary) -> None:
-        super().close(summary)
-        if self.task is not None:
-            self.progress.remove_task(self.task)
-            self.progress.stop()
-            self.task = None
-
-    def table(self, rows: list[tuple[str, str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
-        for name, value in rows:
-            shown = scrub(value)
-            table.add_row(Text(name, "bold"), Text(shown))  # brackets in a path are no markup
-            if self.log:
-                self.log.write(f"  {name}: {shown}\n")
-        self.console.print(table)
-
-
-def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
-    """The console for this output; NO_COLOR and CI logs get plain lines."""
-    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        try:
-            return RichConsole(epochs, log)
-        except ImportError:
-            pass
-    return PlainConsole(epochs, log)
 
 
 def metrics_text(metrics: dict[str, Any]) -> str:
@@ -314,7 +245,7 @@ def books_text(records: Records, repeats: str = "") -> str:
     return f"{text}; {records.repeated} repeated" if records.repeated else text
 
 
-def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, took_s: float) -> None:
+def report(summary: Summary, console: Console, run_dir: Path, code: int, took_s: float) -> None:
     if code == 0:
         before = ""
         if took_s != summary.seconds:

@@ -165,8 +165,6 @@ class RunData:
     """Name of a metric → its last table."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
-    host_cpu: dict[str, list[Point]] = field(default_factory=dict)
-    """Host → (seconds since the start, % of its CPUs)."""
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     quarantined: int = 0
     config: str = ""
@@ -223,10 +221,6 @@ def _read_events(run: RunData) -> None:
                 _take_metrics(run, event)
             case kinds.MetricsLogged():
                 _take_metrics(run, event)
-            case kinds.HostCpu():
-                for host, percent in event.hosts.items():
-                    if math.isfinite(percent):
-                        run.host_cpu.setdefault(host, []).append((at, percent))
             case kinds.MetricTable():
                 if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
                     run.tables[event.name] = event

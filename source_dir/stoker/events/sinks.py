@@ -6,6 +6,7 @@ import logging
 import queue
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from stoker.config.redaction import scrub, scrubbed
@@ -152,3 +153,30 @@ def _of_step(event: kinds.StepLogged) -> dict[str, float]:
     }
     values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
     return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}
+
+
+class Board(Sink):
+    """A run's curves for TensorBoard, written with its own writer, which does not import PyTorch."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.scalars = Scalars()
+        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
+
+    def on_event(self, event: Event) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary as Values
+
+        found = [Values.Value(tag=name, simple_value=value) for name, value in self.scalars.of(event).items()]
+        if found:
+            values = Values(value=found)
+            self.writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step, summary=values))
+        if isinstance(event, kinds.Resumed):
+            # Points after the checkpoint are drawn again.
+            start = SessionLog(status=SessionLog.START)
+            self.writer.add_event(BoardEvent(wall_time=event.time, step=event.step + 1, session_log=start))
+
+    def close(self, summary: Summary) -> None:
+        self.writer.close()

@@ -22,7 +22,6 @@ class ScriptWork:
 
     loop = "stoker.scripts.rank:run_script"
     torch_config = "stoker.train.trainer:ScriptConfig"
-    steps_per_epoch: int | None = None
 
     def __init__(self, config: Config, place: RunPlace, tracking: Tracking) -> None:
         import ray

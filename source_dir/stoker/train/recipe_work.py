@@ -29,7 +29,7 @@ class RecipeWork:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
         refuse_single_records(config, data, self.workers)
-        self.steps_per_epoch = steps_per_epoch(config, data.totals["train"], self.workers)
+        steps_per_epoch(config, data.totals["train"], self.workers)  # refuses what needs their number
         self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
         self.summary = tracking.summary
         self.where, self.synced = self.start.where, self.start.synced

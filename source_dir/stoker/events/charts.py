@@ -1,7 +1,7 @@
 """Head and laptop: charts as inline SVG, coloured by the page's CSS variables; pure functions.
 
 Every chart has a title and a description for screen readers, and never relies on colour alone: lines have
-different dashes and labels, areas have different hatching.
+different dashes and labels, bars their name and value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from html import escape
 from markupsafe import Markup
 
 Point = tuple[float, float]
-Moment = tuple[float, str, str]
-"""A vertical line: its x, a letter as its label, and what it stands for."""
+Moment = tuple[float, str]
+"""A vertical line: its x, and what it stands for."""
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 26, 34
-LETTER = 11
-"""Least distance between the letters of two events."""
 MOST_POINTS = 360
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -104,7 +102,7 @@ def line_chart(
     height: int = 200,
 ) -> Markup:
     points = [p for line in lines.values() for p in line]
-    xs = [x for x, _ in points] + [at for at, _, _ in events]
+    xs = [x for x, _ in points] + [at for at, _ in events]
     ys = [y for _, y in points]
     least = 0.0 if from_zero and min(ys) >= 0 else min(ys)
     y_ticks = nice_ticks(least, y_top if y_top is not None else max(ys), 4)
@@ -115,16 +113,11 @@ def line_chart(
     x = _Scale(x_low, x_high, LEFT, WIDTH - right)
     x.ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
     body = [*_axes(x, y, height, x_label, y_label, WIDTH - right)]
-    lettered = -math.inf
-    for moment, short, text in events:
-        at, letter = f"{x(moment):.1f}", ""
-        if x(moment) - lettered >= LETTER:  # letters that overlap cannot be read
-            lettered = x(moment)
-            letter = f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(short)}</text>'
-        body.append(
-            f'<g class="event"><title>{escape(text)}</title>'
-            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>{letter}</g>'
-        )
+    body += [
+        f'<g class="event"><title>{escape(text)}</title>'
+        f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/></g>'
+        for at, text in events
+    ]
     ends: list[tuple[float, str]] = []
     for number, (name, line) in enumerate(lines.items()):
         kept = thin(sorted(line))
@@ -174,27 +167,6 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
-def stacked_bar(title: str, description: str, parts: Mapping[str, float], unit: str) -> Markup:
-    """A stacked bar with different hatching per part; wide parts are labelled with their share."""
-    total = sum(parts.values()) or 1.0
-    at, body = 0.0, []
-    for number, (name, value) in enumerate(parts.items()):
-        wide = WIDTH * value / total
-        percent = f"{100 * value / total:.0f} %"
-        box = f'x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"'
-        body.append(
-            f"<g><title>{escape(name)}: {figure(value, unit)}, {percent}</title>"
-            f'<rect class="f{number + 1}" {box}/><rect fill="url(#hatch{number + 1})" {box}/>'
-        )
-        if wide > 42:
-            body.append(
-                f'<text class="inside" x="{at + wide / 2:.1f}" y="29" text-anchor="middle">{percent}</text>'
-            )
-        body.append("</g>")
-        at += wide
-    return svg(title, description, 48, body)
-
-
 def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> Markup:
     """A horizontal bar chart that starts at zero."""
     known = [row.value for row in rows if row.value and row.value > 0]
@@ -216,46 +188,20 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
         wide = max((WIDTH - 16) * min(row.value, end) / end, 1.5)
         kind = "f1" if row.strong else "f6"
         body.append(f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
-        if row.strong:
-            body.append(
-                f'<rect fill="url(#hatch2)" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>'
-            )
         if cut:
             tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
             body.append(f'<polyline class="cut" points="{tip}"/>')
     return svg(title, description, len(rows) * step, body)
 
 
-def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> Markup:
-    """A sparkline from 0 to `top` with its area filled."""
-    wide, height = 200, 54
-    kept = thin(sorted(points), 120)
-    low, high = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
-    coordinates = [
-        (2 + (a - low) / (high - low) * (wide - 4), height - 3 - min(b, top) / top * (height - 6))
-        for a, b in kept
-    ]
-    if len(coordinates) == 1:
-        coordinates.append((wide - 2, coordinates[0][1]))
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in coordinates)
-    area = f"{coordinates[0][0]:.1f},{height - 3} {path} {coordinates[-1][0]:.1f},{height - 3}"
-    body = [
-        f'<line class="grid" x1="0" x2="{wide}" y1="3" y2="3"/>',
-        f'<line class="grid" x1="0" x2="{wide}" y1="{height - 3}" y2="{height - 3}"/>',
-        f'<polygon class="area" points="{area}"/>',
-        f'<polyline class="s1 line" points="{path}"/>',
-    ]
-    return svg(title, description, height, body, wide)
-
-
 _numbers = iter(range(1, 1 << 62))
 
 
-def svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> Markup:
+def svg(title: str, description: str, height: int, body: Sequence[str]) -> Markup:
     """A whole chart; its parts have escaped the texts in them."""
     ident = f"c{next(_numbers)}"
     return Markup(  # noqa: S704
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{ident}t {ident}d">'
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{ident}t {ident}d">'
         f'<title id="{ident}t">{escape(title)}</title><desc id="{ident}d">{escape(description)}</desc>'
         + "".join(body)
         + "</svg>"

@@ -1,23 +1,146 @@
-"""Head and laptop: the charts and tables of a report, with their captions."""
+"""Head and laptop: render run directories as one self-contained report.html of less than a megabyte.
+
+write_report([Path("runs/latest")], Path("report.html"))
+"""
 
 from __future__ import annotations
 
-import math
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from datetime import datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from stoker.events.bottleneck import chain_limit, near, network_limit
+from stoker.events import charts
+from stoker.events.bottleneck import chain_limit, judged, near, network_limit
+from stoker.events.charts import Bar, Moment, Point, figure
 from stoker.events.kinds import MetricTable
 from stoker.events.recorder import repeats_text
-from stoker.events.report import charts
-from stoker.events.report.charts import WIDTH, Bar, Moment, Point, figure, svg
-from stoker.events.runs import RunData, figures_of
-from stoker.events.summary import number
-from stoker.figures import count_of, size
+from stoker.events.runs import RunData, figures_of, read_run
+from stoker.events.summary import Summary, less_is_better, number
+from stoker.figures import count_of, duration, size
+
+REPORT = "report.html"
+STATUS = {
+    "succeeded": "✓ succeeded",
+    "failed": "✗ failed",
+    "interrupted": "‖ interrupted",
+    "running": "… running",
+}
+LINKS = {
+    "summary.json": "all figures",
+    "events.jsonl": "all events",
+    "quarantine.jsonl": "quarantined records",
+    "config.yaml": "the configuration",
+    "logs/console.log": "console output",
+}
+
+
+def write_report(run_dirs: Sequence[Path], target: Path) -> None:
+    """Write the report of one run, or of several side by side."""
+    text = render([read_run(path) for path in run_dirs])
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(target)
+
+
+def render(runs: Sequence[RunData]) -> str:
+    environment = Environment(
+        loader=PackageLoader("stoker.events", "."),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["quoted"] = shlex.quote
+    pages = [page_of(run) for run in runs]
+    return environment.get_template("report.html").render(
+        pages=pages,
+        comparison=comparison(runs) if len(runs) > 1 else None,
+        title=runs[0].name if len(pages) == 1 else f"{len(pages)} runs",
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+
+
+def page_of(run: RunData) -> dict[str, Any]:
+    """Everything that the template shows of a run."""
+    summary = run.summary
+    return {
+        "run": run,
+        "verdict": judged(summary),
+        "status": STATUS[summary.status],
+        "figures": key_figures(summary),
+        "panels": panels_of(run),
+        "hosts": [host.model_dump() for host in summary.cluster.hosts],
+        "cpu_use": {row["host"]: f"{row['mean_pct']:.0f} %" for row in summary.host_cpu},
+        "settings": settings_of(run),
+        "links": [(text, name) for name, text in LINKS.items() if (run.run_dir / name).exists()],
+        "mlflow": mlflow_of(summary),
+    }
+
+
+def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
+    """Name, value and note of each."""
+    speed, records = summary.speed, summary.records
+    found: list[tuple[str, str, str]] = []
+    best, model = summary.metrics.best, summary.model_from or {}
+    names = dict.fromkeys([model.get("metric"), *(name for name in best if name.startswith("val/"))])
+    for name in [name for name in names if name in best][:2]:
+        percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
+        shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
+        chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
+        found.append((name, shown, f"best{chose}"))
+    if speed.steady_samples_per_s:
+        found.append(("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
+        found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
+    if speed.step_ms_p50:
+        found.append(("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
+    if summary.seconds:
+        steps = count_of(summary.steps, "step") if summary.steps or summary.script is None else ""
+        found.append(("time", duration(summary.seconds), steps))
+    if records.read:
+        note = f"{records.quarantined:,} quarantined, {records.remainder:,} left over"
+        if records.repeated:
+            note += f", {records.repeated:,} repeated"
+        found.append(("records trained", f"{records.trained:,}", note))
+    if summary.cost and summary.cost.get("usd") is not None:
+        per = number(summary.cost.get("usd_per_million_samples"))
+        note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
+        if per is not None:
+            note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
+        found.append(("cost", charts.usd(summary.cost["usd"]), note))
+    return found
+
+
+def settings_of(run: RunData) -> list[tuple[str, str, str]]:
+    """The keys that were set: (key, value, origin)."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(run.config) or {}
+    except yaml.YAMLError:
+        return []
+    found = []
+    for key, origin in run.origins.items():
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        found.append((key, "–" if value is None else str(value), origin))
+    return sorted(found)
+
+
+def mlflow_of(summary: Summary) -> str:
+    """The run's URL in MLflow, if it was sent there and is http(s)."""
+    about = summary.tracking.get("mlflow")
+    url = about.get("url") if isinstance(about, dict) else None
+    return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https") else ""
+
 
 Rows = list[list[str]]
 MOST_ROWS = 12
@@ -25,18 +148,14 @@ MOST_ROWS = 12
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart, or several small ones, with a caption and a data table."""
+    """A chart with a caption and a data table; without a chart, the table alone."""
 
     title: str
-    svgs: list[Markup]
+    svg: Markup | None = None
     caption: str = ""
     heads: list[str] = field(default_factory=list)
     rows: Rows = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    """For small multiples: one per SVG."""
     wide: bool = False
-    keys: list[tuple[int, str]] = field(default_factory=list)
-    """Legend: (colour and hatching number, text)."""
 
 
 def bar_panel(
@@ -51,7 +170,7 @@ def bar_panel(
     """Bars with their values as a table, unless other rows are given."""
     shown = [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
     caption = more.pop("caption", text)
-    return Panel(title, [charts.bars(title, text, bars, unit, **more)], caption, heads, rows or shown)
+    return Panel(title, charts.bars(title, text, bars, unit, **more), caption, heads, rows or shown)
 
 
 def table_rows(points: Sequence[Point]) -> Rows:
@@ -66,37 +185,13 @@ TERMS = {
     "wait_transfer": "wait: network",
     "wait_collate": "wait: collating batches",
 }
-SHORT = {"checkpoint": "c", "resumed": "r", "stop": "S", "stopped": "S", "epoch": "e"}
-SHORT |= {"train_worker_lost": "T", "host_lost": "L", "host_joined": "J", "host_released": "R"}
-SHORT |= {"cpu_hosts": "H"}
 MOST_MARKS, MOST_OTHER_MARKS = 12, 40
-MOST_HOSTS = 48
-
-HATCHES = (
-    "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>"
-    + "".join(
-        f"<pattern id='hatch{number}' width='8' height='8' patternUnits='userSpaceOnUse'{turn}>"
-        f"{content}</pattern>"
-        for number, turn, content in (
-            (1, "", ""),
-            (2, " patternTransform='rotate(45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
-            (3, "", "<circle cx='4' cy='4' r='1.3' class='hatchdot'/>"),
-            (4, " patternTransform='rotate(-45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
-            (5, "", "<line x1='0' y1='4' x2='8' y2='4' class='hatch'/>"),
-        )
-    )
-    + "</defs></svg>"
-)
 
 
-def of_run(run: RunData) -> list[Panel]:
+def panels_of(run: RunData) -> list[Panel]:
     """The panels for which a run has data, in display order."""
-    makers = (*(loss, metrics, step_time, limits, throughput, waiting, chain, start, records, host_cpu),)
-    found: list[Panel] = []
-    for make in makers:
-        made = make(run)
-        found += made if isinstance(made, list) else [made] if made else []
-    return found
+    rest = (step_time, limits, throughput, waiting, chain, start, records)
+    return [*filter(None, [loss(run), *metrics(run), *(make(run) for make in rest)])]
 
 
 def _events(run: RunData) -> list[Moment]:
@@ -105,10 +200,7 @@ def _events(run: RunData) -> list[Moment]:
         routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
         others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_OTHER_MARKS]
         marks = others + routine[:: max(1, len(routine) // MOST_MARKS)]
-    return [(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
-
-
-SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
+    return [(mark.seconds, mark.text) for mark in marks]
 
 
 def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData) -> Panel:
@@ -121,7 +213,7 @@ def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: s
         events=_events(run),
         y_top=100 if unit.startswith("%") else None,
     )
-    return Panel(title, [svg], caption=text, heads=["s", unit], rows=table_rows(points))
+    return Panel(title, svg, text, ["s", unit], table_rows(points))
 
 
 def throughput(run: RunData) -> Panel | None:
@@ -130,7 +222,7 @@ def throughput(run: RunData) -> Panel | None:
         return None
     text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
     text += f"; {figure(mean)} on average after warm-up." if mean else "."
-    return over_time("Throughput", "samples/s", "samples/s", points, f"{text} {SIGNS}.", run)
+    return over_time("Throughput", "samples/s", "samples/s", points, text, run)
 
 
 def waiting(run: RunData) -> Panel | None:
@@ -140,20 +232,16 @@ def waiting(run: RunData) -> Panel | None:
     return over_time("Input wait", "input wait", "% of the time", run.input_wait, text, run)
 
 
-def stacked(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
-    """Parts of a whole as one bar; small ones together."""
+def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
+    """Parts of a whole; small ones are in the table only."""
     total = sum(every.values())
-    large = {name: value for name, value in every.items() if value >= 0.01 * total}
-    rest = total - sum(large.values())
-    parts = large | {"everything else": rest} if len(large) < len(every) and rest > 0 else large
-    return Panel(
-        title,
-        [charts.stacked_bar(title, text, parts, unit)],
-        caption=text,
-        heads=[head, unit, "share"],
-        rows=[[name, figure(value), f"{100 * value / total:.1f} %"] for name, value in every.items()],
-        keys=[(n, f"{name}, {figure(value, unit)}") for n, (name, value) in enumerate(parts.items(), 1)],
-    )
+    bars = [
+        Bar(name, value, f"{100 * value / total:.0f} %")
+        for name, value in every.items()
+        if value >= 0.01 * total
+    ]
+    rows = [[name, figure(value), f"{100 * value / total:.1f} %"] for name, value in every.items()]
+    return bar_panel(title, text, bars, unit, [head, unit, "share"], rows)
 
 
 def step_time(run: RunData) -> Panel | None:
@@ -164,7 +252,7 @@ def step_time(run: RunData) -> Panel | None:
         return None
     largest = max(every, key=lambda name: every[name])
     text = f"Mean step: {figure(total, 'ms')}; largest part: {largest}, {figure(every[largest], 'ms')}."
-    return stacked("Step time breakdown", text, "part", every, "ms")
+    return parts_of("Step time breakdown", text, "part", every, "ms")
 
 
 def start(run: RunData) -> Panel | None:
@@ -176,7 +264,7 @@ def start(run: RunData) -> Panel | None:
     text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
     if ends[-1][0] != "first step":
         text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
-    return stacked("Start-up", text, "phase", every, "s")
+    return parts_of("Start-up", text, "phase", every, "s")
 
 
 def records(run: RunData) -> Panel | None:
@@ -239,7 +327,7 @@ def loss(run: RunData) -> Panel | None:
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {last.capitalize()} ends at {figure(final)}."
-    return Panel("Loss", [svg], caption=caption, heads=["step", "loss"], rows=table_rows(run.loss))
+    return Panel("Loss", svg, caption, ["step", "loss"], table_rows(run.loss))
 
 
 def chain(run: RunData) -> Panel | None:
@@ -266,36 +354,9 @@ def chain(run: RunData) -> Panel | None:
     return bar_panel("The chain, stage by stage", text, rows, "ms", heads, table)
 
 
-def host_cpu(run: RunData) -> Panel | None:
-    """CPU utilisation per host, as small multiples on one scale."""
-    if not run.host_cpu:
-        return None
-    means = {host: sum(y for _, y in p) / len(p) for host, p in run.host_cpu.items()}
-    groups = {host.host: host.group for host in run.summary.cluster.hosts}
-    order = sorted(means, key=lambda host: (groups.get(host, ""), host))
-    shown = order[:MOST_HOSTS]
-    text = "{:.0f} % on average, from 0 to 100 %"
-    svgs = [
-        charts.spark(f"CPU use of {host}", text.format(means[host]), run.host_cpu[host]) for host in shown
-    ]
-    number = count_of(len(order), "host")
-    caption = f"From 0 to 100 % of each host's CPUs, over the run; {number}."
-    if len(order) > len(shown):
-        caption += f" The charts show the first {len(shown)}, the table all."
-    return Panel(
-        "CPU use per host",
-        svgs,
-        caption,
-        ["host", "group", "mean %"],
-        [[host, groups.get(host, "?"), f"{means[host]:.0f}"] for host in order],
-        [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
-        wide=len(shown) > 3,
-    )
-
-
-MOST_METRICS, MOST_DRAWN, MOST_LISTED, MOST_CELLS = 12, 40, 200, 5_000
-"""Panels of each kind of scalars; classes of a matrix that is drawn; rows of another table; cells of all
-tables, so that the page stays below a megabyte."""
+MOST_METRICS, MOST_LISTED, MOST_CELLS = 12, 200, 5_000
+"""Panels of each kind of scalars; rows of a table; cells of all tables, so that the page stays below a
+megabyte."""
 
 
 def metrics(run: RunData) -> list[Panel]:
@@ -323,18 +384,17 @@ def metrics(run: RunData) -> list[Panel]:
             from_zero=False,
             height=220,
         )
-        found.append(Panel(name, [svg], caption=text, heads=["step", name], rows=table_rows(shown)))
+        found.append(Panel(name, svg, text, ["step", name], table_rows(shown)))
     several = [by_part(run, name, names) for name, names in parts.items() if name not in run.tables]
     found = found[:MOST_METRICS] + several[:MOST_METRICS]
     room = MOST_CELLS
     for name, table in run.tables.items():
-        size = min(len(table.rows), MOST_LISTED) * len(table.columns)
-        drawn = table.rows != table.columns or len(table.rows) <= MOST_DRAWN
-        if drawn and size > room:
-            found.append(Panel(name, [], "Too large for this page; see the event `table` in events.jsonl."))
+        room -= (size := min(len(table.rows), MOST_LISTED) * len(table.columns))
+        if room < 0:
+            room += size
+            found.append(Panel(name, None, "Too large for this page; see the event `table` in events.jsonl."))
         else:
             found.append(table_of(name, table))
-            room -= size if drawn else 0
     return found
 
 
@@ -353,73 +413,16 @@ def by_part(run: RunData, name: str, names: list[str]) -> Panel:
 
 
 def table_of(name: str, table: MetricTable) -> Panel:
-    """A metric's table; a square one with the same rows and columns, such as a confusion matrix, is drawn."""
-    rows, columns = ([name[:60] for name in names] for names in (table.rows, table.columns))
-    values = [[number(cell) for cell in row] for row in table.cells]
-    epoch = table.epoch
-    text = "" if epoch is None else f"After epoch {epoch + 1}. "
-    shown = [
-        [row, *("–" if cell is None else figure(cell) for cell in cells)]
-        for row, cells in zip(rows, values, strict=True)
+    """A metric's table, such as a confusion matrix."""
+    rows = [
+        [row[:60], *("–" if (value := number(cell)) is None else figure(value) for cell in cells)]
+        for row, cells in zip(table.rows, table.cells, strict=True)
     ]
-    heads = ["", *columns]
-    if rows == columns and len(rows) > MOST_DRAWN:
-        pairs = [
-            (cell or 0.0, row, columns[n])
-            for row, cells in zip(rows, values, strict=True)
-            for n, cell in enumerate(cells)
-            if columns[n] != row
-        ]
-        shown = [
-            [row, column, figure(cell)] for cell, row, column in sorted(pairs, reverse=True)[:50] if cell
-        ]
-        text += f"The largest values off the diagonal of {len(rows)} × {len(rows)}."
-        return Panel(name, [], text, ["row (target)", "column (predicted)", "value"], shown)
-    if rows != columns:
-        text += f"The first {MOST_LISTED} of {len(shown)} rows." if len(shown) > MOST_LISTED else ""
-        return Panel(name, [], text, heads, shown[:MOST_LISTED], wide=len(columns) > 8)
-    text += "Rows are targets and columns predictions, shaded by their share of the row."
-    svg = matrix(name, text, rows, values)
-    return Panel(name, [svg], caption=text, heads=heads, rows=shown)
-
-
-def matrix(
-    title: str, description: str, names: Sequence[str], rows: Sequence[Sequence[float | None]]
-) -> Markup:
-    """A square matrix, each cell shaded by its share of the row's sum; of few rows, with the values."""
-    left, top = 92, 16
-    side = min(34.0, (WIDTH - left) / len(names))
-    body, written = [], side >= 24
-    for line, (name, row) in enumerate(zip(names, rows, strict=True)):
-        total = sum(abs(cell) for cell in row if cell) or 1.0
-        y = top + line * side
-        short = name if len(name) <= 15 else f"{name[:14]}…"
-        if side >= 9:
-            middle = f"{y + side / 2 + 4:.1f}"
-            body.append(
-                f'<text class="tick" x="{left - 5}" y="{middle}" text-anchor="end">{escape(short)}</text>'
-            )
-        for column, cell in enumerate(row):
-            x, share = left + column * side, 0.12 + 0.88 * abs(cell) / total if cell else 0.0
-            told = f"{escape(name)} as {escape(names[column])}: {'–' if cell is None else figure(cell)}"
-            box = f'x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}"'
-            kind = "f1" if line == column else "f3"
-            if cell or written:
-                body.append(
-                    f'<g><title>{told}</title><rect class="cell" {box}/>'
-                    f'<rect class="{kind}" {box} opacity="{share:.2f}"/></g>'
-                )
-            if written and cell:
-                ink = ' style="fill:var(--on)"' if share > 0.5 else ""
-                body.append(
-                    f'<text class="tick" x="{x + side / 2:.1f}" y="{y + side / 2 + 4:.1f}"'
-                    f' text-anchor="middle"{ink}>{figure(cell)}</text>'
-                )
-    whole = side * len(names)
-    body.append(f'<rect class="frame" x="{left}" y="{top}" width="{whole:.1f}" height="{whole:.1f}"/>')
-    body.append(f'<text class="axis" x="{left}" y="10">predicted →</text>')
-    body.append('<text class="axis" x="0" y="10">target ↓</text>')
-    return svg(title, description, math.ceil(top + whole + 2), body)
+    text = "" if table.epoch is None else f"After epoch {table.epoch + 1}. "
+    text += "Rows are targets and columns predictions. " if table.rows == table.columns else ""
+    text += f"The first {MOST_LISTED} of {len(rows)} rows." if len(rows) > MOST_LISTED else ""
+    heads = ["", *(column[:60] for column in table.columns)]
+    return Panel(name, None, text.strip(), heads, rows[:MOST_LISTED], wide=len(table.columns) > 8)
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
@@ -438,15 +441,4 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
         rows.append([*about, *speed, figure(row["seconds"], "s"), best, *cost])
     heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
     caption = "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
-    found = [Panel("Runs side by side", [], caption, heads, rows, wide=True)]
-    for what, name, unit, caption in (
-        ("Throughput", "samples_per_s", "samples/s", ""),
-        ("Time", "seconds", "s", ""),
-        ("Cost", "usd_per_million_samples", "$ per 1M samples", "Estimated, after warm-up."),
-    ):
-        bars = [Bar(f"{n} · {row['hosts']}", number(row[name]) or None) for n, row in enumerate(figures, 1)]
-        if what != "Cost" or any(bar.value for bar in bars):
-            title = f"{what} by cluster shape"
-            svg = charts.bars(title, told(bars, unit), bars, unit)
-            found.append(Panel(title, [svg], caption))
-    return found
+    return [Panel("Runs side by side", None, caption, heads, rows, wide=True)]
