@@ -72,6 +72,7 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
         One line with the cause of a failure; empty on success.
     """
     from stoker.hosts.cluster import set_ray_train
+    from stoker.ray_compat import end_at_once
     from stoker.train.trainer import cause_of, make_trainer
 
     set_ray_train()
@@ -79,7 +80,9 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
     open_log(run_dir)
     try:
         loop, torch_config = map(resolve_name, parts)
-        make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how).fit()
+        trainer = make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how)
+        end_at_once(trainer)
+        trainer.fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
         return cause_of(error) or type(error).__name__  # an empty string means success
