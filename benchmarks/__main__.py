@@ -12,6 +12,7 @@ from benchmarks.harness import publish
 ALL = (
     "per_core",
     "end_to_end",
+    "cpu_per_image",
     "receiver",
     "sleeping",
     "limits",

@@ -33,6 +33,8 @@ class Seen:
     """Wall-clock rate in the window."""
     halves: tuple[float, float]
     """The same for the two halves of the window."""
+    window_at: tuple[float, float]
+    """`time.perf_counter()` of the window's ends: one clock for all processes of a machine."""
     sorted_labels: str
     """Record count by label."""
 
@@ -82,6 +84,7 @@ class Consumer:
             self.sums / max(self.rows, 1),
             rate(self.times, self.total),
             (rate(self.times, self.total, first), rate(self.times, self.total, second)),
+            tuple(at for at, _ in ends(self.times, self.total, WINDOW)),  # type: ignore[arg-type]
             json.dumps(dict(sorted(self.labels.items()))),
         )
 
@@ -100,8 +103,13 @@ def rate(times: list[tuple[float, int]], total: int, window: tuple[float, float]
         total: number of records in the run.
         window: start and end as fractions of the records.
     """
-    first, last = (next(i for i, (_, n) in enumerate(times) if n >= part * total) for part in window)
-    return (times[last][1] - times[first][1]) / (times[last][0] - times[first][0])
+    (began, before), (ended, after) = ends(times, total, window)
+    return (after - before) / (ended - began)
+
+
+def ends(times: list[tuple[float, int]], total: int, window: tuple[float, float]) -> list[tuple[float, int]]:
+    """(clock, records so far) at the ends of a window."""
+    return [next(each for each in times if each[1] >= part * total) for part in window]
 
 
 def slope(times: list[tuple[float, float]], total: int, window: tuple[float, float]) -> float:
