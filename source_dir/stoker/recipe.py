@@ -113,14 +113,6 @@ class Recipe(BaseModel):
         """
         return classification_loss(model, batch, multi_label=several_labels(self))
 
-    def loss_weight(self, batch: Batch) -> float | Tensor:
-        """Train worker: the number of items that `training_step` averages over; called before `on_device`.
-
-        With `data.max_tokens`, batches are split and the losses of their parts weighted by this number. The
-        default counts records; if the loss is a mean over tokens, return the number of tokens it covers.
-        """
-        return len(next(iter(batch.values())))
-
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds` and `target`."""
         if type(self).training_step is not Recipe.training_step:

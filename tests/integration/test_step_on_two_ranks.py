@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import texts
 import torch
 from steps import EVERYTHING, assert_same, feed, make, run
 
@@ -42,13 +41,6 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         found[strategy, "overflow"] = (before, after)
         run(worker, step, feed(8, 4, rank, 2), epochs=1)
         found[strategy, "recovered"] = strategies.full_state(worker.model, None)[0]
-    for size in (1, 2):
-        for limit in (None, 48):
-            worker, step = texts.make(
-                texts.NextWord(), rank, 2, limit, accumulate_steps=size, clip_grad_norm=1e9
-            )
-            divided = run(worker, step, texts.feed(3, rank, 2))
-            found["divided", size, limit] = divided, len(strategies.plain(worker.model).shapes)
     try:
         run(*make(rank, 2, optimizer="novograd", strategy="fsdp"), feed(8, 4, rank, 2))
     except Exception as error:
@@ -96,15 +88,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Any], strateg
     recovered = ranks[0][strategy, "recovered"]
     assert all(value.isfinite().all() for value in recovered.values())
     assert not torch.equal(recovered["head.weight"], after["head.weight"])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_that_divide_their_batches_into_more_and_fewer_parts_make_the_same_steps(
-    ranks: list[Any], size: int
-) -> None:
-    (whole, _), (divided, parts) = ranks[0]["divided", size, None], ranks[0]["divided", size, 48]
-    assert_same(divided, whole, 1e-4)
-    assert parts > ranks[1]["divided", size, 48][1] > 6
 
 
 def test_an_optimiser_that_cannot_be_sharded_is_named(ranks: list[Any]) -> None:

@@ -182,7 +182,6 @@ def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) 
     ("recipe", "data", "text"),
     [
         ("Padded", {}, "recipe: Padded has both pad and collate; pad in collate"),
-        ("Collated", {"max_tokens": 8}, "data.max_tokens: the recipe pads no column"),
         ("Wrong", {}, "train: collate: KeyError: 'nobody' (collating.py:"),
         (
             "Collated",

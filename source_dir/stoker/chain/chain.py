@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.chain.collating import CollateFn, as_rows
-from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack, schema_of, size_of, too_long
+from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack, schema_of, size_of
 from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
@@ -44,7 +44,6 @@ class Chain:
         max_pixels: int = MOST_PIXELS,
         pads: Mapping[str, Pad] = {},
         bucket_by: str | None = None,
-        max_tokens: int | None = None,
         collate: CollateFn | None = None,
     ) -> None:
         self.max_pixels = max_pixels
@@ -52,8 +51,6 @@ class Chain:
         """Columns whose rows may differ in length, and how batches pad them."""
         self.bucket_by = bucket_by
         """Column whose length orders the rows of a block; None: keep their order."""
-        self.max_tokens = max_tokens
-        """Longest allowed row of a padded column; None: no limit."""
         self.collate = collate
         """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
         self.stages, self.seed, self.with_keys = stages, seed, with_keys
@@ -97,20 +94,9 @@ class Chain:
                 seed = f"{self.seed}/{epoch}/{segment.number}"
                 for stage in segment.stages:
                     good = self._per_batch(good, stage, seed, report) if good else good
-        if self.max_tokens is not None:
-            good = self._short_enough(good, self.max_tokens, report)
         if self.bucket_by and good:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         return self._leave(good, report), report
-
-    def _short_enough(self, records: list[Record], limit: int, report: BlockReport) -> list[Record]:
-        good = []
-        for record in records:
-            if reason := too_long(record, self.pads, limit):
-                _quarantine(report, BadRecord(record["key"], reason))
-            else:
-                good.append(record)
-        return good
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
         packed = self._pack(records, report, "collate" if self.collate else "") if records else None

@@ -85,25 +85,12 @@ def refuse_bad_offsets(offsets: Any, values: int) -> None:
         )
 
 
-def padded_length(length: int, pad: Pad) -> int:
-    """To how much a batch fills up its longest row."""
-    return -(-length // pad.multiple) * pad.multiple
-
-
-def too_long(record: Record, pads: Mapping[str, Pad], limit: int) -> str:
-    """Which padded column of a record is longer than `data.max_tokens`; empty: none."""
-    for name, pad in pads.items():
-        if (length := padded_length(_length(record.get(name)), pad)) > limit:
-            return f"{name} has {length} tokens, more than data.max_tokens={limit}; cut it in the chain"
-    return ""
-
-
 def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) -> dict[str, Any]:
     """The rows of all parts in one array, padded to the longest, and their lengths."""
     import numpy as np
 
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    width = padded_length(int(lengths.max(initial=0)), pad)
+    width = -(-int(lengths.max(initial=0)) // pad.multiple) * pad.multiple
     batch = empty((len(lengths), width, *parts[0].values.shape[1:]), parts[0].dtype)
     batch[...] = pad.value
     at = 0

@@ -54,12 +54,6 @@ class DataConfig(Section):
     bucket_by: str | None = key(
         None, "column; sorts rows of similar length together within a block to reduce padding"
     )
-    max_tokens: int | None = key(
-        None,
-        "upper bound on rows × padded length per forward pass; larger batches are split and their gradients"
-        " accumulated; longer records are quarantined; null: no limit",
-        ge=1,
-    )
     remainder: Remainder = key(
         "drop",
         "records left over when an epoch does not divide evenly: drop them, or pad by repeating some; a"

@@ -105,8 +105,6 @@ def open_sources(config: Config) -> Data:
             f"data.bucket_by: {config.data.bucket_by!r} is not a column that the recipe pads; it pads:"
             f" {', '.join(pads) or 'none'}"
         )
-    if config.data.max_tokens is not None:
-        refuse_undividable(config, recipe, pads)
     data = Data({}, {}, {}, recipe)
     for split in ("train", "val"):
         # Seed random splits (such as torch's random_split), so that both splits divide the records alike.
@@ -158,29 +156,11 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
             config.data.max_pixels,
             pads,
             config.data.bucket_by,
-            config.data.max_tokens,
             Collate.of(config.recipe, config.params) if recipe.collates else None,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)
     return data
-
-
-def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> None:
-    """Refuse `data.max_tokens` where batches cannot be divided, or not to the same result.
-
-    Raises:
-        UsageError: one line per reason.
-    """
-    train = config.train
-    reasons = {
-        "the recipe pads no column": not pads,
-        f"train workers of {train.strategy} must make the same calls; use train.strategy=ddp": train.strategy
-        != "ddp",
-        "train.mixup and train.cutmix mix records of the whole batch": bool(train.mixup or train.cutmix),
-    }
-    if found := [f"data.max_tokens: {text}" for text, holds in reasons.items() if holds]:
-        raise UsageError(*found)
 
 
 def pads_of(recipe: Recipe) -> dict[str, Pad]:

@@ -30,7 +30,7 @@ from stoker.train.state import (
     same_draws,
     to_device,
 )
-from stoker.train.step import MicroBatches, autocast, naming_text, single_record_fault
+from stoker.train.step import autocast, naming_text, single_record_fault
 from stoker.train.stopping import known
 
 
@@ -47,7 +47,7 @@ class Evaluation:
         self.model = strategies.plain(model).eval()
         self.sharded, self.spare = strategies.is_sharded(self.model), dict[str, Any]()
         with self.quietly():
-            self.scores, self.micro_batches = Scores(worker), MicroBatches(worker)
+            self.scores = Scores(worker)
         self.sums = torch.zeros(3, dtype=torch.float64)
         """Sum of the losses, records that have one, all records."""
 
@@ -70,13 +70,12 @@ class Evaluation:
                 self._step(self.spare)
             return
         self.sums[2] += records
-        for part, share in self.micro_batches.of(batch):
-            result = self._step(part)
-            loss = result.get("loss")
-            if loss is not None:
-                self.sums[0] += float(loss) * records * share if share else 0.0
-                self.sums[1] += records * share
-            self.scores.update(result)
+        result = self._step(batch)
+        loss = result.get("loss")
+        if loss is not None:
+            self.sums[0] += float(loss) * records
+            self.sums[1] += records
+        self.scores.update(result)
 
     def _step(self, batch: Batch) -> dict[str, Any]:
         worker = self.worker

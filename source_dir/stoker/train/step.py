@@ -13,11 +13,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from stoker.chain.columns import LENGTH_SUFFIX, padded_length
-from stoker.errors import DataError, UsageError
+from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
-from stoker.serve.opening import pads_of
 from stoker.train import strategies
 from stoker.train.state import Worker, count_records, loss_of
 
@@ -78,7 +76,7 @@ class Step:
         train = worker.config.train
         self.worker, self.size = worker, train.accumulate_steps
         self.clip, self.smoothing = train.clip_grad_norm, train.label_smoothing
-        self.mix, self.micro_batches = make_mix(worker), MicroBatches(worker)
+        self.mix = make_mix(worker)
         self.loss: Any = None
         """Mean loss of the last step on this rank, a tensor on the device."""
         self.rows = 0
@@ -92,7 +90,7 @@ class Step:
         self._loss: Any = 0.0
 
     def accumulate(self, batch: Batch) -> None:
-        """Forward and backward of one batch, as it came from the feed; of a large one in parts."""
+        """Forward and backward of one batch, as it came from the feed."""
         worker = self.worker
         self._batches += 1
         rows = count_records(batch)
@@ -101,17 +99,14 @@ class Step:
         # Relative to the window's first batch: 1 but for the last batch of an epoch.
         weight = rows / self._first_rows
         self._weight += weight
-        # What the loss does not look at has no gradient, and its mean may be 0 / 0.
-        parts = [(part, share) for part, share in self.micro_batches.of(batch) if share]
-        for number, (part, share) in enumerate(parts, 1):
-            with self._syncing(self._batches == self.size and number == len(parts)):
-                loss = self.loss_of(self.prepare(part))
-                factor = weight * share / self.size
-                scaled = loss * factor if factor != 1 else loss
-                if worker.scaler is not None:
-                    scaled = worker.scaler.scale(scaled)
-                scaled.backward()
-            self._loss += loss.detach().double() * (weight * share)
+        with self._syncing(self._batches == self.size):
+            loss = self.loss_of(self.prepare(batch))
+            factor = weight / self.size
+            scaled = loss * factor if factor != 1 else loss
+            if worker.scaler is not None:
+                scaled = worker.scaler.scale(scaled)
+            scaled.backward()
+        self._loss += loss.detach().double() * weight
         worker.feed_step += 1
 
     def prepare(self, batch: Batch) -> Batch:
@@ -142,7 +137,6 @@ class Step:
             raise UsageError(
                 f"train.batch_size: a batch of {count_of(count_records(batch), 'record')} came, and {reason};"
                 " set data.remainder=2 to leave out a last batch of one, or another train.batch_size"
-                + (", or a larger data.max_tokens" if worker.config.data.max_tokens else "")
             ) from error
         return loss_of(result)
 
@@ -237,77 +231,3 @@ def make_mix(worker: Worker) -> Any:
 
 def _labels(inputs: tuple[Any, Any]) -> Any:
     return inputs[1]
-
-
-class MicroBatches:
-    """Divides batches as they come from the feed."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.recipe, self.limit = worker.recipe, worker.config.data.max_tokens
-        if self.limit is None:
-            return
-        self.pads = pads_of(worker.recipe)
-        from torch.nn import SyncBatchNorm
-
-        if worker.world_size > 1 and any(isinstance(m, SyncBatchNorm) for m in worker.model.modules()):
-            raise UsageError(
-                "data.max_tokens: the model has SyncBatchNorm, which waits for all train workers, and they"
-                " divide their batches each in its own way; use BatchNorm or no max_tokens"
-            )
-
-    def of(self, batch: Batch) -> list[tuple[Batch, float]]:
-        """Parts of a batch and their shares in its loss; the batch itself where it is small enough.
-
-        Rows of similar length are together, the longest ones first; their order is that of the batch. Each
-        part is padded as the feed pads: to its own longest row.
-        """
-        rows = count_records(batch)
-        if self.limit is None or not rows:
-            return [(batch, 1.0)]
-        widths = {
-            name: [padded_length(n, pad) for n in batch[name + LENGTH_SUFFIX].tolist()]
-            for name, pad in self.pads.items()
-            if name + LENGTH_SUFFIX in batch
-        }
-        if not widths:  # a split may have other columns
-            return [(batch, 1.0)]
-        longest = [max(row) for row in zip(*widths.values(), strict=True)]
-        if rows * max(longest) <= self.limit:
-            return [(batch, 1.0)]
-        if max(longest) > self.limit:
-            raise DataError(f"a row of {max(longest)} tokens came, more than data.max_tokens={self.limit}")
-        parts = [self._part(batch, group, widths) for group in grouped(longest, self.limit)]
-        weights = [float(self.recipe.loss_weight(part)) for part in parts]
-        whole = float(self.recipe.loss_weight(batch))
-        if abs(sum(weights) - whole) > 1e-4 * abs(whole):
-            raise UsageError(
-                f"{type(self.recipe).__name__}.loss_weight is {whole:g} for a batch and {sum(weights):g} for"
-                " its parts together; data.max_tokens needs a sum over records, such as a number of tokens"
-            )
-        shares = [weight / whole if whole else 1 / len(parts) for weight in weights]
-        return list(zip(parts, shares, strict=True))
-
-    def _part(self, batch: Batch, group: list[int], widths: dict[str, list[int]]) -> Batch:
-        import torch
-
-        part: Batch = {}
-        for name, values in batch.items():
-            if not torch.is_tensor(values):
-                part[name] = [values[row] for row in group]
-                continue
-            part[name] = values[torch.tensor(group, device=values.device)]
-            if name in widths:
-                part[name] = part[name][:, : max(widths[name][row] for row in group)].contiguous()
-        return part
-
-
-def grouped(lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows in as few groups as have rows × longest within a limit, the longest rows first."""
-    falling = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    groups: list[list[int]] = []
-    while falling:
-        # Rows without values, which come last, take no room.
-        most = limit // (lengths[falling[0]] or 1)
-        groups.append(sorted(falling[:most]))
-        falling = falling[most:]
-    return groups
