@@ -19,6 +19,7 @@ ALL = (
     "network",
     "epoch_gap",
     "scale",
+    "long_passes",
     "start_up",
     "drop_in",
     "shapes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import DataError
-from stoker.protocol import BadRecord, BlockReport
+from stoker.protocol import BadRecord, BlockReport, DataCursor, Plan
 from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 
@@ -16,7 +16,7 @@ def books_of(keys: list[str], bad: list[str] | None = None) -> EpochAccount:
     for key in bad or []:
         report.bad.append(BadRecord(key, "broken"))
         report.bad_id_sum += record_id(key)
-    assert books.take(report, "a")
+    books.take(report, "a")
     return books
 
 
@@ -44,10 +44,34 @@ def test_an_exchanged_record_is_found_although_the_counts_agree() -> None:
         books.reconcile()
 
 
-def test_a_block_that_a_retried_task_reports_again_counts_once() -> None:
-    books = books_of(["a", "b"])
-    assert not books.take(BlockReport(records=2), "a")
-    assert books.read == 2
+@pytest.mark.parametrize(
+    ("made", "late", "expected"),
+    [
+        ([(3, 0, False)], (3, 0, False), "block 0 of shard number 3 arrived, but block 1 was the next one"),
+        ([(3, 0, False)], (3, 2, True), "block 2 of shard number 3 arrived, but block 1 was the next one"),
+        ([(3, 0, False), (3, 1, True)], (3, 1, True), "block 1 .* but none was to follow"),
+        ([(3, 0, False), (3, 1, True)], (3, 2, True), "block 2 .* but none was to follow"),
+        ([(2, 0, True), (4, 0, True)], (3, 1, True), "block 1 .* but block 0 was the next one"),
+    ],
+    ids=["repeated", "one is missing", "repeated after the last", "one too many", "the first is missing"],
+)
+def test_a_block_out_of_turn_ends_the_run(
+    made: list[tuple[int, int, bool]], late: tuple[int, int, bool], expected: str
+) -> None:
+    books = EpochAccount("train", 0)
+    for block in made:
+        books.take(BlockReport(*block, records=2), "a")
+    with pytest.raises(DataError, match=f"train epoch 1: {expected}"):
+        books.take(BlockReport(*late, records=2), "a")
+
+
+def test_a_block_of_what_an_earlier_run_consumed_ends_the_run() -> None:
+    plan = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
+    start = DataCursor(epoch=0, plan=plan, done=[(0, 5)], partial={6: (2, 1)})
+    for consumed in (BlockReport(4, 0), BlockReport(6, 1)):
+        with pytest.raises(DataError, match="arrived, but"):
+            EpochAccount.since("train", 0, start).take(consumed, "a")
+    EpochAccount.since("train", 0, start).take(BlockReport(6, 2), "a")
 
 
 def test_the_budget_is_checked_against_the_whole_split() -> None:

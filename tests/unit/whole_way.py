@@ -161,7 +161,6 @@ class Way:
             attempt.deliver(stream, ReadyBlock(report, "far", name))
             bad += report.bad
         attempt.produced(stream)
-        _raise(attempt.failure)
         damage(references, self.store)
         transport = self.other.transport("here" if direct else "far")
         steps = []
@@ -184,10 +183,3 @@ def _books() -> dict[str, Any]:
     from stoker.serve.accounting import ChainCosts
 
     return {split: ChainCosts() for split in ("train", "val")}
-
-
-def _raise(failure: str) -> None:
-    from stoker.errors import DataError
-
-    if failure:
-        raise DataError(failure)

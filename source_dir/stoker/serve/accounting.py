@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.errors import DataError
-from stoker.protocol import BadRecord, BlockReport, CarriedAccount, StageCost
+from stoker.protocol import BadRecord, BlockReport, CarriedAccount, DataCursor, StageCost
 from stoker.read.sources import ID_MODULUS as ID_MODULUS
+from stoker.serve.items import Numbers
 
 FIRST = 20
 """If all of this many first records are bad, the chain is wrong and not the data."""
@@ -40,8 +41,18 @@ class EpochAccount:
     """Records from each node and, of these, those its cache held or stores from now on."""
     whole: bool = False
     """Whether the pass was used to its end and reconciled."""
-    blocks: set[tuple[int, int]] = field(default_factory=set)
-    """(shard, block index in it) of each block counted."""
+    ended: Numbers = field(default_factory=Numbers)
+    """Shards whose last block was counted, here or in the run that this one was resumed from."""
+    due: dict[int, int] = field(default_factory=dict)
+    """Index of the next block of each shard that has begun and not ended."""
+
+    @classmethod
+    def since(cls, split: str, epoch: int, start: DataCursor | None) -> EpochAccount:
+        """The account of a pass from a position on; None: from its beginning."""
+        if start is None:
+            return cls(split, epoch)
+        due = {shard: whole for shard, (whole, _) in start.partial.items()}
+        return cls(split, epoch, carried=start.books, ended=Numbers(start.done), due=due)
 
     def __post_init__(self) -> None:
         before = self.carried
@@ -49,12 +60,18 @@ class EpochAccount:
         self.bad, self.bad_ids = before.bad, before.bad_ids
         self.trained, self.repeated = before.trained, before.repeated
 
-    def take(self, report: BlockReport, node: str) -> bool:
-        """Count a block that was made on a node; False if it was already counted."""
-        block = (report.shard, report.nth)
-        if block in self.blocks:
-            return False
-        self.blocks.add(block)
+    def take(self, report: BlockReport, node: str) -> None:
+        """Count a block that was made on a node.
+
+        Raises:
+            DataError: it is not the next one of its shard.
+        """
+        self._refuse_out_of_turn(report.shard, report.nth)
+        if report.last:
+            self.due.pop(report.shard, None)
+            self.ended.add(report.shard)
+        else:
+            self.due[report.shard] = report.nth + 1
         own = self.by_node.setdefault(node, Counter())
         own["records"] += report.records - len(report.bad)
         for name in ("found", "kept", "kept_bytes"):
@@ -65,7 +82,15 @@ class EpochAccount:
         self.bad_ids += report.bad_id_sum
         if report.bad and self.first_bad is None:
             self.first_bad = report.bad[0]
-        return True
+
+    def _refuse_out_of_turn(self, shard: int, nth: int) -> None:
+        due = self.due.get(shard, 0)
+        if shard in self.ended or nth != due:
+            awaited = "none was to follow" if shard in self.ended else f"block {due} was the next one"
+            raise DataError(
+                f"{self.split} epoch {self.epoch + 1}: block {nth} of shard number {shard} arrived, but"
+                f" {awaited}"
+            )
 
     def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
         """Count what the train workers used.

@@ -263,7 +263,7 @@ class Coordinator(DataService):
                 if current.over:
                     return current.why_over
                 self.ready.wait(1.0)
-            cut_at = None if steps is None or pass_.splitter.share(steps, 0) is None else steps
+            cut_at = steps if steps is not None and pass_.splitter.has(steps) else None
             pass_.finished[rank] = used
             last = len(pass_.finished) == current.workers
             unused = pass_.unused() if last and cut_at is None else []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from stoker.errors import DataError, SchemaError
+from stoker.errors import DataError
 from stoker.protocol import BadRecord, CarriedAccount, DataCursor, ItemStart
 from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.serve.affinity import CacheAffinity
@@ -206,7 +206,7 @@ class RecipeAttempt(Attempt):
             exact=config.data.order == "exact",
             has_shards=self.passes.has_shards(split),
             splitter=splitter,
-            account=EpochAccount(split, epoch, carried=start.books if start else CarriedAccount()),
+            account=EpochAccount.since(split, epoch, start),
             total=self.totals[split],
             trail=Trail(start) if start else None,
         )
@@ -272,7 +272,8 @@ class RecipeAttempt(Attempt):
         report, mine = block.report, self.open[pass_.key]
         with self.changed:
             rows = mine.splitter.rows
-            if self.account(mine, block) and report.rows:
+            self.account(mine, block)
+            if report.rows:
                 mine.arrived(block)
                 if mine.trail is not None and not mine.trail.start.by_row:
                     self.event("blocks", epoch=mine.account.epoch, blocks=[arrival(report)])
@@ -287,7 +288,7 @@ class RecipeAttempt(Attempt):
             mine.splitter.end()
             mine.account.check_budget(self.passes.config.data.bad_record_budget, mine.account.read)
             rows, split = mine.splitter.rows, mine.account.split
-            if mine.account.carried.trained == 0 and mine.splitter.share(0, 0) is None:
+            if mine.account.carried.trained == 0 and not mine.splitter.has(0):
                 few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
                 raise DataError(f"the {split} split has {few if rows else 'no records'}")
             self.event("produced", split=mine.account.split, epoch=mine.account.epoch)
@@ -305,24 +306,20 @@ class RecipeAttempt(Attempt):
             budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
             refuse_over_budget(len(deadly), total, f"{total} {split} records", budget, BadRecord(*first))
 
-    def account(self, pass_: RecipePass, block: ReadyBlock) -> bool:
-        """Count the report of a block; False if it was already counted."""
+    def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
+        """Count the report of a block.
+
+        Raises:
+            DataError: it is not the next one of its shard.
+            SchemaError: it has other columns than those before it.
+        """
         split, epoch, report = pass_.account.split, pass_.account.epoch, block.report
-        if not pass_.reported(report, block.node):
-            return False
+        pass_.reported(report, block.node)
         if report.schemas:
-            try:
-                pass_.schema = self.passes.agree(split, report.schemas)
-            except SchemaError as error:
-                self.fail(str(error))
-                return False
+            pass_.schema = self.passes.agree(split, report.schemas)
         if not block.counted:
             block.counted = True
             self.chain[split].take(report, block.node)
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
-        try:
-            pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)
-        except DataError as error:
-            self.fail(str(error))
-        return True
+        pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)

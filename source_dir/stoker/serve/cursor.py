@@ -7,7 +7,8 @@ and how many rows of the next one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from copy import copy
 from typing import Any, NamedTuple
 
 from stoker.config.redaction import redact
@@ -17,6 +18,7 @@ from stoker.protocol import BlockReport, CarriedAccount, DataCursor, Plan
 from stoker.read.identity import SEPARATOR, agree
 from stoker.read.sources import ID_MODULUS, digest
 from stoker.recipe import SOURCE_FOLDER, code_digest
+from stoker.serve.items import Numbers
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
@@ -116,29 +118,37 @@ class Block(NamedTuple):
     """What the cursor needs to know about one block of a shard's records."""
 
     rows: int
-    records: int
-    id_sum: int
-    bad: int
-    bad_id_sum: int
+    sums: tuple[int, int, int, int]
+    """Records and the sum of their ids, and the same of the bad ones."""
     last: bool
 
 
-@dataclass
 class Trail:
-    """What a pass produced and in which order it arrived."""
+    """What a pass produced, in its order of arrival, since a step that training will not return to.
 
-    start: DataCursor
-    blocks: dict[int, list[Block]] = field(default_factory=dict)
-    arrived: list[tuple[int, int]] = field(default_factory=list)
-    """(shard, rows that were not skipped) of each block, numbered as in the splitter."""
-    _skipped: dict[int, int] = field(default_factory=dict)
+    Args:
+        start: where the pass began.
+    """
+
+    def __init__(self, start: DataCursor) -> None:
+        self.start = start
+        self.rows = 0
+        """Rows of this start that were left behind: no position before them is asked for."""
+        self._sums = [start.books.read, start.books.read_ids, start.books.bad, start.books.bad_ids]
+        self._done, self._partial = Numbers(start.done), dict(start.partial)
+        self._blocks: dict[int, deque[Block]] = {}
+        """By shard, the blocks that have rows beyond those."""
+        self._arrived: deque[tuple[int, int]] = deque()
+        """(shard, rows that were not skipped) of each block with rows beyond those."""
+        self._skipped: Counter[int] = Counter()
 
     def report(self, report: BlockReport) -> None:
         """Record the next block of its shard."""
         if not self.start.by_row:
-            bad = len(report.bad)
-            made = Block(report.rows, report.records, report.id_sum, bad, report.bad_id_sum, report.last)
-            self.blocks.setdefault(report.shard, []).append(made)
+            sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
+            made = Block(report.rows, sums, report.last)
+            self._blocks.setdefault(report.shard, deque()).append(made)
+            self._use(report.shard, 0)
 
     def arrive(self, shard: int, rows: int) -> int:
         """Record the arrival of a block.
@@ -146,48 +156,56 @@ class Trail:
         Returns:
             Number of leading rows to skip because they were consumed before this start.
         """
-        if self.start.by_row:
-            shard = -1
-            begun: tuple[int, int] | None = (0, self.start.rows)
-        else:
-            begun = self.start.begun(shard)
-        skip = min(rows, (begun[1] if begun else 0) - self._skipped.get(shard, 0))
+        by_row = self.start.by_row
+        before = self.start.rows if by_row else (self.start.begun(shard) or (0, 0))[1]
+        shard = -1 if by_row else shard
+        skip = min(rows, before - self._skipped[shard]) if before else 0
         if skip:
-            self._skipped[shard] = self._skipped.get(shard, 0) + skip
-        if rows > skip:
-            self.arrived.append((shard, rows - skip))
+            self._skipped[shard] += skip
+        if rows > skip and not by_row:
+            self._arrived.append((shard, rows - skip))
         return skip
 
+    def leave(self, rows: int) -> None:
+        """Forget what only positions before these rows of this start need."""
+        left, self.rows = rows - self.rows, max(self.rows, rows)
+        while left > 0 and self._arrived:
+            shard, count = self._arrived.popleft()
+            if count > left:
+                self._arrived.appendleft((shard, count - left))
+            self._use(shard, min(left, count))
+            left -= count
+
+    def _use(self, shard: int, rows: int) -> None:
+        """Rows of a shard were consumed, and with them its blocks without rows that follow."""
+        whole, left = self._partial.pop(shard, (0, 0))
+        left += rows
+        blocks, last = self._blocks.get(shard, deque()), False
+        while blocks and left >= blocks[0].rows:
+            block = blocks.popleft()
+            whole, left, last = whole + 1, left - block.rows, block.last
+            self._sums = [before + more for before, more in zip(self._sums, block.sums, strict=True)]
+        if not blocks:
+            self._blocks.pop(shard, None)
+        if last:
+            self._done.add(shard)
+        elif whole or left:
+            self._partial[shard] = (whole, left)
+
     def after(self, rows: int, id_sum: int) -> DataCursor:
-        """The position after some rows."""
-        start, books = self.start, self.start.books
-        changes: dict[str, Any] = {
-            "trained": books.trained + rows,
-            "used_ids": (books.used_ids + id_sum) % ID_MODULUS,
-        }
-        if start.by_row:
-            return start.model_copy(
-                update={"rows": start.rows + rows, "books": books.model_copy(update=changes)}
-            )
-        done = {shard for first, stop in start.done for shard in range(first, stop)}
-        partial: dict[int, tuple[int, int]] = dict(start.partial)
-        read, read_ids, bad, bad_ids = books.read, books.read_ids, books.bad, books.bad_ids
-        for shard, consumed in self._consumed(rows).items():
-            first, inside = start.begun(shard) or (0, 0)
-            blocks, left = self.blocks.get(shard, []), inside + consumed
-            whole = 0
-            while whole < len(blocks) and left >= blocks[whole].rows:
-                left -= blocks[whole].rows
-                whole += 1
-            for block in blocks[:whole]:
-                read, read_ids = read + block.records, read_ids + block.id_sum
-                bad, bad_ids = bad + block.bad, bad_ids + block.bad_id_sum
-            partial.pop(shard, None)
-            if whole and blocks[whole - 1].last:
-                done.add(shard)
-            elif first + whole or left:
-                partial[shard] = (first + whole, left)
-        changes |= {
+        """The position after some rows, of which ids have this sum.
+
+        Raises:
+            ValueError: what it needs was forgotten.
+        """
+        if rows < self.rows:
+            raise ValueError(f"the position after {rows} rows is no longer known, only from {self.rows} on")
+        there = self._copy()
+        there.leave(rows)
+        start, (read, read_ids, bad, bad_ids) = self.start, there._sums
+        books = {
+            "trained": start.books.trained + rows,
+            "used_ids": (start.books.used_ids + id_sum) % ID_MODULUS,
             "read": read,
             "read_ids": read_ids % ID_MODULUS,
             "bad": bad,
@@ -196,30 +214,15 @@ class Trail:
         return start.model_copy(
             update={
                 "rows": start.rows + rows,
-                "done": ranges(done),
-                "partial": dict(sorted(partial.items())),
-                "books": books.model_copy(update=changes),
+                "done": there._done.ranges,
+                "partial": dict(sorted(there._partial.items())),
+                "books": start.books.model_copy(update=books),
             }
         )
 
-    def _consumed(self, rows: int) -> dict[int, int]:
-        """Rows by shard. Includes shards whose blocks gave no row so far: their bad records are read."""
-        consumed = dict.fromkeys(self.blocks, 0)
-        for shard, count in self.arrived:
-            taken = min(rows, count)
-            consumed[shard] = consumed.get(shard, 0) + taken
-            rows -= taken
-            if not rows:
-                break
-        return consumed
-
-
-def ranges(numbers: set[int]) -> list[tuple[int, int]]:
-    """A set of numbers as ranges first … last + 1."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return found
+    def _copy(self) -> Trail:
+        there = copy(self)
+        there._done, there._partial = Numbers(self._done.ranges), dict(self._partial)
+        there._blocks = {shard: deque(blocks) for shard, blocks in self._blocks.items()}
+        there._arrived = deque(self._arrived)
+        return there

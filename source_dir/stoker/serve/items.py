@@ -7,6 +7,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -189,11 +190,22 @@ class Holdings:
 
 
 class Numbers:
-    """A growing set of numbers as ranges: in a long pass, nearly all up to the latest are there."""
+    """A growing set of numbers as ranges: in a long pass, nearly all up to the latest are there.
 
-    def __init__(self) -> None:
+    Args:
+        ranges: sorted ranges first … last + 1.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
         self._stops: list[int] = []
+        for first, stop in ranges:
+            self._firsts.append(first)
+            self._stops.append(stop)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self._firsts, self._stops, strict=True))
 
     def add(self, number: int) -> None:
         if number in self:
@@ -212,10 +224,6 @@ class Numbers:
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self._firsts, number)
         return at > 0 and number < self._stops[at - 1]
-
-    def __len__(self) -> int:
-        """Number of ranges, on which the memory depends."""
-        return len(self._firsts)
 
 
 @dataclass

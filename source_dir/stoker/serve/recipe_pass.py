@@ -23,6 +23,9 @@ from stoker.serve.cursor import Trail
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Pass
 
+KEPT_STEPS = 4096
+"""Steps before the slowest train worker's next one for which a position can be asked: more than it may have
+requested and not used."""
 Step = tuple[int, bool, int]
 """(epoch, whether in the validation that follows its training, step of the pass)."""
 
@@ -112,6 +115,8 @@ class Splitter:
     def __init__(self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop") -> None:
         self.workers, self.batch_size, self.equal = workers, batch_size, equal
         self.pad, self.least = remainder == "pad", least_rows(remainder, batch_size)
+        self.first = 0
+        """The first block that is known; those before it are not needed."""
         self.starts: list[int] = []
         self.skipped: list[int] = []
         self.rows = 0
@@ -122,7 +127,14 @@ class Splitter:
         self.starts.append(self.rows)
         self.skipped.append(skip)
         self.rows += rows - skip
-        return len(self.starts) - 1
+        return self.first + len(self.starts) - 1
+
+    def forget(self, before: int) -> None:
+        """The blocks before this one are not needed any more."""
+        gone = before - self.first
+        if 2 * gone > len(self.starts):  # so that each is moved once, on average
+            del self.starts[:gone], self.skipped[:gone]
+            self.first = before
 
     def end(self) -> None:
         """Mark the stream as ended."""
@@ -145,12 +157,18 @@ class Splitter:
         """Whether `share` can be called for this step."""
         return self.ended or (step + 1) * self.step_rows <= self.rows
 
+    def has(self, step: int) -> bool:
+        """Whether there is such a step. Call it only when `ready`."""
+        left = min(self.rows - step * self.step_rows, self.step_rows)
+        part = left < self.step_rows and self.equal and not self.pad
+        return left > 0 and (not part or left // self.workers >= self.least)
+
     def share(self, step: int, rank: int) -> Share | None:
         """A worker's rows of a step; None after its last. Call it only when `ready`."""
+        if not self.has(step):
+            return None
         first = step * self.step_rows
         left = min(self.rows - first, self.step_rows)
-        if left <= 0:
-            return None
         if left == self.step_rows:
             begin = first + rank * self.batch_size
             return Share(self._slices(begin, begin + self.batch_size))
@@ -161,7 +179,7 @@ class Splitter:
             return Share(self._slices(begin, begin + rows)) if rows else Share(())
         if not self.pad:
             begin = first + rank * each
-            return Share(self._slices(begin, begin + each)) if each >= self.least else None
+            return Share(self._slices(begin, begin + each))
         each += over > 0
         begin, stop = first + rank * each, first + (rank + 1) * each
         own = self._slices(min(begin, self.rows), min(stop, self.rows))
@@ -183,16 +201,17 @@ class Splitter:
         return self._stop(block) > self.rows - self.workers * self.least
 
     def _stop(self, block: int) -> int:
-        return self.starts[block + 1] if block + 1 < len(self.starts) else self.rows
+        after = block + 1 - self.first
+        return self.starts[after] if after < len(self.starts) else self.rows
 
     def _slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
         found: list[Slice] = []
-        block = bisect_right(self.starts, begin) - 1
+        block = self.first + bisect_right(self.starts, begin) - 1
         while begin < stop:
             end = self._stop(block)
             upto = min(stop, end)
             if upto > begin:
-                offset = self.skipped[block] - self.starts[block]
+                offset = self.skipped[block - self.first] - self.starts[block - self.first]
                 found.append(Slice(block, begin + offset, upto + offset))
             begin = upto
             block += 1
@@ -250,13 +269,15 @@ class RecipePass(Pass):
         super().clear()
         self.blocks.clear()
 
-    def reported(self, report: BlockReport, node: str) -> bool:
-        """A chain worker on a node has made a block; False if it was already counted."""
-        if not self.account.take(report, node):
-            return False
+    def reported(self, report: BlockReport, node: str) -> None:
+        """A chain worker on a node has made a block.
+
+        Raises:
+            DataError: it is not the next one of its shard.
+        """
+        self.account.take(report, node)
         if self.trail is not None:
             self.trail.report(report)
-        return True
 
     def arrived(self, block: ReadyBlock) -> None:
         """A block has arrived; its report came earlier."""
@@ -290,12 +311,15 @@ class RecipePass(Pass):
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
             self.held.add(self.blocks.pop(number), -1)
+            self.splitter.forget(number + 1)
+        if self.trail is not None:
+            self.trail.leave((self.slowest - KEPT_STEPS) * self.step_rows)
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
         """Position of a training pass after some steps of this attempt.
 
         Raises:
-            ValueError: it has not given out that many steps.
+            ValueError: it has not given out that many steps, or has forgotten them.
         """
         if self.trail is None or not self.splitter.ready(steps - 1):
             raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")

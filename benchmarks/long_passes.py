@@ -1,0 +1,151 @@
+"""Laptop: memory of the head over passes of 10 million batches, a recipe's and a loader's, without Ray.
+
+Planner, account, cursor and splitter are real; one chain worker is a call in this process, and a block is a
+batch of one record.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import Measure
+from stoker.config.schema import Config
+from stoker.data import Shard, Source
+from stoker.loader.attempt import LoaderAttempt
+from stoker.protocol import BlockReport, DataCursor, Made, Process
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.attempt import Locks, RecipeAttempt
+from stoker.serve.items import Holdings
+from stoker.serve.passes import Passes
+from stoker.serve.planner import Planner
+from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.recovery import Suspects
+
+MILLIONS = (1, 5, 10)
+SHARD_BATCHES, AHEAD, CHECKPOINT_EVERY = 1000, 64, 10_000
+WORKER = Process("w", "h", "t")
+
+
+class Shards(Source):
+    """A source of shards of many blocks."""
+
+    random = False
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return [Shard(f"s{n}", rows=SHARD_BATCHES) for n in range(self.batches // SHARD_BATCHES)]
+
+    def read(self, shard: Shard, order: Any) -> Any:
+        raise NotImplementedError
+
+    def count(self) -> int:
+        return self.batches
+
+
+def one_host() -> Pool:
+    """A pool of one host with one chain worker."""
+    pool = Pool()
+    pool.update([ChainHost("h", 1)], False, 0.0)
+    return pool
+
+
+def made(planner: Planner, length: int, skip: int = 0) -> Iterator[int]:
+    """Claim work and make its blocks, each of `length` to a shard; yields after each."""
+    while (claim := planner.claim(WORKER)) is not None:
+        for work in claim.work:
+            for nth in range(work.skip, length):
+                report = BlockReport(work.number, nth, nth == length - 1, 1, 0.01, 1, nth, bytes_out=100)
+                go_on = planner.reported(WORKER, claim.number, Made(report, f"{work.number}.{nth}"))
+                yield nth
+                if not go_on:
+                    break
+
+
+def recipe(batches: int) -> Iterator[int]:
+    """A recipe's pass from its listing to its closed account; yields after each batch.
+
+    Raises:
+        DataError: the account does not close.
+    """
+    config = Config.model_validate(
+        {
+            "recipe": "none:None",
+            "data": {"block_records": 1, "shuffle": False},
+            "train": {"epochs": 1, "batch_size": 1},
+        }
+    )
+    passes = Passes(config, {"train": Shards(batches)}, {"train": b""})
+    start = DataCursor(epoch=0, plan=passes.identity("f"))
+    shared = (Locks.new(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
+    attempt = RecipeAttempt(0, 1, passes, {"train": batches}, start, *shared)
+    with attempt.changed:
+        attempt.produce(one_host(), 2**30, count(), holdings := Holdings())
+    planner, pass_ = attempt.planner, attempt.open["train", 0]
+    assert planner is not None
+    while not planner.passes or not planner.passes[0].listed():
+        planner.advance()
+    ids = 0
+    for step, nth in enumerate(made(planner, SHARD_BATCHES)):
+        portion = pass_.portion(step, 0)
+        assert portion is not None
+        ids += nth
+        pass_.fetched[0] = step + 1
+        pass_.release()
+        if step % CHECKPOINT_EVERY == 0:
+            holdings.unused("h")
+            pass_.position(step, ids)
+        yield step
+    planner.advance()
+    assert pass_.portion(batches, 0) is None
+    pass_.finished[0] = batches, ids, 0
+    attempt.reconcile(pass_, [])
+    assert not attempt.failure, attempt.failure
+
+
+def loader(batches: int) -> Iterator[int]:
+    """A loader's pass to its end; yields after each batch."""
+    holdings = Holdings()
+    attempt = LoaderAttempt(0, 60.0, one_host(), 2**30, count(), holdings, Locks.new(), print, {})
+    with attempt.changed:
+        attempt.open("k", "s", 0)
+        pass_ = attempt.passes["k"]
+        for first in range(0, batches, AHEAD):
+            shards = [(n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))]
+            attempt.submit("k", shards, batches)
+            attempt.planner.advance()
+            for at, _ in enumerate(made(attempt.planner, 1)):
+                place = first + at, 0
+                pass_.given = {place: pass_.ready.pop(place)}
+                pass_.next = (first + at + 1, 0)
+                yield first + at
+            holdings.unused("h")
+        attempt.planner.advance()
+    assert pass_ not in attempt.planner.passes
+
+
+def resident(drive: Callable[[int], Iterator[int]]) -> list[float]:
+    """Memory of this process in MB after so many million batches."""
+    found, process = [], psutil.Process()
+    for number in drive(MILLIONS[-1] * 1_000_000):
+        if number + 1 in [millions * 1_000_000 for millions in MILLIONS]:
+            found.append(process.memory_info().rss / 1e6)
+            print(f"{drive.__name__}: {number + 1:,} batches, {found[-1]:.1f} MB", flush=True)
+    return found
+
+
+def run() -> list[Measure]:
+    """Run the benchmark, each pass in a process, and return its rows."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        whole = pool.map(resident, (recipe, loader))
+    return [
+        Measure(f"head at {millions} M batches, {drive.__name__}", mb, None, "–", None, None, None, "MB")
+        for drive, found in zip((recipe, loader), whole, strict=True)
+        for millions, mb in zip(MILLIONS, found, strict=True)
+    ]
