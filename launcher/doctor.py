@@ -7,12 +7,10 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,8 +28,6 @@ LEAST_SHM_BYTES = 512 * 2**20
 LEAST_DISK_BYTES = 2 * 2**30
 FULLEST = 0.95
 """Ray does not write objects to a fuller disk."""
-PORTS = 64
-"""About the number of ports that a small one-machine cluster uses."""
 DRIVER_TIMEOUT_S = 5.0
 
 
@@ -186,18 +182,6 @@ def disk(config: Config) -> Iterator[Finding]:
         yield judged(what, found, remedy)
 
 
-def ports(config: Config) -> Iterator[Finding]:
-    try:
-        with ExitStack() as sockets:
-            for _ in range(PORTS):
-                sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
-    except OSError as error:
-        remedy = "stop the processes that hold them (ss -tlnp), or raise `ulimit -n`"
-        yield judged("ports", f"fewer than {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
-    else:
-        yield judged("ports", "free on 127.0.0.1")
-
-
 def namespaces(config: Config) -> Iterator[Finding]:
     """What `--on rehearsal` needs to emulate hosts."""
     from launcher.rehearsal.running import unshare_command
@@ -217,5 +201,5 @@ def aws(config: Config) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    *(python, packages, torch, gpus, shared_memory, disk, ports, namespaces, aws),
+    *(python, packages, torch, gpus, shared_memory, disk, namespaces, aws),
 )

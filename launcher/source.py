@@ -8,8 +8,7 @@ import os
 import secrets
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,18 +78,11 @@ def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Pack the staged source as a `.tar.gz`, with files at the root."""
-    with private_archive(archive) as tar:
-        for name, path, _ in files_below(folder):
-            tar.add(path, arcname=name)
-
-
-@contextmanager
-def private_archive(archive: Path) -> Iterator[tarfile.TarFile]:
-    """A new `.tar.gz` that only its owner can read."""
+    """Pack the staged source as a `.tar.gz` that only its owner can read, with files at the root."""
     descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
-        yield tar
+        for name, path, _ in files_below(folder):
+            tar.add(path, arcname=name)
 
 
 def measure(
@@ -121,17 +113,3 @@ def measure(
             f" {figures.size(limit)}; move data out and name it in {instead}"
         )
     return len(found), size, problems
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format aligned columns, with numbers right-aligned."""
-    lines = [tuple(head), *(tuple(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-
-    def cell(text: str, width: int) -> str:
-        return text.rjust(width) if text[:1].isdigit() else text.ljust(width)
-
-    return "\n".join(
-        "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -28,17 +27,6 @@ from stoker.errors import UsageError, nearest
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
 
-REHEARSED = {
-    "--hosts": "hosts=gpu=1,cpu=2",
-    "--entry": "entry=container, or sagemaker.entry=script-mode",
-    "--fault": "faults=kill:algo-3@20s",
-    "--join-delay": "join_delay.algo-3=30",
-    "--link-mbps": "link_mbps=100",
-    "--cpu-quota": "cpu_quota=2",
-}
-"""Former options that are now configuration keys."""
-
-
 ARGUMENTS = "stoker.arguments"
 """The key in `ctx.meta` of the script arguments after `--`."""
 
@@ -47,9 +35,6 @@ class DefaultsToRun(TyperGroup):
     """`submit.py job.yaml` means `submit.py run job.yaml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for flag in itertools.takewhile(lambda arg: arg != "--", args):
-            if (key := flag.split("=")[0]) in REHEARSED:
-                raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
         if any(word.startswith("example:") for word in args):
             from launcher.job import example_file
 
@@ -215,23 +200,21 @@ def stop(run: Run = "runs/latest") -> None:
 def report(
     runs: Annotated[list[Path] | None, typer.Argument(help="run directories")] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
-    show: Annotated[bool, Option("--open", help="open the report in the browser")] = False,
 ) -> None:
     """Write an HTML report of a run, or of several side by side."""
     from launcher.advise.comparing import report
 
-    raise typer.Exit(report(runs or [Path("runs/latest")], output, show))
+    raise typer.Exit(report(runs or [Path("runs/latest")], output))
 
 
-@app.command(epilog="Example: python launcher/submit.py compare runs/* --csv runs.csv")
+@app.command(epilog="Example: python launcher/submit.py compare runs/*")
 def compare(
     runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,
-    csv: Annotated[str | None, Option(help="write all columns to this file; - for stdout")] = None,
 ) -> None:
     """Compare runs: results, speed, cost and configuration differences."""
     from launcher.advise.comparing import compare
 
-    raise typer.Exit(compare(runs or ["runs"], csv))
+    raise typer.Exit(compare(runs or ["runs"]))
 
 
 @app.command(epilog=f"Example: {EXAMPLE.replace('submit.py ', 'submit.py size ')} --gpu-samples-per-s 4000")
@@ -248,7 +231,6 @@ def size(
     max_cpu_hosts: Annotated[int, Option(help="most CPU hosts to consider")] = 32,
     cpu_speed: Annotated[float, Option(help="speed of a vCPU relative to a core here")] = 1.0,
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
-    write: Annotated[bool, Option("--write", help="write the recommendation to CONFIG")] = False,
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Run a job for a minute and recommend hosts, with speed and cost."""
@@ -266,7 +248,6 @@ def peek(
     n: Annotated[int, Option("--n", "-n", help="job: number of records to show")] = 16,
     step: Annotated[int | None, Option(help="run: the step whose batch to rebuild")] = None,
     rank: Annotated[int | None, Option(help="run: a single train worker; default: all")] = None,
-    model: Annotated[bool, Option("--model", help="job: also try the model on one batch")] = False,
     out: Annotated[Path | None, Option("--out", "-o", help="HTML file to write; default: peek.html")] = None,
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
 ) -> None:

@@ -20,7 +20,7 @@ LONG_S = 45.0
 # Ray's worker processes import the tests' recipes too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = [str(RECIPES), str(Path(__file__).resolve().parent)]
-for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
+for name in ("STOKER_RUN_DIR", "STOKER_PLACE", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
 # Ray runs its workers at nice 15: beside anything else that computes here, they would hardly get on.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it

@@ -31,7 +31,7 @@ def record(
     job.write_text("name: flowers\nparams: {data: '<b>rows</b>'}\ntrain: {epochs: 2}\n")
     (folder / "config.yaml").write_text(resolved_yaml(load(job, ["train.lr=0.1"])))
     kinds = ["gpu", *["cpu"] * (hosts - 1)] if gpu else ["cpu"] * hosts
-    summary = Summary(name="flowers", backend="rehearsal", status="running", train_workers=1)
+    summary = Summary(name="flowers", place="rehearsal", status="running", train_workers=1)
     summary.cluster = Cluster(
         hosts=[
             Host(host=f"algo-{i + 1}", group=kind, cpus=4, gpus=float(kind == "gpu"), ip=f"10.77.0.{i + 2}")

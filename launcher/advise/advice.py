@@ -217,7 +217,7 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
     search = _Search(measured, replace(wanted, gpu_types=tuple(rated)), known)
     table = search.evaluate()
     best = recommend(table)
-    instead = [*_configured(table, best, wanted), *_bigger_host(table, best), *search.cheaper_chain(best)]
+    instead = [*_configured(table, best, wanted), *_bigger_host(table, best)]
     return Advice(measured, wanted, known, table, best, [_reason(table, best), *instead, *hints], notes)
 
 
@@ -316,33 +316,6 @@ class _Search:
         if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
             counts.add(wanted.configured[2])
         return sorted(count for count in counts if 0 < count <= max(wanted.max_cpu_hosts, 1))
-
-    def cheaper_chain(self, best: Candidate) -> list[str]:
-        """How cheap the chain must be to need no CPU hosts."""
-        own = prices.machine(best.gpu_type)
-        hosts = [m for m in machines(self.wanted.gpu_types) if own and _same_gpu(m, own)]
-        if not hosts or (not best.cpu_hosts and hosts[0].type == best.gpu_type):
-            return []
-        needed_s = self.needed_chain_s(hosts[0], best.samples_per_s)
-        if needed_s is None:
-            return []
-        alone = replace(self, measured=replace(self.measured, cpu_s=needed_s)).judge(hosts[0], None, 0)
-        if alone is None:
-            return []
-        return [
-            f"or a faster chain: at {1000 * needed_s:.2f} ms per sample instead of"
-            f" {1000 * self.measured.cpu_s:.2f}, {alone.hosts} alone would be enough, and a sample would cost"
-            f" another {-alone.dearer_than(best):.0f} % less"
-        ]
-
-    def needed_chain_s(self, gpu: Machine, rate: float) -> float | None:
-        """Chain cost per sample at which the GPU host alone reaches a rate; None if none is cheap enough."""
-        work, shape = self.measured.work(gpu.gpu_name, 0, self.wanted.speed), self.shape(gpu, None, 0)
-        if work is None or shape is None or rate <= 0 or predict(work, shape).samples_per_s >= rate * 0.999:
-            return None
-        slots = (shape.gpu_host_cpus - shape.reserved_cpus) * shape.gpu_hosts * shape.gpu_host_efficiency
-        seconds = min(slots / rate, shape.gpu_host_cpus * shape.gpu_hosts / rate - work.other_s)
-        return seconds * self.wanted.speed if seconds > 0 else None
 
 
 def machines(names: Iterable[str]) -> list[Machine]:

@@ -34,7 +34,7 @@ from stoker.events import prices
 from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
-from stoker.figures import duration
+from stoker.figures import dollars, duration, table
 from stoker.hosts.raynode import end_with_parent
 from stoker.hosts.topology import has_gpu
 
@@ -82,7 +82,6 @@ class SizeOptions(HostOptions):
 
     from_run: Path | None = None
     source_dir: Path | None = None
-    write: bool = False
     as_json: bool = False
 
 
@@ -102,8 +101,6 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
         raise UsageError("size: needs a recipe; for a script use `check`")
     settings = resolved.config.sagemaker
     wanted = wanted_of(resolved, options)
-    if options.write and settings.groups:
-        raise UsageError("--write: the job names its hosts in sagemaker.groups; edit them there")
     with told(options.as_json) as tell:
         measured = measure_job(resolved, options, rates, tell)
     advice = advise(measured, wanted, price_list(settings.prices))
@@ -111,8 +108,6 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
         print(json.dumps(as_json(advice), indent=1))
     else:
         show(advice)
-    if options.write and advice.best is not None:
-        write(config, advice.best)
     return 0 if advice.best is not None else 1
 
 
@@ -361,38 +356,25 @@ def told(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 def show(advice: Advice) -> None:
     """Print the table, the recommendation, other remedies and the assumptions."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    table = Table(
-        box=None,
-        padding=(0, 1),
-        title="hosts for this job, cheapest per sample first"
-        if advice.best
-        else "capacity of the CPU side (no GPU's rate is known)",
-        title_justify="left",
+    known = advice.best is not None
+    print(
+        "hosts for this job, cheapest per sample first"
+        if known
+        else "capacity of the CPU side (no GPU's rate is known)"
     )
-    for name, side in (("", "left"), ("hosts", "left"), ("samples/s", "right"), ("binds", "left")):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("$/h", "$/1M", *(("time", "$ job") if advice.measured.samples else ())):
-        table.add_column(name, justify="right")
-    for one in advice.shown(SHOWN):
-        table.add_row(*_cells(one, advice))
-    console.print(table)
-    for line in advice.lines:
-        console.print(line, markup=False, soft_wrap=True)
-    for note in advice.notes:
-        console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+    head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
+    head += ["time", "$ job"] if advice.measured.samples else []
+    print(table(head, [_cells(one, advice) for one in advice.shown(SHOWN)], left=("hosts",)))
+    print("\n".join([*advice.lines, *(f"  {note}" for note in advice.notes)]))
 
 
 def _cells(one: Candidate, advice: Advice) -> list[str]:
     mark = "▶" if one == advice.best else "now" if advice.is_configured(one) else ""
     spread = max(one.high - one.samples_per_s, one.samples_per_s - one.low) / one.samples_per_s
     cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", BINDS[one.binds][0]]
-    cells += [f"{one.usd_per_hour:.2f}", f"{one.usd_per_million_samples:.2f}"]
+    cells += [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
     if one.hours is not None and one.usd is not None:
-        cells += [duration(3600 * one.hours), f"{one.usd:.2f}"]
+        cells += [duration(3600 * one.hours), dollars(one.usd)]
     return cells
 
 
@@ -408,24 +390,3 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "prices_as_of": advice.prices.as_of,
         "estimated": True,
     }
-
-
-def write(config: Path, best: Candidate) -> None:
-    """Write the recommended hosts to the configuration and change nothing else."""
-    from launcher.yaml_edit import with_values
-
-    changes: dict[str, Any] = {
-        "sagemaker.gpu.type": best.gpu_type,
-        "sagemaker.gpu.count": best.gpu_hosts,
-        "sagemaker.cpu.type": best.cpu_type,
-        "sagemaker.cpu.count": max(best.cpu_hosts, 1),
-    }
-    if best.cpu_type is None:
-        del changes["sagemaker.cpu.count"]
-    before = config.read_text(encoding="utf-8")
-    after = with_values(before, changes)
-    draft = config.with_name(f".{config.name}.draft")
-    draft.write_text(after, encoding="utf-8")
-    load(draft)
-    draft.replace(config)
-    print(f"{config}: sagemaker.gpu and sagemaker.cpu set to {best.hosts}")

@@ -14,17 +14,14 @@ from typing import Any
 import launcher
 from launcher import run_directory
 from launcher.places import Place
-from launcher.places.sagemaker.training_job import ARCHIVE
-from launcher.rehearsal import running, sagemaker_hosts
+from launcher.rehearsal import running
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, masked_folders, plan, rate_arguments
 from launcher.rehearsal.running import Display, RehearsalRun
-from launcher.source import pack, stage
+from launcher.source import stage
 
 LINGER_S = 30.0
 """How long hosts may outlive the head before the rehearsal kills them and reports it."""
 STOP_GRACE_S = 120.0
-TOOLKIT_STOP_GRACE_S = 10.0
-"""Under the toolkit SIGTERM does not reach train.py, so there is nothing to wait for."""
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
@@ -35,10 +32,9 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         show: whether `wait` prints the hosts' output and the closing table.
 
     Raises:
-        UsageError: this machine cannot emulate hosts, or the toolkit cannot be installed.
+        UsageError: this machine cannot emulate hosts.
     """
     unshare = running.unshare_command()
-    train = sagemaker_hosts.toolkit_command() if request.entry == "toolkit" else None
     try:
         request.run_dir.mkdir(parents=True)
     except FileExistsError:  # another rehearsal started in the same second
@@ -49,10 +45,9 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     run_directory.point_latest(request.run_dir)
     folder = request.run_dir / "hosts"
     folder.mkdir(mode=0o700)
-    cgroups: list[str] = []
     try:
         spec = folder / "world.json"
-        spec.write_text(json.dumps(_world_spec(request, folder, train, cgroups)))
+        spec.write_text(json.dumps(_world_spec(request, folder)))
         process = subprocess.Popen(
             [*unshare, sys.executable, "-m", "launcher.rehearsal.world", str(spec)],
             stdin=subprocess.PIPE,
@@ -63,26 +58,16 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
             env={**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parent.parent)},
         )
     except BaseException:
-        running.remove_cgroups(cgroups)
         running.remove(folder)
         raise
-    return RehearsalRun(request, process, cgroups, Display(request.hosts) if show else None)
+    return RehearsalRun(request, process, Display(request.hosts) if show else None)
 
 
-def _world_spec(
-    request: RehearsalRequest, folder: Path, train: list[str] | None, cgroups: list[str]
-) -> dict[str, Any]:
-    """Stage the source and write the hosts' files; what the world is told. Adds the cgroups that it makes."""
+def _world_spec(request: RehearsalRequest, folder: Path) -> dict[str, Any]:
+    """Stage the source and write the hosts' files; what the world is told."""
     config, staged = request.job.resolved.config, folder / "staged"
     stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
-    if train is not None:
-        pack(staged, folder / ARCHIVE)
-    hosts = []
-    for number, host in enumerate(request.hosts, start=1):
-        name = f"stoker-{os.getpid()}-{request.run_dir.name[-20:]}-{host.name}"
-        made = running.make_cgroups(name, config.rehearsal.cpu_quota)
-        cgroups += made
-        hosts.append(_host_spec(request, host, number, folder, train) | {"cgroups": made})
+    hosts = [_host_spec(request, host, nth, folder) for nth, host in enumerate(request.hosts, start=1)]
     return {
         "hosts": hosts,
         "head": request.head,
@@ -90,17 +75,14 @@ def _world_spec(
         "faults": [asdict(fault) for fault in request.faults],
         "linger_s": LINGER_S,
         "timeout_s": config.rehearsal.timeout_s,
-        "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
+        "stop_grace_s": STOP_GRACE_S,
     }
 
 
-def _host_spec(
-    request: RehearsalRequest, host: PlannedHost, number: int, folder: Path, train: list[str] | None
-) -> dict[str, Any]:
+def _host_spec(request: RehearsalRequest, host: PlannedHost, number: int, folder: Path) -> dict[str, Any]:
     """Write a host's files and /etc/hosts; returns its specification for the world."""
     config, own = request.job.resolved.config, folder / host.name
     own.mkdir(exist_ok=True)
-    particular = request.shape.prepare(request, host, folder, train is not None)
     names = "".join(f"{h.address} {h.name}\n" for h in request.hosts)
     (own / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
     return {
@@ -113,10 +95,9 @@ def _host_spec(
         "rate": rate_arguments(config.rehearsal.link_mbps),
         "shm_mb": config.rehearsal.shm_mb,
         "channels": [{"source": str(c.source), "target": c.path_on_host} for c in request.channels],
-        "kept": [str(path) for path in (sys.prefix, sys.base_prefix, sagemaker_hosts.cache_folder())],
+        "kept": [str(path) for path in (sys.prefix, sys.base_prefix)],
         "masked": masked_folders(request.job),
-        **particular,
-        "command": particular["command"] or train,
+        **request.shape.prepare(request, host, folder),
     }
 
 

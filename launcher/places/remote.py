@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from launcher.job import Job
 from launcher.places import RemoteRun
-from launcher.source import DataUpload, files_below, pack, stage, table
+from launcher.source import DataUpload, files_below, pack, stage
 from stoker import figures
 from stoker.config.loading import Resolved
 from stoker.config.redaction import is_secret, redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError, nearest
 from stoker.events.prices import PriceList
+from stoker.figures import dollars, table
 
 LATE_S = 60.0
 """How far back to read logs again: a service delays the lines of each host differently."""
@@ -40,6 +41,7 @@ UNREACHABLE_S = 600.0
 EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
 Tell = Callable[[str], None]
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,6 @@ def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, spot: bo
     return f"{table(head, rows)}\n{limit}; {prices.label}{note}"
 
 
-def dollars(amount: float | None, digits: int = 2) -> str:
-    """An amount without the $ sign; ? if unknown."""
-    return "?" if amount is None else f"{amount:,.{digits}f}"
-
-
 def stamp() -> str:
     """What makes a job's name its own."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -150,11 +147,11 @@ def pruned(value: Any, keys: dict[str, str], path: str = "") -> Any:
     return value
 
 
-def key_of(path: str, keys: Mapping[str, str]) -> str | None:
-    """The configuration key of a part of a request, else of the nearest one around it."""
-    while path and path not in keys:
+def nearest_of(path: str, found: Mapping[str, Value]) -> Value | None:
+    """What is known of a part of a request, such as its key, else of the nearest part around it."""
+    while path and path not in found:
         path = path.rpartition(".")[0]
-    return keys.get(path)
+    return found.get(path)
 
 
 def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
@@ -210,9 +207,6 @@ class CloudRequest(ABC):
         """The name of the archive of the code; "" if its files are uploaded one by one."""
         return self.code_uri.rpartition("/")[2]
 
-    def pack(self, folder: Path, archive: Path) -> None:
-        pack(folder, archive)
-
     def to_json(self) -> str:
         return json.dumps(self.body, indent=2)
 
@@ -259,7 +253,7 @@ class CloudRequest(ABC):
         if self.archive:
             archive = path.with_name(f"{path.stem}-{self.archive}")
             archive.unlink(missing_ok=True)
-            self.pack(code, archive)
+            pack(code, archive)
             commands.append(self.copy_command(archive, self.code_uri))
         else:
             commands.append(self.copy_command(code, self.code_uri))
@@ -280,7 +274,7 @@ class CloudRequest(ABC):
             folder, uri = Path(scratch) / "code", self.code_uri
             self.stage(folder)
             if self.archive:
-                self.pack(folder, Path(scratch) / self.archive)
+                pack(folder, Path(scratch) / self.archive)
                 store.send(Path(scratch) / self.archive, uri)
             else:
                 _send_all(store, folder, uri)

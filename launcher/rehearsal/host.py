@@ -23,8 +23,6 @@ def main() -> None:
     """Set up network, mounts and name, then execute the container's program."""
     spec: dict[str, Any] = json.loads(os.environ.pop(SPEC_VARIABLE))
     ready = int(sys.argv[1])
-    for path in spec["cgroups"]:
-        Path(path).write_text("0")
     socket.sethostname(spec["name"])
     os.write(ready, b".")
     os.close(ready)

@@ -70,18 +70,9 @@ class RehearsalRequest:
         """The service whose hosts are emulated."""
         return shape_of(self.job.resolved.config)
 
-    @property
-    def entry(self) -> str:
-        return self.job.resolved.config.rehearsal.entry if self.shape.toolkit_version else "container"
-
     def render(self) -> str:
         settings = self.job.resolved.config.rehearsal
-        starter = {
-            "toolkit": f"sagemaker-training {self.shape.toolkit_version} starts train.py",
-            "container": f"train.py is process 1, as on {self.shape.service}",
-        }[self.entry]
         rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
-        quota = f"{settings.cpu_quota:g} cores" if settings.cpu_quota else "none"
         lines = [f"rehearsal of {self.job.name}: {len(self.hosts)} emulated hosts on this machine"]
         for host in self.hosts:
             role = "head" if host.name == self.head else "worker"
@@ -89,7 +80,7 @@ class RehearsalRequest:
             late = "never comes" if host.delay_s == float("inf") else late
             columns = (host.name, host.group, host.instance_type, host.address, role, late)
             lines.append("  " + "".join(f"{column:<16}  " for column in columns).rstrip())
-        lines += [f"  entry      {starter}", f"  link       {rate}; cpu quota {quota} per host"]
+        lines.append(f"  link       {rate}")
         lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
         lines += [f"  checkpoint {path}" for path in self.checkpoints]
         lines += [f"  fault      {text}" for text in settings.faults]
@@ -112,15 +103,13 @@ class ServiceShape:
     """All hosts and groups as the given host will find them; the input of `topology.resolve`."""
     channel: str
     """Where the local data of a parameter is on the hosts: `/opt/ml/input/data/{}`."""
-    prepare: Callable[[RehearsalRequest, PlannedHost, Path, bool], dict[str, Any]]
-    """Write a host's files, given the hosts' folder and whether the toolkit starts the job; returns its
-    `mount`, `folder_in_host`, `command` (empty: the toolkit's) and `environment`."""
+    prepare: Callable[[RehearsalRequest, PlannedHost, Path], dict[str, Any]]
+    """Write a host's files, given the hosts' folder; returns its `mount`, `folder_in_host`, `command` and
+    `environment`."""
     collect: Callable[[RehearsalRequest, Path], list[str]]
     """Move the outputs to the run directory; returns one line per file that several hosts wrote."""
     failure: Callable[[RehearsalRequest, Path, PlannedHost], str]
     """The cause that a host left; empty without one."""
-    toolkit_version: str = ""
-    """Of the service's toolkit that can start the job; empty: it has none."""
 
 
 def shape_of(config: Config) -> ServiceShape:

@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +22,10 @@ from rich.text import Text
 
 from launcher.rehearsal import world
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest
-from launcher.source import table
 from stoker.config.redaction import scrub
 from stoker.errors import UsageError
+from stoker.figures import table
 
-HELD_LINES = 20
 END_S = 60.0
 """How long the kernel may take to end the namespaces once all hosts have ended."""
 TOOLS = {
@@ -38,8 +35,6 @@ TOOLS = {
     "ip": "iproute2",
     "tc": "iproute2",
 }
-PERIOD_US = 100_000
-REMOVAL_S = 5.0
 
 
 def unshare_command() -> list[str]:
@@ -64,45 +59,6 @@ def unshare_command() -> list[str]:
     raise UsageError(f"--on rehearsal: cannot create namespaces on this machine ({reason}){instead}")
 
 
-def make_cgroups(name: str, quota: float | None) -> list[str]:
-    """Create a CPU cgroup limited to `quota` cores; returns the files for joining it."""
-    if quota is None:
-        return []
-    try:
-        v1 = Path("/sys/fs/cgroup/cpu")
-        if (v1 / "cpu.cfs_quota_us").is_file() or (v1 / "tasks").is_file():
-            folder = v1 / name
-            folder.mkdir()
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (folder / "cpu.cfs_quota_us").write_text(str(int(quota * PERIOD_US)))
-        else:
-            root = Path("/sys/fs/cgroup")
-            with contextlib.suppress(OSError):
-                (root / "cgroup.subtree_control").write_text("+cpu")
-            folder = root / name
-            folder.mkdir()
-            (folder / "cpu.max").write_text(f"{int(quota * PERIOD_US)} {PERIOD_US}")
-    except OSError as error:
-        raise UsageError(
-            f"rehearsal.cpu_quota: cannot create a CPU cgroup ({error}); run as root or unset it"
-        ) from None
-    return [str(folder / "cgroup.procs")]
-
-
-def remove_cgroups(files: list[str]) -> None:
-    """Remove cgroups, retrying until the kernel has removed the last process."""
-    deadline = time.monotonic() + REMOVAL_S
-    for file in files:
-        folder = Path(file).parent
-        while folder.exists():
-            try:
-                folder.rmdir()
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-
-
 @dataclass
 class HostResult:
     """The result of one host; times in seconds from the start of the rehearsal."""
@@ -125,7 +81,6 @@ class RehearsalRun:
         self,
         request: RehearsalRequest,
         process: subprocess.Popen[str],
-        cgroups: list[str],
         display: Display | None,
     ) -> None:
         self.id, self.run_dir = request.run_dir.name, request.run_dir
@@ -134,12 +89,10 @@ class RehearsalRun:
         """The FailureReason of DescribeTrainingJob."""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
-        self._request, self._process, self._cgroups, self._display = request, process, cgroups, display
+        self._request, self._process, self._display = request, process, display
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
         self._broken = ""
-        self._spoke: set[str] = set()
-        self._held: dict[str, deque[str]] = {}
         self._reader = threading.Thread(target=self._follow, name="rehearsal", daemon=True)
         self._reader.start()
 
@@ -257,7 +210,8 @@ class RehearsalRun:
             line = str(event["text"])
             files[result.name].write(line + "\n")
             files[result.name].flush()
-            self._show(result, line)
+            own = line.startswith(f"[{result.group} {result.name} ")
+            self._lines.put(line if own else f"[{result.group} {result.name}] {line}")
             if self.formed_s is None and world.FORMED in line:
                 self.formed_s = at
             return
@@ -272,24 +226,10 @@ class RehearsalRun:
         if kind == "overdue":
             result.excused = False
         origin = f"[{result.group} {result.name}]"
-        if kind == "exited" and result.exit_code and result.name not in self._spoke:
-            for line in self._held.pop(result.name, ()):
-                self._lines.put(f"{origin} {line}")
         what = f"{kind} {event.get('text') or event.get('code', '')}".strip()
         self._lines.put(f"{origin} -- {what} at {at:.1f} s")
 
-    def _show(self, result: HostResult, line: str) -> None:
-        """Show Stoker's lines at once; hold back those of the toolkit and pip until a host fails silently."""
-        if line.startswith(f"[{result.group} {result.name} "):
-            self._lines.put(line)
-            self._spoke.add(result.name)
-        elif " ERROR " in line:
-            self._lines.put(f"[{result.group} {result.name}] {line}")
-        elif line.strip():
-            self._held.setdefault(result.name, deque(maxlen=HELD_LINES)).append(line)
-
     def _finish(self) -> None:
-        remove_cgroups(self._cgroups)
         folder = self.run_dir / "hosts"
         self._code = self._verdict(folder)
         self.clashes = self._request.shape.collect(self._request, folder)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.job import Job
-from launcher.places.sagemaker.training_job import ARCHIVE
+from launcher.job import COMMAND, Job
+from launcher.places.sagemaker.training_job import CODE_FOLDER
 from launcher.rehearsal.plan import (
     CODE_CHANNEL,
     PlannedHost,
@@ -25,11 +20,7 @@ from launcher.rehearsal.plan import (
 )
 from launcher.rehearsal.running import merge
 from stoker.config.schema import Config
-from stoker.errors import UsageError
 from stoker.hosts.output import FAILURE_CHARACTERS
-
-TOOLKIT_VERSION = "5.1.4"
-INSTALL_TIMEOUT_S = 600
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
@@ -56,21 +47,10 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
     }
 
 
-def hyperparameters(job: Job, entry: str) -> dict[str, str]:
+def hyperparameters(job: Job) -> dict[str, str]:
     """The content of hyperparameters.json; every value is a JSON string, as SDKs write it."""
-    given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
-    if entry == "container":
-        return given
-    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{ARCHIVE}"
-    own = {
-        "config": "job.yaml",
-        "sagemaker_program": "train.py",
-        "sagemaker_submit_directory": archive,
-        "sagemaker_job_name": job.name,
-        "sagemaker_region": "us-east-1",
-        "sagemaker_container_log_level": 20,
-    }
-    return {**given, **{key: json.dumps(value) for key, value in own.items()}}
+    given = {"config": COMMAND[-1], **job.resolved.config.sagemaker.hyperparameters}
+    return {key: json.dumps(value) for key, value in given.items()}
 
 
 def environment(job: Job, config: Config) -> dict[str, str]:
@@ -84,7 +64,7 @@ def environment(job: Job, config: Config) -> dict[str, str]:
     }
 
 
-def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
+def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[str, Any]:
     ml = folder / host.name / "ml"
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (ml / part).mkdir(parents=True)
@@ -95,23 +75,17 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
     channel["RecordWrapperType"] = "None"
     settings = {
         "resourceconfig": resource_config(request.hosts, host),
-        "hyperparameters": hyperparameters(request.job, request.entry),
+        "hyperparameters": hyperparameters(request.job),
         "inputdataconfig": dict.fromkeys([CODE_CHANNEL, *(c.parameter for c in request.channels)], channel),
     }
     for name, content in settings.items():
         (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
     code = ml / "input" / "data" / CODE_CHANNEL
-    if toolkit:
-        code.mkdir()
-        shutil.copy2(folder / ARCHIVE, code / ARCHIVE)
-        command = []
-    else:
-        shutil.copytree(folder / "staged", code)
-        command = [str(Path(sys.executable).parent / "python3"), "/opt/ml/input/data/code/train.py"]
+    shutil.copytree(folder / "staged", code)
     return {
         "mount": {"source": str(ml), "target": "/opt/ml"},
         "folder_in_host": "/opt/ml",
-        "command": command,
+        "command": [str(Path(sys.executable).parent / "python3"), f"{CODE_FOLDER}/{COMMAND[1]}"],
         "environment": environment(request.job, request.job.resolved.config),
     }
 
@@ -143,55 +117,4 @@ SHAPE = ServiceShape(
     prepare=prepare,
     collect=collect,
     failure=failure,
-    toolkit_version=TOOLKIT_VERSION,
 )
-
-
-def cache_folder() -> Path:
-    """The cache folder for this toolkit version and this Python version."""
-    root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    base = Path(root).expanduser() if root else Path.home() / ".cache"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return base / "stoker" / f"sagemaker-training-{TOOLKIT_VERSION}-{python}"
-
-
-def toolkit_folder() -> Path:
-    """Install the toolkit if it is missing; returns the folder to append to `sys.path`."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
-            return Path(str(metadata.distribution("sagemaker-training").locate_file("")))
-    folder = cache_folder()
-    if (folder / "complete").is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two rehearsals may start at once
-        if (folder / "complete").is_file():
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
-        print(f"installing sagemaker-training {TOOLKIT_VERSION} into {folder} (once)", flush=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
-        command += ["--target", str(folder), f"sagemaker-training=={TOOLKIT_VERSION}"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
-            )
-            reason = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        except subprocess.TimeoutExpired:
-            reason = [f"pip took more than {INSTALL_TIMEOUT_S} s"]
-        if reason:
-            raise UsageError(
-                f"rehearsal.entry: cannot install sagemaker-training {TOOLKIT_VERSION}: {reason[0]}; "
-                "rehearsal.entry=container works without it"
-            )
-        (folder / "complete").touch()
-    return folder
-
-
-def toolkit_command() -> list[str]:
-    """The command that runs the toolkit's `train` on a host; installs the toolkit if it is missing."""
-    folder = toolkit_folder()
-    script = (
-        f"import sys; sys.path.append({str(folder)!r}); from sagemaker_training.cli.train import main; main()"
-    )
-    return [sys.executable, "-c", script]

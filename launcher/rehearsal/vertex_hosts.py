@@ -67,7 +67,7 @@ def resource(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, 
     return dict(service.resource_of(variables(hosts, current, f"gs://{BUCKET}")) or {})
 
 
-def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
+def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[str, Any]:
     """Put the code into the bucket, once; returns what the world needs for this host."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
     if not base.is_dir():

@@ -1,6 +1,8 @@
-"""Anywhere: human-readable counts, sizes and times."""
+"""Anywhere: human-readable counts, sizes, times, amounts and tables."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
 
 
 def count_of(number: int, noun: str) -> str:
@@ -18,8 +20,26 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """4321 → 1 h 12 min."""
+    """0.12 → 120 ms, 2.5 → 2.5 s, 4321 → 1 h 12 min."""
     minutes = round(seconds / 60)
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.{int(seconds < 10)}f} s"
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def dollars(amount: float | None, digits: int = 2) -> str:
+    """An amount without the $ sign; ? if unknown."""
+    return "?" if amount is None else f"{amount:,.{digits}f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> str:
+    """Format aligned columns, with numbers right-aligned except in those columns."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def cell(name: str, text: str, width: int) -> str:
+        return text.rjust(width) if text[:1].isdigit() and name not in left else text.ljust(width)
+
+    return "\n".join("  ".join(map(cell, head, line, widths)).rstrip() for line in lines)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
-PLACE_VARIABLE = "STOKER_BACKEND"
+PLACE_VARIABLE = "STOKER_PLACE"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
 ORIGINS_FILE = "job.origins.json"

@@ -110,7 +110,7 @@ def test_its_cells_train_digits_from_a_delta_table_on_ray_on_spark(digits: Path,
     assert str(mounted.mount / "runs" / run_dir.name) in str(cells["shown"].outputs)
     assert {"model.safetensors", "model.pt2"} <= {path.name for path in (run_dir / "model").iterdir()}
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
+    assert (summary["status"], summary["place"]) == ("succeeded", "ray")
     assert summary["metrics"]["best"]["val/acc1"] > 0.2
     groups = [host["group"] for host in summary["cluster"]["hosts"]]
     assert sorted(groups) == ["cpu", "cpu", "gpu"]

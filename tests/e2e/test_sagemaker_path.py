@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,35 +19,21 @@ from launcher.places.sagemaker.aws import split_uri
 from launcher.rehearsal.running import RehearsalRun
 from stoker.config.loading import load
 from tests.fakes.aws import REGION, ROLE, moto_server
-from tests.fakes.sagemaker_sdk import train_through_sdk
 from tests.summaries import EVERYWHERE, fields
 
 pytestmark = pytest.mark.timeout(1200)
 
-ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "stoker-path"
-UNDER_SDK = """
-import os
-if os.environ.get("STARTED_BY_SDK") is None:  # first as the container's entrypoint, then as the command
-    os.environ["STARTED_BY_SDK"] = "1"
-    drivers = "/opt/ml/input/data/sm_drivers/sm_train.sh"
-    os.execv("/bin/bash", ["/bin/bash", drivers])  # the rehearsal's channels are read-only: no chmod
-from stoker.entry.main import main
-main()
-"""
 
 
 class Downloaded(Job):
     """A job whose staged source is what lies in S3, not what lies here."""
 
     source: Path
-    entry: str | None = None
 
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
         shutil.copytree(self.source, folder)
         (folder / ".ray-token").unlink()  # the rehearsal gives each of its clusters one
-        if self.entry:
-            (folder / "train.py").write_text(self.entry)
 
 
 @pytest.fixture
@@ -69,14 +53,14 @@ def s3() -> Any:
     return boto3.session.Session().client("s3", region_name=REGION)
 
 
-def overrides(digits: Path, epochs: int = 2) -> list[str]:
+def overrides(digits: Path) -> list[str]:
     return [
         "name=digits",
         "recipe=recipes.digits:Digits",
         f"params.data={digits / 'webdataset'}",
-        f"train.epochs={epochs}",
+        "train.epochs=1",
         "train.lr=0.05",
-        "data.order=exact",  # two epochs at this rate end anywhere between 36 and 90 % otherwise
+        "data.order=exact",  # the accuracy differs more otherwise
         "cluster.object_store_mb=128",
         f"sagemaker.region={REGION}",
         f"sagemaker.role={ROLE}",
@@ -110,17 +94,13 @@ def rehearse(
     source: Path,
     data: dict[str, Path],
     output: Path,
-    entry: str,
-    train: str | None = None,
-    cpu_hosts: int = 2,
 ) -> tuple[RehearsalRun, dict[str, Any]]:
-    hosts = [f"rehearsal.hosts=gpu=1,cpu={cpu_hosts}", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
+    hosts = ["rehearsal.hosts=gpu=1,cpu=1", "rehearsal.shm_mb=200"]
     settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
     settings += ["sagemaker.environment={RAY_worker_niceness: '0'}"]  # beside what else computes here
     resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=900"])
     job = Downloaded(resolved, None, {name: str(path) for name, path in data.items()})
     object.__setattr__(job, "source", source)
-    object.__setattr__(job, "entry", train)
     run = rehearsal.submit(rehearsal.plan(job), show=False)
     code = run.wait()
     logs = "".join(path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log")))
@@ -129,67 +109,27 @@ def rehearse(
     return run, dict(json.loads(summary.read_text()))
 
 
-def check(run: RehearsalRun, summary: dict[str, Any], cpu_hosts: int = 2, epochs: int = 2) -> None:
-    """Every record, preprocessed on every CPU host, trained on the GPU host; every host left by itself."""
-    cpus = [f"algo-{2 + nth}" for nth in range(cpu_hosts)]
-    assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
+def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
+    """Every record, preprocessed on the CPU host, trained on the GPU host; every host left by itself."""
+    assert summary["status"] == "succeeded" and summary["place"] == "rehearsal"
     assert fields(summary) == EVERYWHERE
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
-    assert groups == {"algo-1": "gpu"} | dict.fromkeys(cpus, "cpu")
+    assert groups == {"algo-1": "gpu", "algo-2": "cpu"}
     types = {host["host"]: host["type"] for host in summary["cluster"]["hosts"]}
-    assert types == {"algo-1": "ml.g5.xlarge"} | dict.fromkeys(cpus, "ml.c5.xlarge")
-    assert summary["cost"]["usd_per_hour"] == round(1.408 + 0.204 * cpu_hosts, 3)
-    assert summary["metrics"]["best"]["val/acc1"] > (0.5 if epochs > 1 else 0.1)
-    assert summary["records"]["read"] == summary["records"]["trained"] == epochs * 1437
-    assert set(summary["chain_tasks_by_host"]) >= set(cpus)
+    assert types == {"algo-1": "ml.g5.xlarge", "algo-2": "ml.c5.xlarge"}
+    assert summary["cost"]["usd_per_hour"] == 1.612
+    assert summary["metrics"]["best"]["val/acc1"] > 0.1
+    assert summary["records"]["read"] == summary["records"]["trained"] == 1437
+    assert set(summary["chain_tasks_by_host"]) >= {"algo-2"}
     assert summary["train_workers_by_host"] == {"algo-1": 1}, "the training only on the GPU host"
-    assert [host["exit_code"] for host in run.report()["hosts"]] == [0] * (1 + cpu_hosts)
+    assert [host["exit_code"] for host in run.report()["hosts"]] == [0, 0]
     assert list(run.run_dir.rglob("model.safetensors"))
-    assert f"epoch {epochs}/{epochs} done" in (run.run_dir / "logs" / "algo-1.log").read_text()
+    assert "epoch 1/1 done" in (run.run_dir / "logs" / "algo-1.log").read_text()
 
 
-def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
-    environment: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    """A rehearsal of the code channel in S3 on two hosts; on three, and of the archive, in soak tests."""
-    job = open_job(load(None, overrides(digits, epochs=1)))
+def test_the_uploaded_code_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
+    job = open_job(load(None, overrides(digits)))
     described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
-    check(*rehearse(code, found, tmp_path / "out", "container", cpu_hosts=1), cpu_hosts=1, epochs=1)
-    archive, data = archived(digits, tmp_path)
-    assert files(archive) == files(code) - {"requirements.txt"} | files(archive) & {"requirements.txt"}
-    assert data.keys() == found.keys()
-
-
-def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
-    """What a job in script mode leaves in S3: its unpacked archive, its channels."""
-    job = open_job(load(None, [*overrides(digits), "sagemaker.entry=script-mode"]))
-    request = sagemaker.plan(job)
-    described = sagemaker.submit(request, lambda _: None).describe()
-    bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
-    body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
-    with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
-        tar.extractall(folder / "code", filter="data")
-    return folder / "code", channels(described, folder / "script-mode")
-
-
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.soak
-def test_uploaded_archive_trains_under_the_toolkit(
-    environment: dict[str, str], digits: Path, tmp_path: Path
-) -> None:
-    code, data = archived(digits, tmp_path)
-    check(*rehearse(code, data, tmp_path / "out", "toolkit"))
-
-
-@pytest.mark.soak
-def test_start_script_of_the_sdk_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
-    name = train_through_sdk(overrides(digits), environment, ROOT)
-    described = sagemaker.attach(f"sagemaker:{REGION}/{name}").describe()
-    found = channels(described, tmp_path / "in")
-    code = found.pop("code")
-    check(*rehearse(code, found, tmp_path / "out", "container", UNDER_SDK))
+    check(*rehearse(code, found, tmp_path / "out"))

@@ -76,7 +76,7 @@ def test_the_hosts_of_both_tasks_form_a_cluster_that_runs_the_job(digits: Path, 
         shutil.rmtree(scratch, ignore_errors=True)
     (path,) = (tmp_path / "runs").glob("digits-*/summary.json")
     summary = json.loads(path.read_text())
-    assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
+    assert (summary["status"], summary["place"]) == ("succeeded", "ray")
     assert sorted(host["group"] for host in summary["cluster"]["hosts"]) == ["cpu", "gpu"]
 
 

@@ -165,7 +165,7 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     hold.unlink()
     assert job.code() == 0
     summary = job.summary
-    assert (summary["status"], summary["backend"], summary["epochs"]) == ("succeeded", "slurm", 2)
+    assert (summary["status"], summary["place"], summary["epochs"]) == ("succeeded", "slurm", 2)
     assert fields(summary) == EVERYWHERE
     resumed = [event["step"] for event in summary["events"] if event["event"] == "resumed"]
     assert resumed == [stopped_at]

@@ -57,7 +57,7 @@ class Scene:
         }
         job["params"] = {**job["params"], "pace": str(self.pace)}
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
-        own = {"STOKER_BACKEND": "ray", "STOKER_RUN_DIR": str(self.run_dir), "RAY_TRAIN_V2_ENABLED": "1"}
+        own = {"STOKER_PLACE": "ray", "STOKER_RUN_DIR": str(self.run_dir), "RAY_TRAIN_V2_ENABLED": "1"}
         self.output = folder / "output"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(

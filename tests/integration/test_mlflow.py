@@ -101,7 +101,7 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
     assert params["train.lr"] == "0.003"
     assert params["recipe"] == "recipes.digits:Digits"
     assert tags["team"] == "numbers"
-    assert tags["stoker.backend"] == "local"
+    assert tags["stoker.place"] == "local"
     assert tags["stoker.status"] == "succeeded"
     files = server.ask("artifacts/list", run_id=run["info"]["run_id"])["files"]
     assert {"config.yaml", "summary.json"} <= {file["path"] for file in files}

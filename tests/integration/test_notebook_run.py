@@ -137,7 +137,7 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
 
     summary = result.summary
     assert summary == json.loads((result.run_dir / "summary.json").read_text())
-    assert (summary["backend"], len(summary["cluster"]["hosts"])) == ("ray", 3)
+    assert (summary["place"], len(summary["cluster"]["hosts"])) == ("ray", 3)
     assert fields(summary) == EVERYWHERE
     assert summary["records"]["read"] == summary["records"]["trained"] + summary["records"]["remainder"]
     written = (result.run_dir / "config.yaml").read_text()
@@ -151,7 +151,7 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
     (run,) = workspace.runs(EXPERIMENT)
     assert run["info"]["status"] == "FINISHED"
     assert latest(run)["val/acc1"] == pytest.approx(result.metrics["val/acc1"])
-    assert pairs(run, "tags")["stoker.backend"] == "ray"
+    assert pairs(run, "tags")["stoker.place"] == "ray"
 
 
 def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on(

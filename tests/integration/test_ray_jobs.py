@@ -43,7 +43,7 @@ groups = {node["NodeID"]: node["Labels"].get("stoker.group") for node in ray.nod
 print("hosts", len(groups), flush=True)
 print("cpu task on", groups[ray.get(labelled("cpu"))], flush=True)
 print("gpu task on", groups[ray.get(labelled("gpu"))], flush=True)
-print("backend", os.environ["STOKER_BACKEND"], os.environ["STOKER_RUN_DIR"], flush=True)
+print("place", os.environ["STOKER_PLACE"], os.environ["STOKER_RUN_DIR"], flush=True)
 mode = open("mode").read()
 if mode == "fail":
     sys.exit(3)
@@ -146,7 +146,7 @@ def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
     assert code == 0, "\n".join(lines)
     assert "hosts 3" in lines
     assert "cpu task on cpu" in lines and "gpu task on gpu" in lines
-    assert f"backend ray {request.run_dir}" in lines
+    assert f"place ray {request.run_dir}" in lines
     assert lines[-1].endswith("succeeded")
     again = attach(run.id)
     assert again is not None and again.status() == "succeeded"
@@ -287,7 +287,7 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
     assert wrong.stderr.count("\n") == 1 and "rejected the token" in wrong.stderr
     (path,) = tmp_path.glob("digits-*/summary.json")
     summary = json.loads(path.read_text())
-    assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
+    assert (summary["status"], summary["place"]) == ("succeeded", "ray")
     assert fields(summary) == EVERYWHERE
     assert len(summary["cluster"]["hosts"]) == 3
     assert {host["group"] for host in summary["cluster"]["hosts"]} == {"gpu", "cpu"}
@@ -362,7 +362,7 @@ def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     (path,) = tmp_path.glob("mine-*/summary.json")
     summary = json.loads(path.read_text())
-    assert (summary["status"], summary["backend"], summary["script"]) == ("succeeded", "ray", "train.py")
+    assert (summary["status"], summary["place"], summary["script"]) == ("succeeded", "ray", "train.py")
     assert summary["metrics"]["last"]["loss"] == 0.5 and summary["steps"] > 0
     assert (path.parent / "checkpoints" / "last.txt").read_text() == "saved"
     deadline = time.monotonic() + 120

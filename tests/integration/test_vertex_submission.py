@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -196,27 +194,3 @@ def test_a_bucket_that_is_not_there_is_found_before_the_upload(service: JobServi
     with pytest.raises(UsageError, match=r"vertex.gcs_uri: bucket 'elsewhere' does not exist"):
         vertex.plan(make_job("vertex.gcs_uri=gs://elsewhere/stoker"))
     assert not service.requests
-
-
-def test_a_package_runs_the_same_command_in_the_same_folder(service: JobService, tmp_path: Path) -> None:
-    """As Google's prebuilt containers do it: install the package, then run its module."""
-    run = submit("vertex.entry=package")
-    spec = service.jobs[run.name]["jobSpec"]["workerPoolSpecs"][0]["pythonPackageSpec"]
-    (uri,) = spec["packageUris"]
-    with tarfile.open(download(uri, tmp_path)) as tar:
-        tar.extractall(tmp_path, filter="data")
-    package = tmp_path / "stoker_job-1.0"
-    task = (package / "stoker_job" / "task.py").read_text()
-    code = tmp_path / "code"
-    (package / "stoker_job" / "task.py").write_text(task.replace("/tmp/stoker-code", str(code)))
-    done = subprocess.run(
-        [sys.executable, "-m", spec["pythonModule"]],
-        cwd=package,
-        env={**os.environ, "STOKER_BACKEND": "vertex", "CLOUD_ML_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: AIP_MODEL_DIR: no gs:// address"), "train.py's own words"
-    assert (code / ".ray-token").is_file() and (code / "job.yaml").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,11 +47,10 @@ def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Namespaces, mounts, processes, links and cgroups of this test are gone when it ends."""
+    """Namespaces, mounts, processes and links of this test are gone when it ends."""
     yield
     left = processes_left()
     assert not left, left
     assert "/hosts/algo-" not in Path("/proc/self/mountinfo").read_text()
     links = subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
     assert "stoker0" not in links
-    assert not list(Path("/sys/fs/cgroup").glob(f"*/stoker-{os.getpid()}-*"))

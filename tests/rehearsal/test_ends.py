@@ -18,27 +18,27 @@ from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "entry", "code", "cause"),
+    ("behaviour", "code", "cause"),
     [
-        ("raise", "toolkit", 1, "RuntimeError: the recipe raised this (driver.py:"),
-        ("refuse", "container", 2, "params.behaviour: refuse is refused"),
+        ("raise", 1, "RuntimeError: the recipe raised this (driver.py:"),
+        ("refuse", 2, "params.behaviour: refuse is refused"),
     ],
 )
 def test_a_failure_is_the_jobs_and_tells_its_cause(
-    rehearse: Rehearse, behaviour: str, entry: str, code: int, cause: str
+    rehearse: Rehearse, behaviour: str, code: int, cause: str
 ) -> None:
     """The other ways in which a driver fails: tests/unit/test_bootstrap_parts.py."""
-    done = rehearse(f"rehearsal.entry={entry}", "rehearsal.hosts=gpu=1,cpu=1", behaviour=behaviour)
+    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", behaviour=behaviour)
     assert done.code == code
     assert done.run.failure_reason.startswith(f"AlgorithmError: {cause}")
     assert done.codes["algo-2"] == 0
 
 
 def test_worker_hosts_leave_when_train_py_is_killed(rehearse: Rehearse) -> None:
-    """SIGKILL to the head's process under the toolkit: its Ray daemons must not stay either."""
-    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", behaviour="killed")
-    assert done.code != 0
-    assert done.codes["algo-2"] == 0
+    """As the kernel kills it when memory runs out: its Ray daemons must not stay either."""
+    crash = "rehearsal.faults=['crash:algo-1@/driver: task 12 done/']"
+    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", crash, then_s=90)
+    assert done.codes == {"algo-1": 137, "algo-2": 0}
     assert "the head's process ended without an exit code" in done.log("algo-2")
 
 
@@ -46,7 +46,6 @@ def test_worker_hosts_leave_when_the_heads_machine_is_lost(rehearse: Rehearse) -
     """The cable is cut before everything dies: no packet tells the others."""
     done = rehearse(
         "rehearsal.hosts=gpu=1,cpu=1",
-        "rehearsal.entry=container",
         "rehearsal.faults=['kill:algo-1@/driver: task 12 done/']",
         then_s=90,
     )
@@ -56,7 +55,6 @@ def test_worker_hosts_leave_when_the_heads_machine_is_lost(rehearse: Rehearse) -
 
 def test_sigterm_while_waiting_for_hosts(rehearse: Rehearse) -> None:
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",
         "rehearsal.join_delay={algo-2: never}",
         "rehearsal.faults=['term:all@/waiting for hosts/+1s']",
@@ -79,7 +77,6 @@ def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
         f"output_dir={tmp_path}",
         f"name={new_name()}",
         "rehearsal.hosts=gpu=1,cpu=1",
-        "rehearsal.entry=container",
         "params.tasks=500",
         "params.task_s=0.5",
     ]
@@ -118,7 +115,7 @@ def test_a_killed_launcher_takes_its_hosts_along(tmp_path: Path) -> None:
         "job = StandInJob(load(None, [*CHEAP, *sys.argv[1:]]), None, {});"
         "rehearsal.submit(rehearsal.plan(job)).wait()"
     )
-    overrides = ["rehearsal.hosts=gpu=1", "rehearsal.entry=container", "params.then_s=120"]
+    overrides = ["rehearsal.hosts=gpu=1", "params.then_s=120"]
     process = subprocess.Popen(
         [sys.executable, "-c", script, *overrides, f"output_dir={tmp_path}", f"name={new_name()}"],
         stdout=subprocess.PIPE,

@@ -14,7 +14,6 @@ from launcher.rehearsal.running import RehearsalRun
 def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehearse: Rehearse) -> None:
     """Long: Ray itself must declare a host lost that neither answers nor closes its connections."""
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=3",
         "rehearsal.faults=['kill:algo-2@/driver: task 4 done/', 'partition:algo-3@/driver: task 8 done/', "
         "'pause:algo-4@/driver: task 12 done/']",
@@ -34,7 +33,6 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
 def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse: Rehearse) -> None:
     """Long: Ray itself must declare the lost machine dead before its tasks are done elsewhere."""
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",
         "rehearsal.faults=['kill:algo-2@/joined the head/', 'return:algo-2@/driver: task 1 done/', "
         "'slow:algo-2@/driver: task 2 done/', 'fast:algo-2@/driver: task 4 done/']",
@@ -52,7 +50,6 @@ def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse
 
 def test_a_host_that_is_cut_off_for_seconds_joins_again(rehearse: Rehearse) -> None:
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",
         "rehearsal.faults=['partition:algo-2@/joined the head/', 'heal:algo-2@/trying to rejoin/+2s']",
         tasks=60,
@@ -73,7 +70,7 @@ def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
 
 def test_a_wrong_gpu_group_is_refused_with_those_found(rehearse: Rehearse) -> None:
     done = rehearse("rehearsal.hosts=gpu=1,cpu=1", "sagemaker.hyperparameters={cluster.gpu_group: gpus}")
-    assert done.code == 1  # the toolkit reports every failure of user code as 1
+    assert done.code == 2
     expected = "cluster.gpu_group: no group is named 'gpus'; found: gpu (ml.g5.xlarge), cpu (ml.c5.xlarge)"
     assert expected in done.run.failure_reason
 
@@ -84,13 +81,12 @@ def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
     """A user who is not root gets the same command inside a user namespace. A client without the token is
     refused there.
     """
-    common = ("rehearsal.entry=container", "rehearsal.hosts=gpu=1,cpu=1", "rehearsal.timeout_s=500")
+    common = ("rehearsal.hosts=gpu=1,cpu=1", "rehearsal.timeout_s=500")
     with monkeypatch.context() as patched:
         patched.setattr(running.os, "geteuid", lambda: 1000)
         assert "--user" in running.unshare_command()
         rootless = start(*common, "rehearsal.link_mbps=200", client=True)
-    limits = ("rehearsal.link_mbps=40", "rehearsal.cpu_quota=0.5")
-    limited = start(*common, *limits, measure=True, tasks=2)
+    limited = start(*common, "rehearsal.link_mbps=40", measure=True, tasks=2)
     assert [rootless.wait(), limited.wait()] == [0, 0], rootless.failure_reason + limited.failure_reason
     said = Rehearsed(rootless, 0).result["refused_client"]
     host, code, *_ = said.split(" ")
@@ -98,5 +94,4 @@ def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
     assert "IN [" not in said
     assert "auth" in said.lower()
     measured = Rehearsed(limited, 0).result["measured"]
-    assert measured["burn_s"] > 1.7, "half a core needs two seconds for one second of work"
     assert measured["fetch_s"] > 1.5, "84 Mbit at 40 Mbit/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rehearsals import Rehearse
 
 
-def test_three_hosts_form_work_and_leave_under_the_toolkit(rehearse: Rehearse) -> None:
+def test_three_hosts_form_work_and_leave(rehearse: Rehearse) -> None:
     done = rehearse(
         "sagemaker.hyperparameters={train.lr: 0.25}",
         "train.epochs=3",
@@ -22,7 +22,7 @@ def test_three_hosts_form_work_and_leave_under_the_toolkit(rehearse: Rehearse) -
     assert groups == {"algo-1": "gpu", "algo-2": "cpu", "algo-3": "cpu"}
     assert all(host["cpus"] == 2 for host in result["hosts"])
     assert result["expected_hosts"] == ["algo-1", "algo-2", "algo-3"]
-    assert result["backend"] == "rehearsal"
+    assert result["place"] == "rehearsal"
     # Hyperparameters arrive, and origins survive the upload.
     assert result["learning_rate"] == 0.25
     assert result["origins"]["train.lr"] == "arguments"
@@ -38,7 +38,6 @@ def test_odd_names_two_gpu_hosts_a_cpu_host_first_and_one_that_comes_late(rehear
     """Long: five hosts start on two cores."""
     done = rehearse(
         "rehearsal.hosts=Feed er/01=3,my.trainers=2:ml.g5.2xlarge",
-        "rehearsal.entry=container",
         "rehearsal.cpus=1",
         "rehearsal.join_delay={algo-3: never}",
         # The late one comes when it is the only one that is missing.
@@ -62,7 +61,6 @@ def test_odd_names_two_gpu_hosts_a_cpu_host_first_and_one_that_comes_late(rehear
 
 def test_absent_hosts_end_the_job_and_are_named(rehearse: Rehearse) -> None:
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.join_delay={algo-2: never, algo-3: never}",
         "cluster.join_timeout_s=3",
     )
@@ -73,7 +71,6 @@ def test_absent_hosts_end_the_job_and_are_named(rehearse: Rehearse) -> None:
 
 def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> None:
     done = rehearse(
-        "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=2",
         "rehearsal.join_delay={algo-2: never, algo-3: never}",
         "rehearsal.faults=['start:algo-2@/continuing without/']",

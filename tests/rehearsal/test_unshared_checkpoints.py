@@ -16,7 +16,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(tmp_path: Path) -> None:
     keys = [
         *CHEAP, f"output_dir={tmp_path}", f"name={new_name()}", "recipe=rows:Counting",
-        "rehearsal.hosts=gpu=2", "rehearsal.entry=container", "rehearsal.timeout_s=500",
+        "rehearsal.hosts=gpu=2", "rehearsal.timeout_s=500",
         "train.workers=2", "train.batch_size=8", "train.epochs=1", "train.max_failures=1",
     ]  # fmt: skip
     run = rehearsal.submit(rehearsal.plan(Job(load(None, keys), RECIPES)), show=False)

@@ -372,7 +372,7 @@ def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(raynode, "count_gpus", lambda: 0)
-    monkeypatch.delenv("STOKER_BACKEND", raising=False)
+    monkeypatch.delenv("STOKER_PLACE", raising=False)
     hosts = {"current_host": "algo-1", "hosts": ["algo-1"]}
 
     def arguments(kind: str) -> list[str]:
@@ -382,7 +382,7 @@ def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
     with pytest.raises(ClusterError, match=r"algo-1 of group homogeneousCluster has no usable GPU"):
         arguments("ml.g5.2xlarge")
     assert arguments("ml.c5.2xlarge"), "CPU hosts may train"
-    monkeypatch.setenv("STOKER_BACKEND", "rehearsal")
+    monkeypatch.setenv("STOKER_PLACE", "rehearsal")
     assert arguments("ml.g5.2xlarge"), "emulated hosts have none"
 
 

@@ -179,7 +179,6 @@ vertex:
 """
 REQUESTS = {
     "sagemaker": ("job.json", []),
-    "sagemaker's script mode": ("job.json", ["sagemaker.entry=script-mode"]),
     "vertex": ("job.json", ["params.data=gs://bucket/x"]),
     "ray": ("job.zip", ["--address", "http://localhost:8265"]),
     "slurm": ("job.sh", []),
@@ -196,9 +195,8 @@ def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
     text = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n"
     Path("requested.py").write_text(text)
     Path("job.yaml").write_text(PLANNED.replace("RUNS", str(tmp_path / "runs")))
-    on = place.partition("'")[0]
     for number in (1, 2):
-        command = ["job.yaml", "--on", on, "--offline", *words, "--request", f"{number}-{file}"]
+        command = ["job.yaml", "--on", place, "--offline", *words, "--request", f"{number}-{file}"]
         code, lines, shown = type_command(command, capsys)
         assert code == 0, lines
         assert f"{number}-{file}" in shown
@@ -216,7 +214,7 @@ def test_printed_commands_can_be_pasted_whatever_the_paths(
 ) -> None:
     run_dir = tmp_path / "my runs" / "it's one"
     quoted = shlex.quote(f"{run_dir}/tensorboard")
-    rows = dict(console.closing_rows(Summary(name="x", backend="local"), str(run_dir)))
+    rows = dict(console.closing_rows(Summary(name="x", place="local"), str(run_dir)))
     assert shlex.split(rows["next"]) == ["tensorboard", "--logdir", f"{run_dir}/tensorboard"]
     (run_dir / "tensorboard").mkdir(parents=True)
     assert f"next: tensorboard --logdir {quoted}" in results(run_dir, succeeded=True)

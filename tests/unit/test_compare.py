@@ -1,4 +1,4 @@
-"""Runs side by side: as a data frame, as CSV, on the terminal."""
+"""Runs side by side: as a data frame, on the terminal."""
 
 from __future__ import annotations
 
@@ -98,16 +98,6 @@ def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
     assert frame["samples_per_s"].isna().tolist() == [True, False] == frame["input_wait_pct"].isna().tolist()
     shown = CliRunner().invoke(app, ["compare", str(run)]).output
     assert "–" in shown and " 0 %" not in shown
-
-
-def test_csv_has_every_column(runs: list[Path], tmp_path: Path) -> None:
-    import pandas
-
-    target = tmp_path / "runs.csv"
-    assert CliRunner().invoke(app, ["compare", str(runs[0].parent), "--csv", str(target)]).exit_code == 0
-    table = pandas.read_csv(target, index_col="run")
-    assert table.loc["flowers-2", "config/train.lr"] == 0.1
-    assert set(runs_dataframe(runs).columns) == set(table.columns)
 
 
 def test_what_is_no_run_is_named(runs: list[Path], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_rayjob_names_what_the_job_needs() -> None:
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert spec["entrypoint"] == "python train.py --config job.yaml"
     environment = yaml.safe_load(spec["runtimeEnvYAML"])
-    assert environment["env_vars"]["STOKER_BACKEND"] == "ray"
+    assert environment["env_vars"]["STOKER_PLACE"] == "ray"
     assert environment["env_vars"]["STOKER_RUN_DIR"].startswith("/")
     assert all(isinstance(value, str) for value in environment["env_vars"].values())
     assert cluster["rayVersion"] == ray_version()

@@ -143,7 +143,7 @@ def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_p
 
 
 def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> None:
-    summary = Summary(name="job", backend="local", started="", train_workers=2)
+    summary = Summary(name="job", place="local", started="", train_workers=2)
     recorder = Recorder(tmp_path, summary, 0.0)
     one = {
         "event": "loader",

@@ -7,6 +7,8 @@ import importlib
 import io
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,44 +85,6 @@ def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) 
         assert np.ptp(flipped[60, 140].astype(int)) > 60 and np.ptp(flipped[60, 60].astype(int)) < 10
     assert "1 boxes" in page
     assert "</i>class 1</span>" in page, "the mask's class stands in the legend"
-
-
-@pytest.mark.parametrize(
-    ("where", "problem"),
-    [
-        ("", ""),
-        ("model", "model: RuntimeError: broken model (rows.py:"),
-        ("training_step", "training_step: RuntimeError: broken training_step (rows.py:"),
-        ("nan", "training_step: the loss of the first records is nan"),
-    ],
-)
-def test_the_model_is_tried_on_a_batch(where: str, problem: str, tmp_path: Path) -> None:
-    result, _ = peek(tmp_path, "--model", recipe="rows:RaisesIn", where=where)
-    errors = [line for line in result.output.splitlines() if line.startswith("error")]
-    if problem:
-        assert result.exit_code == 2
-        assert len(errors) == 1 and problem in errors[0]
-        return
-    assert (result.exit_code, errors) == (0, [])
-    for line in ("model: 3 parameters", "training_step: loss ", "validation_step: loss "):
-        assert line in result.output
-
-
-@pytest.mark.parametrize(
-    ("kind", "problem"),
-    [
-        ("broken", "error Shaped.metrics: broken (Strange): TypeError"),
-        ("missing", "pycocotools"),
-        ("text", "val/text is not shown: it is a str"),
-        ("few", "metric few: cannot be computed from the first records"),
-    ],
-)
-def test_the_metrics_are_tried_too(kind: str, problem: str, tmp_path: Path) -> None:
-    result, _ = peek(tmp_path, "--model", recipe="shaped:Shaped", kinds=["confusion", kind])
-    assert result.exit_code == (2 if kind in ("broken", "missing") else 0), result.output
-    shown = result.output.replace("recipe: ", "")
-    assert problem in shown
-    assert ("confusion/cat " in shown) == (result.exit_code == 0)
 
 
 CAMERA = "column 'source' is the same in all 60 records ('camera')"
@@ -299,6 +263,19 @@ def test_text_sound_and_rows_of_any_length(
     assert result.exit_code == 0, result.output
     assert re.search(on_screen, result.output)
     assert len(re.findall(on_page, page)) == 4
+
+
+def test_data_that_only_a_ray_cluster_reads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from stoker.recipe import Recipe\n\nclass Own(Recipe):\n    def read(self, split):\n"
+        "        import ray\n        return ray.data.range(20)\n"
+    )
+    (tmp_path / "job.yaml").write_text("recipe: own:Own\n")
+    words = ["-m", "launcher.submit", "peek", "job.yaml"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    line = "error: peek: does not start Ray, with which this recipe reads; see its rows with dataset.take(3)"
+    assert done.stderr.splitlines()[0] == line
 
 
 def test_a_page_that_is_written_where_the_user_works_needs_no_network(

@@ -91,7 +91,7 @@ class TestCostOfARun:
         assert summary.cost is not None
         spot = summary.model_copy(update={"cost": summary.cost | {"saved_by_spot_usd": 0.5}})
         assert "$0.50 saved against on-demand CPU hosts" in cost_row(spot)[1]  # type: ignore[index]
-        summary.backend = "rehearsal"
+        summary.place = "rehearsal"
         assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]
 
     def test_hosts_tell_their_type_by_a_label(self) -> None:

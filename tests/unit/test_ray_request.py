@@ -41,7 +41,7 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
     text = request.write(tmp_path / "job.zip")
     with zipfile.ZipFile(tmp_path / "job.zip") as archive:
         assert {"train.py", "job.yaml", "stoker/config/loading.py"} <= set(archive.namelist())
-    assert "STOKER_BACKEND" in text and request.run_dir in text and "job.zip" in text
+    assert "STOKER_PLACE" in text and request.run_dir in text and "job.zip" in text
 
 
 @pytest.mark.long
@@ -66,7 +66,7 @@ def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyP
     assert "travels unencrypted" in shown and "t" * 64 not in shown + repr(plan())
 
 
-def test_run_ids_lead_to_their_backend() -> None:
+def test_run_ids_lead_to_their_place() -> None:
     found = attach(f"ray:{ADDRESS}/probe-1")
     assert found.id == f"ray:{ADDRESS}/probe-1"
     found = attach("arn:aws:sagemaker:eu-west-1:123456789012:training-job/probe-1")

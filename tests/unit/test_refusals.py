@@ -115,7 +115,7 @@ def test_a_mistake_is_told_before_ray_and_pytorch_load(case: str, tmp_path: Path
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / f"{number}.png")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"name": "wrong", **job}))
-    environment = os.environ | {"STOKER_BACKEND": "local", "PYTHONPATH": str(ROOT / "source_dir")}
+    environment = os.environ | {"STOKER_PLACE": "local", "PYTHONPATH": str(ROOT / "source_dir")}
     done = subprocess.run(
         [sys.executable, "-c", REFUSE],
         cwd=tmp_path,
@@ -151,7 +151,7 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, (other.parent, ROOT / "source_dir", ROOT, RECIPES))),
         "TMPDIR": str(tmp_path),
-        "STOKER_BACKEND": "ray" if how == "job on a cluster" else "local",
+        "STOKER_PLACE": "ray" if how == "job on a cluster" else "local",
     }
     done = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True

@@ -81,10 +81,7 @@ def test_faults_know_their_moment() -> None:
 
 def test_hyperparameters_are_strings_of_json() -> None:
     made = job("sagemaker.hyperparameters={train.lr: 0.1, name: x}")
-    shown = hyperparameters(made, "toolkit")
-    assert shown["train.lr"] == "0.1" and shown["name"] == '"x"'
-    assert shown["sagemaker_program"] == '"train.py"'
-    assert "sagemaker_program" not in hyperparameters(made, "container")
+    assert hyperparameters(made) == {"config": '"job.yaml"', "train.lr": "0.1", "name": '"x"'}
 
 
 def test_local_data_becomes_channels(tmp_path: Path) -> None:
@@ -123,7 +120,7 @@ def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:
 
 
 def test_the_closing_lines_name_paths_on_this_machine(tmp_path: Path) -> None:
-    summary = Summary(name="digits", backend="rehearsal", model="/opt/ml/model")
+    summary = Summary(name="digits", place="rehearsal", model="/opt/ml/model")
     shown = [name for name, _ in closing_rows(summary, "/opt/ml/output/data")]
     assert not {"model", "run", "report", "next"} & set(shown), "paths within an emulated host"
     (tmp_path / "tensorboard").mkdir()

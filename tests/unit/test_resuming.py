@@ -35,9 +35,9 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
     return folder / saved.name
 
 
-def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.ResumePoint, list[str]]:
-    synced = backend == "sagemaker"
-    place = RunPlace(backend, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
+def plan(run_dir: Path, *overrides: str, where: str = "local") -> tuple[resuming.ResumePoint, list[str]]:
+    synced = where == "sagemaker"
+    place = RunPlace(where, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
     return resuming.plan(load(None, overrides).config, place, said.append), said
 

@@ -62,7 +62,7 @@ def test_auto_is_the_cluster_of_this_process(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("RAY_ADDRESS", CLUSTER)
     request = plan(JOB, (f"output_dir={tmp_path}",))
     assert request.cluster == request.environment["RAY_ADDRESS"] == CLUSTER
-    assert request.environment["STOKER_BACKEND"] == "ray"
+    assert request.environment["STOKER_PLACE"] == "ray"
     assert "no token: anyone who can reach this cluster" in request.render()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
     shown = plan(JOB, (f"output_dir={tmp_path}",)).render()

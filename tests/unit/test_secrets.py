@@ -110,7 +110,7 @@ def test_the_staged_job_gets_the_value_through_a_private_file_that_is_read_once(
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     others = [path for path in code.rglob("*") if path.is_file() and path != private]
     assert not [path for path in others if SECRET.encode()[:12] in path.read_bytes()]
-    monkeypatch.setenv("STOKER_BACKEND", "local")
+    monkeypatch.setenv("STOKER_PLACE", "local")
     read = bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
     assert read.config == resolved.config
     assert not private.exists()

@@ -175,7 +175,7 @@ def test_no_step_is_no_host_of_slurm(variables: dict[str, str]) -> None:
         (RECORDED, {"SLURM_LOCALID": "1"}, "several tasks on a node"),
         (PLAIN, {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
         (PLAIN, {"SLURM_JOB_NODELIST": "lx[15"}, "cannot read the host list"),
-        ({"STOKER_BACKEND": "slurm"}, {}, "no SLURM_STEP_ID; start train.py with srun"),
+        ({"STOKER_PLACE": "slurm"}, {}, "no SLURM_STEP_ID; start train.py with srun"),
     ],
 )
 def test_wrong_or_partial_variables_are_one_line(

@@ -177,7 +177,7 @@ def test_elsewhere_the_variables_mean_nothing() -> None:
     assert resource_of({}) is None
     assert resource_of({CLUSTER_VARIABLE: '{"clusterSpec": {"Master": ["host:1"]}}'}) is None
     with pytest.raises(TopologyError, match="not set, so this host knows no others"):
-        resource_of({"STOKER_BACKEND": "vertex"})  # else each host would train alone, and exit with 0
+        resource_of({"STOKER_PLACE": "vertex"})  # else each host would train alone, and exit with 0
 
 
 ONE = {"workerpool0": ["a-0:2222"]}

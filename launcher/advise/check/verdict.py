@@ -26,7 +26,7 @@ from launcher.advise.check.timeline import (
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.bottleneck import DEAR_STAGE, INPUT_BOUND
-from stoker.figures import count_of
+from stoker.figures import count_of, duration
 
 UNSURE, UNCERTAIN = 0.05, 0.15
 """A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
@@ -264,11 +264,6 @@ def speed_up(share: TimeShare) -> str:
     if share.value + share.spread >= 1:
         return f"at least {least} times"
     return f"{least} times" if least == most else f"{least} to {most} times"
-
-
-def duration(seconds: float) -> str:
-    """`2.5 s`, `120 ms`."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:

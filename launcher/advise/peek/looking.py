@@ -39,7 +39,7 @@ from stoker.protocol import (
 )
 from stoker.read.sources import Source
 from stoker.serve.opening import Data, refuse_absent_pads
-from stoker.serve.shards import DatasetSource, order_of, seeded_reading
+from stoker.serve.shards import order_of, seeded_reading
 
 SHARDS = 4
 """Number of shards to sample, because the first records of a sorted dataset are all alike."""
@@ -287,8 +287,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     """
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
-    name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
-    seen = Look(split, name, [Point("read")], [])
+    seen = Look(split, type(source).__name__, [Point("read")], [])
     try:
         data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])

@@ -28,7 +28,7 @@ from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
-from stoker.figures import count_of
+from stoker.figures import count_of, table
 from stoker.protocol import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
 from stoker.recipe import (
     SOURCE_FOLDER,
@@ -114,24 +114,13 @@ def peek_run(run: str, overrides: list[str], number: int, rank: int | None, out:
 
 def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
     """Print the records on the terminal, highest loss first."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    for head in heads:
-        console.print(head, markup=False, soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("rank", justify="right")
-    table.add_column("record", overflow="fold")
-    table.add_column("label")
-    table.add_column("loss", justify="right")
-    for line, tile in list(zip(lines, tiles, strict=True))[:SHOWN]:
-        loss = "–" if line.loss is None else f"{line.loss:.4g}"
-        table.add_row(str(line.rank), Text(line.key), Text(tile.label), loss)
-    console.print(table)
+    rows = [
+        (str(line.rank), line.key, tile.label, "–" if line.loss is None else f"{line.loss:.4g}")
+        for line, tile in list(zip(lines, tiles, strict=True))[:SHOWN]
+    ]
+    print("\n".join([*heads, table(("rank", "record", "label", "loss"), rows, left=("record",))]))
     if len(lines) > SHOWN:
-        console.print(f"and {len(lines) - SHOWN} more on the page")
+        print(f"and {len(lines) - SHOWN} more on the page")
 
 
 def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.job import Job
 from launcher.places import Place
@@ -21,21 +21,16 @@ from launcher.places.remote import (
     LogEntry,
     Tell,
     collected,
-    dollars,
     job_name,
     stamp,
     usd_per_hour,
 )
 from launcher.places.sagemaker import aws, sagemaker_rules
 from launcher.places.sagemaker.training_job import SageMakerRequest, group, request_of
-from launcher.source import measure, table
-from stoker.config.loading import Resolved
+from launcher.source import measure
 from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
-from stoker.figures import duration
-
-if TYPE_CHECKING:
-    from sagemaker.train import ModelTrainer
+from stoker.figures import dollars, duration, table
 
 OFFLINE_ACCOUNT = "000000000000"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -233,18 +228,3 @@ PLACE = Place(
     options=("offline", "request"),
     checkpoints="s3",
 )
-
-
-def model_trainer(job: Job, **options: Any) -> ModelTrainer:
-    """Convert a job to a `sagemaker.train.ModelTrainer`, for notebooks and pipelines.
-
-    Args:
-        job: the result of `launcher.job.open_job`.
-        options: passed to `ModelTrainer`, for example `sagemaker_session`.
-    """
-    from launcher.places.sagemaker.sdk_trainer import model_trainer as build
-
-    config = job.resolved.config
-    settings = config.sagemaker.model_copy(update={"entry": "container"})
-    resolved = Resolved(config.model_copy(update={"sagemaker": settings}), job.resolved.origins)
-    return build(plan(replace(job, resolved=resolved)), **options)

@@ -6,12 +6,14 @@ All rules run, so that the user sees every problem at once.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from launcher.places.remote import key_of, shared_problems, training_group
+from launcher.places.remote import nearest_of, shared_problems, training_group
 from launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
@@ -26,7 +28,6 @@ from stoker.events import prices
 from stoker.hosts import requirements
 from stoker.hosts.topology import has_gpu
 
-MAX_RUNTIME_S = 28 * 86_400
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
 
@@ -77,8 +78,6 @@ def _groups(request: SageMakerRequest) -> Iterator[str]:
             yield f"{group.key}.count: at least 1 (got {group.count}); to have none, remove the group"
         if group.type.startswith("ml.trn"):
             yield (f"{group.key}.type: Trainium has no CUDA (got {group.type!r}); use a type with GPUs")
-        if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
-            yield (f"{group.key}.type: must begin with ml. (got {group.type!r}); use ml.{group.type}")
     if (
         settings.gpu.type
         and not settings.gpu.type.startswith("ml.trn")
@@ -113,8 +112,6 @@ def _shared(request: SageMakerRequest) -> Iterator[str]:
 
 def _times(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
-    if settings.max_runtime_s > MAX_RUNTIME_S:
-        yield (f"sagemaker.max_runtime_s: at most 28 days, {MAX_RUNTIME_S} (got {settings.max_runtime_s})")
     if settings.max_wait_s is not None and not settings.spot:
         yield "sagemaker.max_wait_s: only spot jobs wait; add sagemaker.spot=true or remove it"
     if settings.max_wait_s is not None and settings.max_wait_s < settings.max_runtime_s:
@@ -122,26 +119,13 @@ def _times(request: SageMakerRequest) -> Iterator[str]:
             f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
             f" (got {settings.max_wait_s}); it counts waiting and running together"
         )
-    if settings.keep_alive_s and len(request.groups) > 1:
-        yield ("sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it")
-    if settings.keep_alive_s and settings.spot:
-        yield (
-            "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
-        )
 
 
 def _disks(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
-    with_nvme = [group.type for group in request.groups if prices.has_nvme(group.type)]
-    if settings.volume_kms_key and with_nvme:
-        yield (
-            f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
-            " are encrypted by the hardware; remove it"
-        )
-    if not 1 <= settings.volume_gb <= 16_384:
-        yield f"sagemaker.volume_gb: from 1 to 16384 (got {settings.volume_gb})"
     need_gb = sum(item.bytes for item in request.data) / 1e9
-    if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(request.groups):
+    without_nvme = [group for group in request.groups if not prices.has_nvme(group.type)]
+    if need_gb > 0.9 * settings.volume_gb and without_nvme:
         yield (
             f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
             f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
@@ -149,40 +133,20 @@ def _disks(request: SageMakerRequest) -> Iterator[str]:
 
 
 def _channels(request: SageMakerRequest) -> Iterator[str]:
-    settings = request.settings
-    groups = {group.name for group in request.groups}
-    seen: dict[str, str] = {}
-    for name, channel in settings.channels.items():
+    groups = [group.name for group in request.groups]
+    trains = training_group(request.job.resolved.config, request.groups)
+    for name, channel in request.settings.channels.items():
         key = f"sagemaker.channels.{name}"
         if name == CODE_CHANNEL:
             yield f"{key}: the channel of this name carries the source; choose another"
-        if name.lower() in seen:
-            yield f"{key}: differs from {seen[name.lower()]!r} only by case; rename one"
-        seen[name.lower()] = name
-        if not channel.uri.startswith("s3://"):
-            yield f"{key}.uri: SageMaker reads only s3:// (got {channel.uri!r}); upload the data first"
-        if channel.input_mode == "Pipe":
-            yield f"{key}.input_mode: Ray Data cannot read pipes; use File, or FastFile for large data"
-        if channel.distribution == "ShardedByS3Key":
-            yield (
-                f"{key}.distribution: ShardedByS3Key gives each host different files, but the head"
-                " plans the reads of all hosts; use FullyReplicated"
-            )
         for group in channel.groups:
-            if len(groups) < 2:
-                yield f"{key}.groups: the job has a single group; remove them"
-            elif group not in groups:
-                yield (
-                    f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
-                )
-        trains = training_group(request.job.resolved.config, request.groups)
+            if group not in groups:
+                yield f"{key}.groups: no such group (got {group!r}); the job has {', '.join(groups)}"
         if channel.groups and trains is not None and trains not in channel.groups:
             yield (
                 f"{key}.groups: the head, a host of {trains}, reads the channel, too (got"
                 f" {channel.groups}); add {trains}"
             )
-        if len(set(channel.groups)) < len(channel.groups):
-            yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
     for item in request.data:
         if item.parameter == CODE_CHANNEL:
             yield (
@@ -246,21 +210,6 @@ def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
                 yield from error.problems
 
 
-def _names(request: SageMakerRequest) -> Iterator[str]:
-    for name in request.settings.tags:
-        if name.lower().startswith("aws:"):
-            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
-    for index, key in enumerate(("subnets", "security_groups")):
-        prefix = ("subnet-", "sg-")[index]
-        for value in getattr(request.settings, key):
-            if not value.startswith(prefix):
-                yield f"sagemaker.{key}: ids must begin with {prefix} (got {value!r})"
-    if request.settings.s3_uri and not re.match(
-        r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", request.root_uri
-    ):
-        yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {request.settings.s3_uri!r})"
-
-
 def _image(request: SageMakerRequest) -> Iterator[str]:
     image = request.body["AlgorithmSpecification"].get("TrainingImage")
     key = "sagemaker.image"
@@ -300,12 +249,9 @@ RULES: tuple[Callable[[SageMakerRequest], Iterator[str]], ...] = (
     _parameters,
     _request,
     _hyperparameters,
-    _names,
     _image,
 )
 
-
-Shapes = dict[str, dict[str, Any]]
 
 PYTHON_TYPES: dict[str, Any] = {
     **dict.fromkeys(("structure", "map"), dict),
@@ -314,113 +260,77 @@ PYTHON_TYPES: dict[str, Any] = {
     "string": str,
     "boolean": bool,
 }
+UNITS = {"list": " entries", "map": " entries", "string": " characters"}
 
 
 @cache
-def shapes() -> Shapes:
+def shapes() -> dict[str, dict[str, Any]]:
     """The shapes of the service model, loaded once (about 0.1 s)."""
     from botocore.loaders import Loader
 
-    model: Shapes = Loader().load_service_model("sagemaker", "service-2")["shapes"]
+    model: dict[str, dict[str, Any]] = Loader().load_service_model("sagemaker", "service-2")["shapes"]
     return model
-
-
-def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
-    """Every violation of a length, range, pattern, enum or required member."""
-    for path, message, value in _walk(body, "CreateTrainingJobRequest", "", shapes()):
-        plain = re.sub(r"\[\d+\]", "", path)
-        section, remedy = "", ""
-        while not section:
-            section, remedy = REMEDIES.get(plain, ("", ""))
-            if "." not in plain:
-                break
-            plain = plain.rpartition(".")[0]
-        key = key_of(path, keys) or section or path
-        got = "" if value is None else f" (got {_short(value)})"
-        yield f"{key}: {message}{got}" + (f"; {remedy}" if remedy else "")
 
 
 def instance_types() -> list[str]:
     return list(shapes()["TrainingInstanceType"]["enum"])
 
 
-def _walk(value: Any, name: str, path: str, model: Shapes) -> Iterator[tuple[str, str, Any]]:
-    shape = model[name]
+def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
+    """Every violation of a length, range, pattern, enum or required member.
+
+    botocore itself checks types and lower limits only.
+    """
+    for path, message, value in _walk(body, "CreateTrainingJobRequest"):
+        section, remedy = nearest_of(re.sub(r"\[\d+\]", "", path), REMEDIES) or ("", "")
+        got = "" if value is None else f" (got {reprlib.repr(value)})"
+        yield f"{nearest_of(path, keys) or section or path}: {message}{got}" + (
+            f"; {remedy}" if remedy else ""
+        )
+
+
+def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    shape = shapes()[name]
     kind = shape["type"]
-    wanted = PYTHON_TYPES.get(kind, object)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "boolean"):
+    fits = isinstance(value, PYTHON_TYPES.get(kind, object))
+    if not fits or (isinstance(value, bool) and kind != "boolean"):
         yield path, f"must be a {kind}", value
-    elif kind == "structure":
-        for missing in shape.get("required", ()):
-            if missing not in value:
-                yield _join(path, missing), "is required", None
-        for member, item in value.items():
-            if member in shape["members"]:
-                yield from _walk(item, shape["members"][member]["shape"], _join(path, member), model)
-            else:
-                yield _join(path, member), f"unknown to botocore{nearest(member, shape['members'])}", None
-    elif kind == "list":
-        yield from _size_problem(len(value), shape, path, "entries")
-        for index, item in enumerate(value):
-            yield from _walk(item, shape["member"]["shape"], f"{path}[{index}]", model)
-    elif kind == "map":
-        yield from _size_problem(len(value), shape, path, "entries")
-        for key, item in value.items():
-            for where, message, _ in _walk(key, shape["key"]["shape"], _join(path, key), model):
-                yield where, f"the name {message}", key
-            yield from _walk(item, shape["value"]["shape"], _join(path, key), model)
+        return
+    size = len(value) if isinstance(value, str | list | dict) else value
+    shown = value if kind == "string" else size
+    if size > shape.get("max", size):
+        yield path, f"at most {shape['max']:,}{UNITS.get(kind, '')}", shown
+    elif size < shape.get("min", size):
+        yield path, f"at least {shape['min']:,}{UNITS.get(kind, '')}", shown
     elif kind == "string":
         yield from _string_problems(value, shape, path)
-    elif kind in ("integer", "long"):
-        yield from _size_problem(value, shape, path, "")
+    elif kind == "list":
+        for index, item in enumerate(value):
+            yield from _walk(item, shape["member"]["shape"], f"{path}[{index}]")
+    elif kind == "map":
+        for key, item in value.items():
+            for where, message, _ in _walk(key, shape["key"]["shape"], f"{path}.{key}"):
+                yield where, f"the name {message}", key
+            yield from _walk(item, shape["value"]["shape"], f"{path}.{key}")
+    elif kind == "structure":
+        members, path = shape["members"], f"{path}." if path else ""
+        for missing in set(shape.get("required", ())) - value.keys():
+            yield path + missing, "is required", None
+        for member, item in value.items():
+            if member in members:
+                yield from _walk(item, members[member]["shape"], path + member)
+            else:
+                yield path + member, f"unknown to botocore{nearest(member, members)}", None
 
 
 def _string_problems(value: str, shape: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-    wrong_size = list(_size_problem(len(value), shape, path, "characters", value))
-    yield from wrong_size[:1]
-    if wrong_size:
-        return
     if "enum" in shape and value not in shape["enum"]:
         # Type names differ by few characters, so use a low cutoff for the nearest name.
         few = f"one of {', '.join(shape['enum'])}" if len(shape["enum"]) <= 6 else "not known to AWS"
         yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
-    pattern = _python_pattern(shape.get("pattern", ""))
-    if pattern and not re.fullmatch(pattern, value):
-        yield path, "has a form that SageMaker rejects", value
-
-
-def _size_problem(
-    size: int, shape: dict[str, Any], path: str, unit: str, value: Any = None
-) -> Iterator[tuple[str, str, Any]]:
-    shown = size if value is None else value
-    unit = f" {unit}" if unit else ""
-    if size > shape.get("max", size):
-        got = f", {size:,} here" if value is not None else ""
-        yield path, f"at most {shape['max']:,}{unit}{got}", shown
-    if size < shape.get("min", size):
-        yield path, f"at least {shape['min']:,}{unit}", shown
-
-
-def _python_pattern(pattern: str) -> str | None:
-    """Translate a Java pattern; Python has no `\\p{…}`, and `\\w` is close enough."""
-    for java, python in (
-        (r"\p{L}", r"\w"),
-        (r"\p{Z}", r" "),
-        (r"\p{N}", r"\d"),
-        (r"\p{Alnum}", r"\w"),
-    ):
-        pattern = pattern.replace(java, python)
-    try:
-        re.compile(pattern)
-    except re.error:
-        return None
-    return pattern
-
-
-def _join(path: str, member: str) -> str:
-    return f"{path}.{member}" if path else member
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    # The patterns are Java's; Python has no `\\p{…}`, and `\\w` is close enough.
+    of_java = {"Z": " ", "N": r"\d"}
+    pattern = re.sub(r"\\p\{(\w+)\}", lambda found: of_java.get(found[1], r"\w"), shape.get("pattern", ""))
+    with contextlib.suppress(re.error):
+        if pattern and not re.fullmatch(pattern, value):
+            yield path, "has a form that SageMaker rejects", value

@@ -29,7 +29,6 @@ from stoker.recipe import load_recipe, metric_names
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
-ARCHIVE = "sourcedir.tar.gz"
 CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
 
 ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
@@ -65,11 +64,6 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "ResourceConfig.InstanceGroups": ("sagemaker.groups", "merge groups of one type"),
     "ResourceConfig.VolumeSizeInGB": ("sagemaker.volume_gb", "a number of gigabytes"),
-    "ResourceConfig.VolumeKmsKeyId": (
-        "sagemaker.volume_kms_key",
-        "a key id, key ARN or alias/<name>",
-    ),
-    "ResourceConfig.KeepAlivePeriodInSeconds": ("sagemaker.keep_alive_s", "six hours at most"),
     "StoppingCondition.MaxRuntimeInSeconds": ("sagemaker.max_runtime_s", "a number of seconds"),
     "StoppingCondition.MaxWaitTimeInSeconds": ("sagemaker.max_wait_s", "a number of seconds"),
     "VpcConfig.Subnets": (
@@ -80,7 +74,6 @@ REMEDIES: dict[str, tuple[str, str]] = {
         "sagemaker.security_groups",
         "name subnets and security groups together: sg-…",
     ),
-    "RetryStrategy.MaximumRetryAttempts": ("sagemaker.max_retries", "1 to 30"),
     "Tags": ("sagemaker.tags", "letters, digits, spaces and _.:/=+-@"),
 }
 
@@ -125,14 +118,14 @@ class SageMakerRequest(CloudRequest):
 
     @property
     def code_uri(self) -> str:
-        return f"{self.base_uri}/code/{ARCHIVE if self.settings.entry == 'script-mode' else ''}"
+        return f"{self.base_uri}/code/"
 
     @property
     def settings(self) -> SageMakerConfig:
         return self.job.resolved.config.sagemaker
 
     def title(self) -> str:
-        return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
+        return f"SageMaker training job {self.name} in {self.region}"
 
     def costs(self) -> str:
         settings, known = self.settings, prices.price_list(self.settings.prices)
@@ -176,7 +169,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         "TrainingJobName": name,
         "RoleArn": settings.role,
         "AlgorithmSpecification": _algorithm(job, settings, region),
-        "HyperParameters": _hyperparameters(settings, code_uri),
+        "HyperParameters": _hyperparameters(settings),
         "Environment": {
             name: Keyed(value, f"sagemaker.environment.{name}")
             for name, value in settings.environment.items()
@@ -189,8 +182,6 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         },
         "ResourceConfig": {
             "VolumeSizeInGB": settings.volume_gb,
-            "VolumeKmsKeyId": settings.volume_kms_key,
-            "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
             **_instances(groups),
         },
         "StoppingCondition": {
@@ -204,7 +195,6 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         "EnableManagedSpotTraining": settings.spot,
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
         "EnableNetworkIsolation": settings.network_isolation,
-        "RetryStrategy": {"MaximumRetryAttempts": settings.max_retries},
         "Tags": [
             Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
             for name, value in {"stoker-job": config.name, **settings.tags}.items()
@@ -217,11 +207,10 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
 
 
 def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
-    by_container = settings.entry == "container"
     return {
         "TrainingImage": settings.image or default_image(region),
         "TrainingInputMode": "File",
-        "ContainerEntrypoint": list(ENTRYPOINT) if by_container else None,
+        "ContainerEntrypoint": list(ENTRYPOINT),
         "EnableSageMakerMetricsTimeSeries": True,
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
     }
@@ -244,14 +233,11 @@ def metrics_of(job: Job) -> dict[str, str]:
     return found
 
 
-def _hyperparameters(settings: SageMakerConfig, code_uri: str) -> dict[str, Any]:
+def _hyperparameters(settings: SageMakerConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"config": COMMAND[-1]}
-    if settings.entry == "script-mode":
-        found["sagemaker_program"] = COMMAND[1]
-        found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
     for key, value in settings.hyperparameters.items():
         text = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
-        # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
+        # SageMaker's tuning takes no dots in names; `__` is equivalent.
         found[key.replace(".", "__")] = Keyed(text, f"sagemaker.hyperparameters.{key}")
     return found
 
@@ -267,16 +253,15 @@ def is_json(text: str) -> bool:
 def _channels(
     settings: SageMakerConfig, data: tuple[DataUpload, ...], code_uri: str, groups: tuple[HostGroup, ...]
 ) -> list[Keyed]:
-    asked = dict(settings.channels)
-    origins = {name: f"sagemaker.channels.{name}" for name in asked}
-    if settings.entry == "container":
-        asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **asked}
-        origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
+    asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **settings.channels}
+    origins = {name: f"sagemaker.channels.{name}" for name in settings.channels}
+    origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
     for item in data:
         asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
         origins[item.parameter] = f"params.{item.parameter}"
-    # SageMaker requires groups on all channels or on none.
-    by_group = [group.name for group in groups] if any(one.groups for one in asked.values()) else None
+    # SageMaker requires groups on all channels or on none, and takes none of a single group.
+    some = len(groups) > 1 and any(one.groups for one in asked.values())
+    by_group = [group.name for group in groups] if some else None
     return [
         Keyed(_channel(name, channel, by_group, name in settings.channels), origins[name])
         for name, channel in asked.items()
@@ -290,13 +275,12 @@ def _channel(name: str, channel: ChannelConfig, by_group: list[str] | None, own:
     source = {
         "S3DataType": "S3Prefix",
         "S3Uri": keyed(channel.uri, "uri"),
-        "S3DataDistributionType": keyed(channel.distribution, "distribution"),
+        "S3DataDistributionType": "FullyReplicated",
         "InstanceGroupNames": keyed(by_group and (channel.groups or by_group), "groups"),
     }
     return {
         "ChannelName": name,
         "DataSource": {"S3DataSource": source},
-        "ContentType": keyed(channel.content_type, "content_type"),
         "InputMode": keyed(channel.input_mode, "input_mode"),
     }
 
@@ -342,8 +326,8 @@ def overlaid(
         own_key = where in REMEDIES and where != "InputDataConfig"
         if own_key or (here is not None and type(here) is not type(value)):
             taken.append(where)
-        elif isinstance(here, dict):
-            found[name] = overlaid(here, value, keys, taken, where)
+        elif isinstance(value, dict):
+            found[name] = overlaid(here or {}, value, keys, taken, where)
         elif isinstance(here, list):
             for index in range(len(here), len(here) + len(value)):
                 keys[f"{where}[{index}]"] = f"sagemaker.request.{where}"

@@ -24,7 +24,7 @@ from launcher.places.remote import (
     job_name,
     stamp,
 )
-from launcher.places.vertex import google_cloud, vertex_rules
+from launcher.places.vertex import custom_job, google_cloud
 from launcher.places.vertex.custom_job import VertexRequest, request_of
 from launcher.source import measure
 from stoker.errors import UsageError
@@ -60,7 +60,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     uri = (settings.gcs_uri or "gs://bucket").rstrip("/")
     wanted = request_of(job, job_name(job.name, stamp()), project, uri)
     found: list[str] = []
-    found += collected(found, lambda: vertex_rules.problems(wanted), [])
+    found += collected(found, lambda: custom_job.problems(wanted), [])
     # Missing credentials also explain why no project is known.
     problems += [line for line in found if not (problems and line.startswith("vertex.project: not set"))]
     count, size, refused = measure(job, wanted.data_at, "params")
@@ -70,7 +70,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
-    notes = tuple(vertex_rules.warnings(wanted))
+    notes = tuple(custom_job.warnings(wanted))
     return replace(wanted, code_files=count + 1, code_bytes=size, warnings=notes)
 
 

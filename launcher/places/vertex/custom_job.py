@@ -1,12 +1,14 @@
-"""Laptop: a job's worker pools and its CustomJob request. Pure: no calls to Google Cloud."""
+"""Laptop: a job's worker pools and its CustomJob request, with what is checked before anything is uploaded.
+
+Pure: no calls to Google Cloud. All rules run, so that the user sees every problem at once; the last one reads
+the request into the client library's own types.
+"""
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
-import tempfile
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,46 +19,31 @@ from launcher.places.remote import (
     HostGroup,
     Keyed,
     cost_table,
+    nearest_of,
     pruned,
+    shared_problems,
     training_group,
     with_training_group,
 )
-from launcher.source import find_data_uploads, pack, private_archive
+from launcher.places.vertex import google_cloud
+from launcher.source import find_data_uploads
 from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import google_prices
+from stoker.figures import count_of
+from stoker.hosts import requirements
 from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
 from stoker.place import PLACE_VARIABLE
 
 CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
 ARCHIVE = "code.tar.gz"
-PACKAGE = "stoker_job-1.0.tar.gz"
-PACKAGE_MODULE = "stoker_job.task"
 One = TypeVar("One")
 PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
 """Part of the names of Google's prebuilt training containers."""
-_SETUP = f"""from setuptools import setup
-
-setup(name="stoker_job", version="1.0", packages=["stoker_job"], package_data={{"stoker_job": ["{ARCHIVE}"]}})
-"""
-_TASK = f'''"""Every host: unpack the job's code and run it in place of this process."""
-
-import os
-import shutil
-import sys
-import tarfile
-from pathlib import Path
-
-code = Path({CODE_ON_HOST!r})
-shutil.rmtree(code, ignore_errors=True)
-code.mkdir()
-with tarfile.open(Path(__file__).with_name({ARCHIVE!r})) as archive:
-    archive.extractall(code, filter="data")
-os.chdir(code)
-os.execv(sys.executable, [sys.executable, *{COMMAND[1:]!r}])
-'''
+MOST_POOLS = 4
+RESERVED_VARIABLES = ("AIP_", "CLOUD_ML_", "CLUSTER_SPEC", "TF_CONFIG", "RAY_AUTH_", "RAY_ADDRESS", "STOKER_")
 
 
 @dataclass(frozen=True)
@@ -115,8 +102,7 @@ class VertexRequest(CloudRequest):
 
     @property
     def code_uri(self) -> str:
-        """The archive of the staged code, or the package that contains it."""
-        return f"{self.base_uri}/{ARCHIVE if self.settings.entry == 'container' else PACKAGE}"
+        return f"{self.base_uri}/{ARCHIVE}"
 
     @property
     def parent(self) -> str:
@@ -126,11 +112,8 @@ class VertexRequest(CloudRequest):
     def settings(self) -> VertexConfig:
         return self.job.resolved.config.vertex
 
-    def pack(self, folder: Path, archive: Path) -> None:
-        (_pack_package if self.archive == PACKAGE else pack)(folder, archive)
-
     def title(self) -> str:
-        return f"Vertex AI custom job {self.name} in {self.parent}, entry {self.settings.entry}"
+        return f"Vertex AI custom job {self.name} in {self.parent}"
 
     def costs(self) -> str:
         settings, pools = self.settings, self.groups
@@ -156,26 +139,6 @@ class VertexRequest(CloudRequest):
         return [*create, *([f"--kms-key={self.settings.kms_key}"] if self.settings.kms_key else [])]
 
 
-def _pack_package(folder: Path, archive: Path) -> None:
-    """A Python package with the archive in it, as Google's prebuilt containers install it."""
-    package, _, module = PACKAGE_MODULE.partition(".")
-    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-        pack(folder, Path(scratch) / ARCHIVE)
-        content = (Path(scratch) / ARCHIVE).read_bytes()
-    files = {
-        "setup.py": _SETUP.encode(),
-        "PKG-INFO": b"Metadata-Version: 2.1\nName: stoker_job\nVersion: 1.0\n",
-        f"{package}/__init__.py": b"",
-        f"{package}/{module}.py": _TASK.encode(),
-        f"{package}/{ARCHIVE}": content,
-    }
-    with private_archive(archive) as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(f"{PACKAGE.removesuffix('.tar.gz')}/{name}")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-
-
 def container_command(code_uri: str) -> list[str]:
     """The command of a container: unpack the code from the mounted bucket and run it.
 
@@ -187,7 +150,7 @@ def container_command(code_uri: str) -> list[str]:
 
 
 def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
-    """Build the whole request, valid or not, with all objects below `gcs_uri`; `vertex_rules` checks it."""
+    """Build the whole request, valid or not, with all objects below `gcs_uri`; `problems` checks it."""
     config = job.resolved.config
     pools, region = pools_of(config), config.vertex.region
     if trains := training_group(config, pools):
@@ -235,18 +198,7 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
     variables = {PLACE_VARIABLE: "vertex", **told, **settings.environment}
     env = [{"name": name, "value": value} for name, value in variables.items()]
     image = Keyed(settings.image, "vertex.image")
-    program: dict[str, Any] = {
-        "containerSpec": {"imageUri": image, "command": container_command(made.code_uri), "env": env}
-    }
-    if settings.entry == "package":
-        program = {
-            "pythonPackageSpec": {
-                "executorImageUri": image,
-                "packageUris": [made.code_uri],
-                "pythonModule": PACKAGE_MODULE,
-                "env": env,
-            }
-        }
+    program = {"imageUri": image, "command": container_command(made.code_uri), "env": env}
     disk = {"bootDiskType": settings.boot_disk_type, "bootDiskSizeGb": settings.boot_disk_gb}
     return [
         {
@@ -257,7 +209,7 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
             },
             "replicaCount": Keyed(replicas, f"{pool.key}.replicas"),
             "diskSpec": Keyed(disk, "vertex.boot_disk_gb"),
-            **program,
+            "containerSpec": program,
         }
         for pool, replicas in listed
     ]
@@ -266,3 +218,176 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
 def _label(name: str) -> str:
     """A label value allows lower-case letters, digits, `_` and `-`."""
     return "".join(sign if sign.isalnum() or sign in "_-" else "-" for sign in name.lower())[:63]
+
+
+def problems(request: VertexRequest) -> list[str]:
+    """Every problem of a request, including what the client library's types reject."""
+    found = [line for rule in RULES for line in rule(request)]
+    if not any(line.startswith("--on vertex") for line in found):
+        named = {line.partition(": ")[0] for line in found}
+        found += [line for line in _types(request) if line.partition(": ")[0] not in named]
+    return list(dict.fromkeys(found))
+
+
+def warnings(request: VertexRequest) -> list[str]:
+    """Notes for the dry run on valid but questionable settings."""
+    settings = request.settings
+    notes = []
+    first, trains = request.groups[0].name, request.job.resolved.config.cluster.gpu_group
+    if first != trains:
+        notes.append(
+            f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
+            " with the head's code"
+        )
+    if settings.service_account is None:
+        notes.append(
+            "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
+            " project; set vertex.service_account to limit that"
+        )
+    if not settings.network:
+        notes.append("no VPC: hosts can reach the internet; set vertex.network to control that")
+    if settings.spot:
+        notes.append("spot: hosts get 30 s notice, and the job restarts from its last checkpoint")
+    if settings.spot and not settings.restart:
+        notes.append("vertex.restart=false: a restarted host that trains waits for a head that does not come")
+    if settings.kms_key is None:
+        notes.append("no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that")
+    return notes
+
+
+def _pools(request: VertexRequest) -> Iterator[str]:
+    settings, pools = request.settings, request.groups
+    if not pools:
+        yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
+        return
+    if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
+        yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
+    for pool in pools:
+        if pool.count < 1:
+            yield f"{pool.key}.replicas: at least 1 (got {pool.count}); to have none, remove the pool"
+        if wrong := _wrong_type(pool.type):
+            yield f"{pool.key}.machine_type: {wrong} (got {pool.type!r}); for example g2-standard-8"
+    most = MOST_POOLS if pools[0].count <= 1 else MOST_POOLS - 1
+    if len(pools) > most:
+        why = "" if most == MOST_POOLS else "; the first host of the first pool is a pool of its own"
+        yield f"vertex.pools: at most {most} pools (got {len(pools)}){why}; merge pools of one type"
+    for name in dict.fromkeys(pool.name for pool in pools):
+        kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
+        if len(kinds) > 1:
+            yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
+
+
+def _wrong_type(machine_type: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", machine_type):
+        return "no Google Cloud machine type"
+    if machine_type.startswith(("ct", "cloud-tpu")):
+        return "TPUs have no CUDA"
+    return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
+
+
+def _accelerators(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    for pool in request.groups:
+        built_in, there = prices.built_in_accelerator(pool.type), prices.built_in_gpus(pool.type)
+        if pool.asked is not None and pool.asked < 0:
+            yield f"{pool.key}.count: at least 0 (got {pool.asked})"
+        elif built_in and pool.accelerator not in (None, built_in):
+            yield (
+                f"{pool.key}.accelerator: {pool.type} has {built_in} built in (got"
+                f" {pool.accelerator!r}); remove the key or choose another machine type"
+            )
+        elif built_in and pool.asked not in (None, there) and pool.type in prices.GOOGLE_MACHINES:
+            yield (
+                f"{pool.key}.count: {pool.type} has {count_of(there, 'GPU')} (got {pool.asked});"
+                " remove the key or choose another machine type"
+            )
+        elif pool.accelerator and not built_in and not pool.type.startswith(prices.ATTACHES):
+            yield (
+                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.type});"
+                " use n1-standard-8, or g2-standard-8 with GPUs built in"
+            )
+        elif pool.asked and not pool.accelerator and not built_in:
+            yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
+    trains = next((pool for pool in request.groups if pool.key == "vertex.gpu"), None)
+    if trains and not trains.gpus and not _wrong_type(trains.type):
+        yield (
+            f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
+            " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
+        )
+    if settings.gpu.machine_type and any(p.gpus for p in request.groups if p.key == "vertex.cpu"):
+        kind = settings.cpu.machine_type
+        yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
+
+
+def _shared(request: VertexRequest) -> Iterator[str]:
+    """What the rules of all services say."""
+    settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
+    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
+    shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
+    yield from shared_problems(
+        request, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)
+    )
+
+
+def _places(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    if not request.project:
+        yield (
+            "vertex.project: not set, and the credentials name none; set it, or run"
+            " `gcloud auth application-default login`"
+        )
+    if not re.fullmatch(r"[a-z]+-[a-z]+\d+", settings.region):
+        yield f"vertex.region: not a region (got {settings.region!r}); for example us-central1"
+    if settings.gcs_uri is None:
+        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
+    elif not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", settings.gcs_uri):
+        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
+    if settings.spot and settings.persistent_resource:
+        yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
+
+
+def _parameters(request: VertexRequest) -> Iterator[str]:
+    for name, value in request.job.resolved.config.params.items():
+        if name in request.data_at or not isinstance(value, str):
+            continue
+        if value.startswith(("/", "./", "../", "~")) and not value.startswith("/gcs/"):
+            yield (
+                f"params.{name}: not found on this machine (got {value!r}); use an existing path, a gs:// URI"
+                " or /gcs/<bucket>/…"
+            )
+
+
+def _image(request: VertexRequest) -> Iterator[str]:
+    image = request.settings.image
+    if not image:
+        yield (
+            "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
+            " Artifact Registry or Docker Hub (docs/vertex.md)"
+        )
+        return
+    if ".dkr.ecr." in image:
+        yield f"vertex.image: Vertex AI cannot read ECR (got {image!r}); push it to Artifact Registry"
+    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in request.groups):
+        yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
+    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
+    torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
+    if why := requirements.unfit(python, torch):
+        yield f"vertex.image: {why}"
+
+
+def _types(request: VertexRequest) -> Iterator[str]:
+    for path, message in google_cloud.rejected(request.body):
+        yield f"{nearest_of(path, request.keys) or path}: {message}"
+
+
+RULES: tuple[Callable[[VertexRequest], Iterator[str]], ...] = (
+    _pools,
+    _accelerators,
+    _shared,
+    _places,
+    _parameters,
+    _image,
+)

@@ -75,31 +75,30 @@ class GroupConfig(Section):
 
 class ChannelConfig(Section):
     uri: str = Field(description="s3:// prefix that SageMaker mounts as a folder on the hosts")
-    input_mode: str = key("File", "File: copy before the job starts; FastFile: stream")
+    input_mode: Literal["File", "FastFile"] = key(
+        "File", "File: copy before the job starts; FastFile: stream"
+    )
     groups: list[str] = key([], "instance groups that get it; empty: all groups")
-    content_type: str | None = key(None, "MIME type, passed to SageMaker")
-    distribution: str = key("FullyReplicated", "FullyReplicated: every host gets every object")
 
 
 class SageMakerConfig(Section):
     region: str | None = key(None, "AWS region; default: the AWS profile's")
     role: str | None = key(None, "ARN of the job's role (docs/iam/job-role.json)")
     s3_uri: str | None = key(
-        None, "prefix for code, checkpoints and models; default: s3://sagemaker-REGION-ACCOUNT/stoker"
+        None,
+        "s3://bucket/prefix for code, checkpoints and models; default: s3://sagemaker-REGION-ACCOUNT/stoker",
+        pattern="^s3://[^/]",
     )
     image: str | None = key(None, "training image for every group; default: AWS PyTorch")
     gpu: HostsConfig = key(HostsConfig(), "hosts that train: group `gpu`")
     cpu: HostsConfig = key(HostsConfig(), "hosts that preprocess: group `cpu`")
     groups: list[GroupConfig] = key([], "your own groups, [{name, type, count}], instead of gpu and cpu")
-    max_runtime_s: int = key(86_400, "SageMaker stops the job after this time, which bounds its cost")
+    max_runtime_s: int = key(
+        86_400, "SageMaker stops the job after this time, which bounds its cost", ge=1, le=28 * 86_400
+    )
     spot: bool = key(False, "use managed spot instances; the job restarts from the last checkpoint")
     max_wait_s: int | None = key(None, "spot: limit for waiting plus running; default: twice max_runtime_s")
-    max_retries: int | None = key(
-        None, "times that SageMaker restarts the job after an internal error (1 to 30)"
-    )
-    keep_alive_s: int = key(0, "keep instances warm for the next job (one group only); idle time is billed")
-    volume_gb: int = key(100, "disk size of hosts without NVMe; must hold the data channels")
-    volume_kms_key: str | None = key(None, "KMS key for these disks")
+    volume_gb: int = key(100, "disk size of hosts without NVMe; must hold the data channels", ge=1, le=16_384)
     kms_key: str | None = key(None, "KMS key for code, uploaded data, model and output")
     subnets: list[str] = key([], "VPC subnets; requires security_groups")
     security_groups: list[str] = key([], "VPC security groups; one must allow all TCP traffic from itself")
@@ -125,11 +124,8 @@ class SageMakerConfig(Section):
     )
     request: dict[str, Any] = key(
         {},
-        "members to add to CreateTrainingJob that have no key here, such as a training plan, FSx or a"
-        " private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
-    )
-    entry: Literal["container", "script-mode"] = key(
-        "container", "container: plain entrypoint, any image; script-mode: the toolkit in AWS images"
+        "members to add to CreateTrainingJob that have no key here, such as a training plan, retries, warm"
+        " hosts, FSx or a private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
     )
 
 
@@ -154,11 +150,6 @@ class VertexConfig(Section):
         None, "account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
     )
     image: str | None = key(None, "container image for every host, with Python 3.11 to 3.13 and PyTorch")
-    entry: Literal["container", "package"] = key(
-        "container",
-        "container: any image runs the code from /gcs; package: a Python package for Google's prebuilt"
-        " containers",
-    )
     gpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that train: group `gpu`")
     cpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that preprocess: group `cpu`")
     pools: list[VertexPoolConfig] = key(
@@ -166,7 +157,7 @@ class VertexConfig(Section):
     )
     boot_disk_gb: int = key(100, "disk size of every host")
     boot_disk_type: str = key("pd-ssd", "disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
-    max_runtime_s: int = key(86_400, "Vertex AI stops the job after this time, which bounds its cost")
+    max_runtime_s: int = key(86_400, "Vertex AI stops the job after this time, which bounds its cost", ge=1)
     spot: bool = key(False, "use Spot VMs; the job restarts from the last checkpoint")
     restart: bool = key(
         True, "restart the job from its last checkpoint when the service restarts one of its hosts"
@@ -216,11 +207,7 @@ class RehearsalConfig(Section):
     hosts: str = key(
         "gpu=1,cpu=2", "emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker"
     )
-    entry: Literal["toolkit", "container"] = key(
-        "toolkit", "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1"
-    )
     cpus: int = key(2, "CPUs per host that Ray may use", ge=1, le=1024)
-    cpu_quota: float | None = key(None, "CPU cores that each host may use; default: unlimited", gt=0)
     link_mbps: float | None = key(
         None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
     )

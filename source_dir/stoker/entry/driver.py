@@ -84,7 +84,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         name=config.name,
         script=config.script,
         args=redaction.redact(config.args, "args"),
-        backend=place.name,
+        place=place.name,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     summary.metrics.modes = modes(config)

@@ -12,6 +12,7 @@ from stoker.config.redaction import scrub
 from stoker.events import kinds
 from stoker.events.bottleneck import judged
 from stoker.events.prices import cost_row
+from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink
 from stoker.events.summary import Records, Summary
 from stoker.figures import count_of
@@ -172,6 +173,7 @@ def model_text(event: kinds.ModelWritten) -> str:
 
 
 def export_text(event: kinds.ExportWritten) -> str:
+    """A verified export on one line."""
     if event.max_abs_diff is None:
         return f"exported {event.path}: loaded again, {event.note}"
     sizes = " and ".join(map(str, event.batch_sizes))
@@ -200,7 +202,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         )
         rows.append(("cache", text))
     if summary.script is None:
-        rows.append(("records", books_text(records)))
+        rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
     if lost := losses_text(summary):
         rows.append(("hosts", lost))
     if restarts := restarts_text(summary):
@@ -209,7 +211,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):
         rows.append(("mlflow", summary.tracking["mlflow"]["url"]))
-    if summary.backend == "rehearsal":  # paths in an emulated host; the launcher shows the real ones
+    if summary.place == "rehearsal":  # paths in an emulated host; the launcher shows the real ones
         return rows
     if summary.model:
         rows.append(("model", summary.model))
@@ -234,11 +236,11 @@ def restarts_text(summary: Summary) -> str:
     return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
 
 
-def books_text(records: Records) -> str:
+def books_text(records: Records, repeats: str = "") -> str:
     """The training records of all epochs, by outcome."""
     text = (
         f"{records.read} {records.verb} = {records.trained} trained"
-        f" + {records.quarantined} quarantined + {records.remainder} remaining"
+        f" + {records.quarantined} quarantined{repeats} + {records.remainder} remaining"
     )
     return f"{text}; {records.repeated} repeated" if records.repeated else text
 
@@ -255,5 +257,5 @@ def report(summary: Summary, console: Console, run_dir: Path, code: int, took_s:
     kind = "stopped" if summary.status == "interrupted" else "error"
     for problem in (summary.error or "unknown").splitlines():
         console.line(f"{kind}: {problem}")
-    if code != 2 and summary.backend != "rehearsal":
+    if code != 2 and summary.place != "rehearsal":
         console.line(f"details: {run_dir}/logs/driver.log")

@@ -186,6 +186,7 @@ class MlflowSink(Sink):
         self.lacking = [other for other in self.lacking if other != what]
 
     def _exported(self, summary: Summary) -> Path | None:
+        """The folder of a model to send; None without one."""
         exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
         return self.model_dir if exported and summary.status == "succeeded" else None
 
@@ -201,7 +202,7 @@ class MlflowSink(Sink):
     def _known_id(self, store: CheckpointStore) -> str | None:
         """The run of an earlier start that wrote to this server and experiment."""
         try:
-            content = json.loads(store.content(STATE))
+            content = json.loads(store.read_note(STATE))
             same = (content["uri"], content["experiment"]) == (self.uri, self.experiment)
             return content["run_id"] if same else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -260,11 +261,11 @@ class MlflowSink(Sink):
         """Set parameters; MLflow cannot change existing ones, so changed values become tags."""
         from mlflow.entities import Param
 
-        backend = self.tags.get("stoker.backend", "")
+        place = self.tags.get("stoker.place", "")
         texts = {
             NOT_ALLOWED.sub("_", key): str(value)[:LONGEST_PARAM]
             for key, value in flat_config(self.run_dir).items()
-            if not key.startswith(ELSEWHERE) or backend in key
+            if not key.startswith(ELSEWHERE) or place in key
         }
         new = [Param(key, value) for key, value in texts.items() if key not in known]
         for start in range(0, len(new), PARAMS_PER_BATCH):
@@ -357,12 +358,12 @@ def end_tags(summary: Summary) -> dict[str, str]:
     return {key: scrub(str(value)) for key, value in values.items() if value is not None}
 
 
-def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
+def run_tags(recipe: str, place: str, code: Path) -> dict[str, str]:
     tags = {
         "mlflow.source.name": recipe,
         "mlflow.source.type": "JOB",
         "stoker.version": stoker.__version__,
-        "stoker.backend": backend,
+        "stoker.place": place,
     }
     with contextlib.suppress(OSError):
         tags["mlflow.source.git.commit"] = (code / COMMIT_FILE).read_text().strip()
@@ -372,6 +373,7 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
 def mlflow_sinks(
     config: Config, place: RunPlace, kept: CheckpointStore, tell: Callable[[str], None]
 ) -> list[MlflowSink]:
+    """Start sending a run to MLflow, if configured."""
     settings = config.tracking.mlflow
     if not settings.uri:
         return []

@@ -242,7 +242,7 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
         parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate")
     if cost.get("saved_by_spot_usd"):
         parts.append(f"${cost['saved_by_spot_usd']:.2f} saved against on-demand CPU hosts")
-    where = "; as if the rehearsed hosts were real" if summary.backend == "rehearsal" else ""
+    where = "; as if the rehearsed hosts were real" if summary.place == "rehearsal" else ""
     text = (
         f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"
     )

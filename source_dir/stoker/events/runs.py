@@ -62,7 +62,7 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
         paths: run directories, or folders that contain some.
 
     Returns:
-        Columns: status, backend, started, hosts, train_workers, seconds, epochs, steps, samples_per_s
+        Columns: status, place, started, hosts, train_workers, seconds, epochs, steps, samples_per_s
         (without warm-up), input_wait_pct (% of training time; both None if not measured), bottleneck, usd,
         usd_per_million_samples (estimated, the second at samples_per_s; None where prices are not known),
         `last/<metric>`, `best/<metric>`, and `config/<section.key>` for every key of the configuration.
@@ -94,7 +94,7 @@ def figures_of(summary: Summary) -> dict[str, Any]:
     cost = summary.cost or {}
     return {
         "status": summary.status,
-        "backend": summary.backend,
+        "place": summary.place,
         "started": summary.started,
         "hosts": shape_of(summary),
         "train_workers": summary.train_workers,

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config.redaction import scrubbed
 from stoker.errors import UsageError
@@ -174,11 +174,11 @@ TRAINED = ("steps", "epochs", "records", "metrics")
 
 
 class Summary(BaseModel):
-    """The contract of summary.json, version 1."""
+    """The contract of summary.json, version 2. Version 1 called the place `backend`."""
 
     model_config = ConfigDict(populate_by_name=True)
 
-    version: int = Field(1, alias="schema")
+    version: int = Field(2, alias="schema")
     name: str = ""
     script: str | None = None
     """The user's own training script; None for a recipe."""
@@ -186,7 +186,7 @@ class Summary(BaseModel):
     """Its arguments."""
     status: Status = "running"
     error: str | None = None
-    backend: str = "local"
+    place: str = Field("local", validation_alias=AliasChoices("place", "backend"))
     started: str = ""
     """When its first start began."""
     seconds: float = 0.0
@@ -227,6 +227,7 @@ class Summary(BaseModel):
     events: list[dict[str, Any]] = []
 
     def host_of(self, node: str) -> str:
+        """The host name of a Ray node id."""
         names = {host.node_id: host.host for host in self.cluster.hosts}
         return names.get(node, node)
 

@@ -49,6 +49,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Decision:
+    """A change of the number of requested CPU hosts."""
+
     count: int
     reason: str
 

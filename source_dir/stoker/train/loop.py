@@ -35,6 +35,7 @@ WHERE = "stoker_where"
 
 
 def train_worker(settings: dict[str, Any]) -> None:
+    """Called by Ray Train in every process."""
     try:
         train(settings)
     except Exception as error:

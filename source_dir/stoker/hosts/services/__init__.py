@@ -34,7 +34,7 @@ class Service:
     """A service that runs train.py on each host of a job. Each module here defines one."""
 
     name: str
-    """`backend` in summary.json, unless the launcher has set another."""
+    """`place` in summary.json, unless the launcher has set another."""
     resource: Callable[[], Mapping[str, Any] | None]
     """The job's hosts and groups as `topology.resolve` takes them; None if this is no host of the service.
 
