@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
-    """Refuse options of other places instead of ignoring them.
-
-    Raises:
-        UsageError: names each option and the places that support it.
-    """
+    """Refuse options of other places instead of ignoring them."""
     fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
@@ -42,14 +38,7 @@ def refuse_meaningless(options: Options, chosen: Place) -> None:
 def run(
     config: Path | None, overrides: list[str], options: Options, arguments: list[str] | None = None
 ) -> int:
-    """Resolve and plan the job, then submit it and wait unless it is a dry run; the job's exit code.
-
-    Args:
-        config: the job's YAML file, or a script.
-        overrides: `key=value` overrides of the configuration.
-        options: the other command-line options.
-        arguments: the script's arguments; None if none were given.
-    """
+    """Resolve and plan the job, then submit it and wait unless it is a dry run; the job's exit code."""
     place = place_named(options.on)
     refuse_meaningless(options, place)
     if config is None:

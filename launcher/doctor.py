@@ -51,15 +51,8 @@ def judged(what: str, found: str, remedy: str = "") -> Finding:
 def doctor(job: Path | None, overrides: list[str]) -> int:
     """Run the checks and print each finding as it arrives.
 
-    Args:
-        job: a configuration, whose folders and instance types are also checked.
-        overrides: `key=value` overrides of the configuration.
-
     Returns:
         0, or 1 if something must be fixed first.
-
-    Raises:
-        UsageError: the configuration is wrong.
     """
     file, own = as_overrides(job, None)
     config = load(file, [*own, *overrides]).config

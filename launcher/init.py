@@ -66,11 +66,7 @@ def files_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Write all files, or none if any of them already exists.
-
-    Raises:
-        UsageError: files already exist, or the folder is not writable.
-    """
+    """Write all files, or none if any of them already exists."""
     there = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if there:
         raise UsageError(*(f"{folder / name}: already exists; nothing was written" for name in there))

@@ -192,14 +192,8 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """Check the job and find the data that it reads from this machine.
 
     A recipe parameter whose value is an existing path names local data. The path becomes absolute for
-    local runs; other places upload the data as an input channel.
-
-    Args:
-        resolved: the configuration.
-        source_dir: the user's folder; None: that of the job's file, if it contains the recipe or script.
-
-    Raises:
-        UsageError: the source folder is missing or shadows a Stoker file, or the script cannot be run.
+    local runs; other places upload the data as an input channel. Without `source_dir`, the folder of the
+    job's file is staged if it contains the recipe or script.
     """
     config = resolved.config
     if config.script is not None:
@@ -228,11 +222,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
 
 
 def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
-    """Call the job's `data.prepare` function, if any, to create its data.
-
-    Raises:
-        UsageError: the function cannot be loaded, or it raised.
-    """
+    """Call the job's `data.prepare` function, if any, to create its data."""
     target = resolved.config.data.prepare
     if not target:
         return
@@ -270,10 +260,6 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
     Args:
         resolved: the configuration, which names the script as typed.
         source_dir: the folder to stage; None: the script's folder, found here or next to the job's file.
-
-    Raises:
-        UsageError: the script is missing, ambiguous or invalid, ignores a given key, or its folder is too
-            large.
     """
     refuse_foreign_keys(resolved)
     named = str(resolved.config.script)
@@ -302,11 +288,7 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
 
 
 def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
-    """Refuse a folder that is too large to stage, before copying it.
-
-    Raises:
-        UsageError: names the script and the folder, or a link that leads nowhere or to a folder above it.
-    """
+    """Refuse a folder that is too large to stage, before copying it."""
     size = files = 0
     for entry in walk(str(folder), hidden=True, ignore=ignore):
         files, size = files + entry.is_file, size + entry.size * entry.is_file

@@ -225,11 +225,7 @@ def plan(
 
 
 def cluster_at(address: str) -> str | None:
-    """The cluster's `host:port`; None for one of this machine.
-
-    Raises:
-        UsageError: there is none, or the address has another form.
-    """
+    """The cluster's `host:port`; None for one of this machine."""
     if address == "local":
         return None
     found = address
@@ -313,11 +309,7 @@ def _mlflow_of_notebook() -> Tracked:
 
 
 def folders(job: Job) -> tuple[Path, Path | None]:
-    """The run directory of a run on a cluster and, for a volume, where what lasts is written.
-
-    Raises:
-        UsageError: the hosts do not share `output_dir`, or it cannot be written.
-    """
+    """The run directory of a run on a cluster and, for a volume, where what lasts is written."""
     output = job.resolved.config.output_dir
     if not Path(output).is_absolute():
         raise UsageError(
@@ -379,12 +371,7 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
 
 
 def submit(request: NotebookRequest) -> NotebookRun:
-    """Stage the source and start the job's process.
-
-    Raises:
-        UsageError: nothing listens at the cluster's address, the source is too large for it, or the run
-            directory cannot be written.
-    """
+    """Stage the source and start the job's process."""
     local, run_dir = request.cluster is None, request.run_dir
     if request.cluster is not None:
         refuse_unreachable(request.cluster)

@@ -22,11 +22,7 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 def resolve(asked: str | None, place: Place, config: Config) -> Resume:
-    """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given.
-
-    Raises:
-        UsageError: there is nothing to resume from.
-    """
+    """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given."""
     if asked is None:
         return Resume()
     own = config.script is not None
@@ -66,11 +62,7 @@ def resolve(asked: str | None, place: Place, config: Config) -> Resume:
 
 
 def newest_unfinished(config: Config) -> Path | None:
-    """The newest run of the job in `output_dir` that did not succeed and has a checkpoint.
-
-    Raises:
-        UsageError: it is still running.
-    """
+    """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
     form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-\d+)?")
     root = Path(config.output_dir)
     folders = [path for path in root.iterdir() if form.fullmatch(path.name)] if root.is_dir() else []
@@ -100,13 +92,7 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
 
 
 def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
-    """The command that continues a run which has stopped; empty without a checkpoint.
-
-    Args:
-        run_dir: the run directory.
-        config: the job.
-        words: the command that started the run, as in `sys.argv`.
-    """
+    """The command that continues a run which has stopped; empty without a checkpoint."""
     if not kept_in(run_dir, config):
         return ""
     end = words.index("--") if "--" in words else len(words)

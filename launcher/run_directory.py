@@ -28,11 +28,7 @@ LEAST_FREE_BYTES = 20 * 2**20
 
 
 def new_run_dir(job: Job) -> Path:
-    """The path of a new run directory below `output_dir`; does not create it.
-
-    Raises:
-        UsageError: it cannot be created there.
-    """
+    """The path of a new run directory below `output_dir`; does not create it."""
     root = Path(job.resolved.config.output_dir).resolve()
     refuse_unwritable(root)
     return named(job, root)

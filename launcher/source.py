@@ -24,8 +24,7 @@ LIMIT_BYTES = 500_000_000
 def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
     """(name relative to `source`, path, size and time) of a file, or of every file in a folder.
 
-    Raises:
-        UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
+    A link that leads nowhere or to a folder above it is refused.
     """
     if source.is_file():
         about = source.stat()

@@ -55,11 +55,7 @@ class DefaultsToRun(TyperGroup):
 
 
 def expanded_words(words: list[str]) -> list[str]:
-    """Expand `~` and `$VARIABLES` in paths that the shell left alone, as in `--source-dir=~/x`.
-
-    Raises:
-        UsageError: a path that cannot be expanded.
-    """
+    """Expand `~` and `$VARIABLES` in paths that the shell left alone, as in `--source-dir=~/x`."""
     end = words.index("--") if "--" in words else len(words)
     found = []
     for word in words[:end]:
@@ -72,11 +68,7 @@ def expanded_words(words: list[str]) -> list[str]:
 
 
 def refuse_mistyped(word: str, commands: list[str]) -> None:
-    """Refuse a first word that is neither a command nor an existing file.
-
-    Raises:
-        UsageError: suggests a similar command or file.
-    """
+    """Refuse a first word that is neither a command nor an existing file."""
     if not re.fullmatch(r"[a-z][a-z_-]*", word) or Path(word).exists():
         return
     here = [str(path) for end in ("*.y*ml", "*.py") for path in Path().glob(end)]

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def compare(paths: list[str]) -> int:
-    """Print the table; returns the exit code.
-
-    Args:
-        paths: run directories, or folders that contain them.
-
-    Raises:
-        UsageError: none of the paths is a readable run directory.
-    """
+    """Print the table; returns the exit code."""
     found, passed_over = find_runs(paths)
     runs = []
     for run in found:
@@ -44,15 +37,7 @@ def compare(paths: list[str]) -> int:
 
 
 def report(paths: list[Path], output: Path | None) -> int:
-    """Write report.html for one run or for several side by side; returns the exit code.
-
-    Args:
-        paths: run directories.
-        output: the file; default: report.html in the run directory, or here for several runs.
-
-    Raises:
-        UsageError: a path is not a run directory, or the file cannot be written.
-    """
+    """Write report.html for one run or for several side by side; returns the exit code."""
     from stoker.events.report import REPORT, write_report
 
     target = output or (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))

@@ -60,11 +60,7 @@ class HostOptions:
     cpu_speed: float = 1.0
 
     def rates(self) -> dict[str, float]:
-        """Samples/s by GPU name, "" for all; empty if none was given.
-
-        Raises:
-            UsageError: an option is wrong.
-        """
+        """Samples/s by GPU name, "" for all; empty if none was given."""
         rates, problems = parse_rates(self.gpu_samples_per_s)
         problems += list(_type_problems(self))
         if self.max_cpu_hosts < 0:
@@ -90,9 +86,6 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
 
     Returns:
         0, or 1 without a recommendation because no GPU's rate is known.
-
-    Raises:
-        UsageError: the request, the data or the chain is wrong.
     """
     rates = options.rates()
     if config is None:
@@ -173,9 +166,6 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
     """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards.
 
     Nothing of it is kept or sent: no checkpoints, exports or tracking.
-
-    Raises:
-        UsageError: the job is wrong or failed, or takes too few steps in `LONGEST_S`.
     """
     with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
         run_dir = Path(scratch) / job.name
@@ -249,9 +239,6 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         config: the job to size; provides the epochs.
         rates: G by GPU name, "" for all; others are taken from the run.
         here: whether it was a short run on this machine.
-
-    Raises:
-        UsageError: there is no run, it was too short, or its chain was not measured.
     """
     name = "the short run" if here else f"--from {run}"
     file = run if run.is_file() else run / "summary.json"

@@ -34,11 +34,7 @@ def place_named(name: str) -> Place:
 
 
 def attach(run_id: str) -> Run:
-    """The run with a given id or run directory.
-
-    Raises:
-        UsageError: the run does not exist.
-    """
+    """The run with a given id or run directory."""
     for found in every_place():
         if run_id.startswith(found.ids) or (found.marker and (Path(run_id) / found.marker).is_file()):
             return found.attach(run_id)

@@ -25,15 +25,7 @@ STOP_GRACE_S = 120.0
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
-    """Build the upload, create the hosts and start them.
-
-    Args:
-        request: the result of `plan`.
-        show: whether `wait` prints the hosts' output and the closing table.
-
-    Raises:
-        UsageError: this machine cannot emulate hosts.
-    """
+    """Build the upload, create the hosts and start them."""
     unshare = running.unshare_command()
     try:
         request.run_dir.mkdir(parents=True)

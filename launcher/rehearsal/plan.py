@@ -119,15 +119,7 @@ def shape_of(config: Config) -> ServiceShape:
 
 
 def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
-    """Check everything that does not require starting a host.
-
-    Args:
-        job: what to rehearse.
-        checkpoints: checkpoints of an earlier run to resume from.
-
-    Raises:
-        UsageError: every problem found in the `rehearsal` section.
-    """
+    """Check everything that does not require starting a host."""
     config = job.resolved.config
     hosts = plan_hosts(config)
     faults = _plan_faults(config, hosts)

@@ -11,7 +11,10 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """Invalid usage, configuration or data; exit code 2, one line per problem."""
+    """Invalid usage, configuration or data; exit code 2, one line per problem.
+
+    Whatever checks what a user gives may raise it, so docstrings do not repeat it.
+    """
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))

@@ -225,11 +225,7 @@ class ImageClassification(Recipe):
 
 
 def refuse_unknown_model(name: str) -> None:
-    """Head: refuse a model that timm does not have, without importing timm, which takes seconds.
-
-    Raises:
-        UsageError: suggests a similar name.
-    """
+    """Head: refuse a model that timm does not have, without importing timm, which takes seconds."""
     found = importlib.util.find_spec("timm")
     if found is None or found.origin is None or ":" in name or "/" in name:
         return  # names with a prefix are of a model hub or folder

@@ -162,11 +162,7 @@ def several_labels(recipe: Recipe) -> bool:
 
 
 def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
-    """Head: call a method of the user's recipe; an exception becomes one line with its location.
-
-    Raises:
-        UsageError: raised by the recipe, or wrapping any other exception.
-    """
+    """Head: call a method of the user's recipe; an exception becomes one line with its location."""
     try:
         return getattr(recipe, method)(*arguments)
     except UsageError:
@@ -210,11 +206,7 @@ def class_names_of(recipe: Recipe, found: Sequence[str] | None) -> list[str]:
 
 
 def code_digest(folder: Path) -> str:
-    """Anywhere: digest of a job's own Python files, which decide what its records become.
-
-    Args:
-        folder: the staged code; Stoker's own package in it does not count.
-    """
+    """Anywhere: digest of a job's own Python files, which decide what its records become."""
     found = hashlib.blake2b(digest_size=8)
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
@@ -224,16 +216,7 @@ def code_digest(folder: Path) -> str:
 
 
 def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
-    """Every host: import the recipe class at `package.module:Class` and instantiate it.
-
-    Args:
-        path: import path; "ImageClassification" names the built-in one.
-        params: the configuration's `params`.
-        source: folder from which the user's modules are imported.
-
-    Raises:
-        UsageError: no such class, not a Recipe, or invalid parameters, one line each.
-    """
+    """Every host: import the recipe class at `package.module:Class` and instantiate it."""
     if path.endswith(":LightningRecipe"):
         raise UsageError(
             "recipe: LightningRecipe is gone; train the LightningModule in a script with stoker.DataLoader"
@@ -286,11 +269,7 @@ def describe_param(detail: Any, cls: type[Recipe]) -> str:
 
 
 def load_object(path: str, source: Path, key: str, offers: type | None = None) -> Any:
-    """Every host: import the object at `package.module:name`, searching `source` first.
-
-    Raises:
-        UsageError: names the key, the missing object and the alternatives.
-    """
+    """Every host: import the object at `package.module:name`, searching `source` first."""
     module_name, sign, name = path.partition(":")
     if not sign or not module_name or not name:
         hint = nearest(path, ALIASES if key == "recipe" else ())  # it may be a misspelt short name

@@ -46,9 +46,6 @@ def check(script: Path | None, options: CheckOptions) -> int:
 
     Returns:
         0, 1 if the script failed, or 2 if the figures are too uncertain for a verdict.
-
-    Raises:
-        UsageError: options are wrong, or the script does not exist or has no DataLoader of torch's.
     """
     rates = options.rates()
     if options.steps is not None and options.steps < LEAST_STEPS:
@@ -71,11 +68,7 @@ def check(script: Path | None, options: CheckOptions) -> int:
 
 
 def existing(script: Path | None) -> Path:
-    """The script as typed.
-
-    Raises:
-        UsageError: it does not exist; suggests a close match.
-    """
+    """The script as typed."""
     if script is None:
         raise UsageError("no script given; run: check train.py")
     if script.suffix in (".yaml", ".yml"):

@@ -127,17 +127,7 @@ def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
 def checked(
     seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: str, wanted: int | None = None
 ) -> list[Checked]:
-    """All loaders of a script, starting with the one for training.
-
-    Args:
-        seen: records of the script's process about its loaders.
-        sums: records of each process that fetched.
-        script: its name, for messages.
-        wanted: the requested number of steps.
-
-    Raises:
-        UsageError: there is no loader, or too few steps were observed.
-    """
+    """All loaders of a script, starting with the one for training."""
     loaders = [Loader(**one) for one in seen["loaders"]]
     takes = [Take(**one) for one in seen["takes"]]
     main = training(loaders)
@@ -267,13 +257,7 @@ def speed_up(share: TimeShare) -> str:
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
-    """What would help without further hosts.
-
-    Args:
-        one: the loader for training.
-        cpus: available to the script here.
-        idle: share of this machine's CPU time that was unused.
-    """
+    """What would help without further hosts."""
     fetched = one.fetched if one.waits else None
     workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
     return [*workers, *_restarts(one), *(_cheaper(fetched.stages) if fetched else [])]

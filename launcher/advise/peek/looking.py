@@ -274,17 +274,7 @@ class Watched:
 
 
 def look(data: Data, split: str, config: Config, count: int) -> Look:
-    """Examine a split.
-
-    Args:
-        data: the job's, from `open_splits`.
-        split: train or val.
-        config: the job.
-        count: number of records to show; more are examined if time allows.
-
-    Raises:
-        UsageError: the source has no records.
-    """
+    """Examine a split."""
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
     seen = Look(split, type(source).__name__, [Point("read")], [])
@@ -337,14 +327,7 @@ def _show_failed(seen: Look, failed: list[Sample]) -> None:
 
 
 def sampled(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
-    """The first records of some shards, round-robin.
-
-    Args:
-        source: of the split.
-        config: the job.
-        split: train or val.
-        at_once: records to take from a shard before the next one.
-    """
+    """The first records of some shards, round-robin."""
     plan = PassPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
     order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
     shards = source.shards(plan.block_records, order)

@@ -58,14 +58,7 @@ class Sheet:
         self.painter = Painter(mask_classes, SIDE)
 
     def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
-        """Render a record.
-
-        Args:
-            key: of the record.
-            record: output of the chain, or of the last stage that it passed.
-            reason: why it failed.
-            read: the record as read.
-        """
+        """Render a record."""
         values = {name: value for name, value in record.items() if name != "key"}
         tile = Tile(key, reason, self._label(values))
         images = {name: picture for name, value in values.items() if (picture := image_of(value)) is not None}
@@ -224,11 +217,7 @@ def page_at(out: Path | None) -> Path:
 
 
 def write_page(target: Path, **values: Any) -> None:
-    """Render the template as one self-contained file; values from the data are escaped.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Render the template as one self-contained file; values from the data are escaped."""
     environment = Environment(
         loader=PackageLoader("launcher.advise.peek", "."),
         autoescape=select_autoescape(["html"]),

@@ -61,9 +61,6 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
 
     Returns:
         0, or 2 if a run with this data would be refused or fail immediately.
-
-    Raises:
-        UsageError: the request is wrong.
     """
     if target is None:
         raise UsageError("peek: name a job's YAML file, or a run with --step N")
@@ -126,11 +123,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
 
 
 def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Data]:
-    """The job's configuration and its opened splits, before the chains run.
-
-    Raises:
-        UsageError: the data cannot be read, or is read with Ray Data, for which no cluster runs here.
-    """
+    """The job's configuration and its opened splits, before the chains run."""
     from stoker.hosts import cluster
 
     # Before the recipe imports Ray.

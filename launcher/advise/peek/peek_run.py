@@ -76,11 +76,7 @@ class RebuiltStep(NamedTuple):
 
 
 def peek_run(run: str, overrides: list[str], number: int, rank: int | None, out: Path | None) -> int:
-    """Rebuild a step, print it and write it as a page.
-
-    Raises:
-        UsageError: the run or step does not exist or cannot be rebuilt.
-    """
+    """Rebuild a step, print it and write it as a page."""
     run_dir = getattr(attach(run), "run_dir", None)
     if run_dir is None or not (run_dir / "config.yaml").is_file():
         raise UsageError(f"peek: {run}: the run directory must be on this machine")
@@ -124,11 +120,7 @@ def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
 
 
 def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
-    """The records of a step in the order in which train workers received them.
-
-    Raises:
-        UsageError: the step cannot be rebuilt.
-    """
+    """The records of a step in the order in which train workers received them."""
     resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
     if resolved.config.script is not None:
         raise UsageError("peek: cannot rebuild batches of a script; only runs of a recipe")
@@ -197,11 +189,7 @@ class StepPosition(NamedTuple):
 
 
 def history(run_dir: Path) -> list[LoggedAttempt]:
-    """The attempts of a run, in order.
-
-    Raises:
-        UsageError: events.jsonl has no attempt, or an event that cannot be read.
-    """
+    """The attempts of a run, in order."""
     found = list[LoggedAttempt]()
     for record in kinds.json_lines(run_dir / "events.jsonl"):
         try:
@@ -254,9 +242,6 @@ def find(attempts: list[LoggedAttempt], step: int, unlogged: int) -> StepPositio
         attempts: of the run.
         step: counted from 1, as in the metrics.
         unlogged: steps that an ended attempt may have trained after its last logged one.
-
-    Raises:
-        UsageError: the run has not trained this step.
     """
     within = [a for a in attempts if a.first_step < step <= a.last_step]
     beyond = [a for a in attempts if a.trains and a.first_step < step <= a.last_step + unlogged]
@@ -304,9 +289,6 @@ class Rebuild:
         found: the step.
         own: parameters from the command line, which may name another location of the same data.
         code: folder of the run's code.
-
-    Raises:
-        UsageError: the data or its order differs from the run's.
     """
 
     def __init__(self, config: Config, data: Data, found: StepPosition, own: set[str], code: Path) -> None:
@@ -350,11 +332,7 @@ class Rebuild:
             raise UsageError("--step: the code of the run has changed since it trained this step")
 
     def parts(self) -> list[RankBatch]:
-        """The batches of the step, from the blocks that the run recorded in order of arrival.
-
-        Raises:
-            UsageError: the run has not recorded the step's blocks, or they differ now.
-        """
+        """The batches of the step, from the blocks that the run recorded in order of arrival."""
         attempt, epoch = self.found.attempt, self.found.epoch
         splitter = Splitter(self.workers, self.batch_size, equal=True, remainder=self.remainder)
         stream = RecipePass(

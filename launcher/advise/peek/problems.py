@@ -35,13 +35,7 @@ class Problem(NamedTuple):
 
 
 def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
-    """The problems, errors first.
-
-    Args:
-        look: the findings.
-        config: the job.
-        data: opened, with the recipe, whose fields may give the number of classes.
-    """
+    """The problems, errors first."""
     recipe: Recipe = data.recipe
     read, made = look.points[0], look.points[-1]
     found = list[str]()

@@ -159,17 +159,7 @@ class RayRun(WatchedRun):
 
 
 def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
-    """Plan the request and check the cluster's versions; uploads nothing.
-
-    Args:
-        job: what to run.
-        address: the dashboard's; the default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
-        offline: do not query the cluster's versions.
-        install: let Ray install `requirements.txt` for the job on every host.
-
-    Raises:
-        UsageError: lists every problem, one line each.
-    """
+    """Plan the request and check the cluster's versions; uploads nothing."""
     problems: list[str] = []
     name = f"{job.name}-{stamp()}"
     output = job.resolved.config.output_dir

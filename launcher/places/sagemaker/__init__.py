@@ -40,15 +40,7 @@ _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(
 
 
 def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
-    """Build and check the request; uploads nothing.
-
-    Args:
-        job: what to run.
-        offline: make no calls to AWS; requires `sagemaker.s3_uri`.
-
-    Raises:
-        UsageError: lists every problem, one line each.
-    """
+    """Build and check the request; uploads nothing."""
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
     region = aws.region_of(settings.region) or ""

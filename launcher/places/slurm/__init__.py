@@ -70,15 +70,7 @@ class SlurmRequest:
 
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
-    """Check the job against the cluster's partitions and write its script; submits nothing.
-
-    Args:
-        job: what to run.
-        offline: do not ask the cluster, which may be out of reach from here.
-
-    Raises:
-        UsageError: lists every problem, one line each.
-    """
+    """Check the job against the cluster's partitions and write its script; submits nothing."""
     config = job.resolved.config
     problems = [*problems_of(config.slurm, config.output_dir)]
     if not offline:
@@ -98,11 +90,7 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
 
 
 def submit(request: SlurmRequest) -> SlurmRun:
-    """Stage the source into the run directory and submit the job.
-
-    Raises:
-        UsageError: Slurm refused it; nothing is left of the run.
-    """
+    """Stage the source into the run directory and submit the job."""
     request.stage()
     try:
         job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
@@ -116,11 +104,7 @@ def submit(request: SlurmRequest) -> SlurmRun:
 
 
 def attach(run_id: str) -> SlurmRun:
-    """Find a run by its run directory, or by `slurm:<job>` while Slurm knows the job.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Find a run by its run directory, or by `slurm:<job>` while Slurm knows the job."""
     if not run_id.startswith("slurm:"):
         run_dir = Path(run_id).resolve()
         return SlurmRun((run_dir / JOB_FILE).read_text().strip(), run_dir)

@@ -45,15 +45,7 @@ _WORDS = {
 
 
 def plan(job: Job, *, offline: bool = False) -> VertexRequest:
-    """Build and check the request; uploads nothing.
-
-    Args:
-        job: what to run.
-        offline: make no calls to Google Cloud; requires `vertex.project`.
-
-    Raises:
-        UsageError: lists every problem, one line each.
-    """
+    """Build and check the request; uploads nothing."""
     settings = job.resolved.config.vertex
     problems: list[str] = []
     project = collected(problems, lambda: google_cloud.project_of(settings.project, offline), "")

@@ -127,11 +127,7 @@ def unquoted(text: str) -> Text:
 
 
 def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
-    """`--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
-
-    Raises:
-        UsageError: a flag has no value, or an argument has neither form.
-    """
+    """`--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`."""
     overrides: list[str] = []
     words = list(arguments)
     while words:
@@ -302,11 +298,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Parse the text of a job's file.
-
-    Raises:
-        UsageError: it is not YAML, or not keys and values.
-    """
+    """Parse the text of a job's file."""
     try:
         tree = read_yaml(text)
     except ValueError as error:

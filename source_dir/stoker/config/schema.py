@@ -317,11 +317,7 @@ def requirement_lines(config: Config) -> list[str]:
 
 
 def refuse_missing(config: Config) -> None:
-    """Raises if packages for the job are not installed here, before a cluster is formed.
-
-    Raises:
-        UsageError: one line per key, with the pip command that installs them.
-    """
+    """Raises if packages for the job are not installed here, before a cluster is formed."""
     problems = []
     for asked, modules in _needed(config).items():
         absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]

@@ -96,28 +96,14 @@ class Door(wire.Listener):
 
 
 class Head:
-    """Worker host: the head as seen through its door.
-
-    Args:
-        name: its host name.
-        port: of the door.
-        own: name of this host.
-    """
+    """Worker host: the head as seen through its door."""
 
     def __init__(self, name: str, port: int, own: str = "") -> None:
         self.name, self.port, self.own, self.address = name, port, own, ""
         self._line = socket.socket()
 
     def reach(self, deadline: float, check: Callable[[], None]) -> None:
-        """Come to its door.
-
-        Args:
-            deadline: `time.monotonic()` at which to give up.
-            check: called in every iteration; raises to give up.
-
-        Raises:
-            ClusterError: it was not reached; the message says whether name, port or token failed.
-        """
+        """Come to its door."""
         started = reported = time.monotonic()
         pause = 0.2
         while True:

@@ -48,12 +48,7 @@ _stop_code = 143
 
 
 def request_stop(reason: str, code: int = 143) -> None:
-    """Request a stop with a checkpoint; safe to call from a signal handler.
-
-    Args:
-        reason: shown in the log and the summary.
-        code: exit code of the stopped run.
-    """
+    """Request a stop with a checkpoint; safe to call from a signal handler."""
     global _stop_reason, _stop_code
     if not _stop_reason:
         _stop_reason, _stop_code = reason, code
@@ -66,11 +61,6 @@ def stop_requested() -> str:
 
 def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Outcome:
     """Execute one run, from opening the data to writing the summary.
-
-    Args:
-        resolved: the configuration with its origins.
-        place: where the run's files go.
-        opened: result of `check_chains`.
 
     Returns:
         The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
@@ -132,11 +122,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
 
 
 def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """Create the sinks that the configuration enables besides files and the console.
-
-    Raises:
-        UsageError: a sink from `tracking.sinks` cannot be created.
-    """
+    """Create the sinks that the configuration enables besides files and the console."""
     sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
     sinks += [kind(run_dir, config) for kind in own_sinks(config)]
     return [*sinks, ReportFile(run_dir)]
@@ -156,11 +142,7 @@ class ReportFile(Sink):
 
 
 def check_groups(config: Config, hosts: list[Host]) -> None:
-    """Reject groups without hosts, whose tasks would never be scheduled.
-
-    Raises:
-        UsageError: lists the groups that exist.
-    """
+    """Reject groups without hosts, whose tasks would never be scheduled."""
     there = sorted({host.group for host in hosts})
     unknown = [group for group in config.data.preprocess_on if label(group) not in there]
     if unknown and not config.cluster.cpu_hosts.max:
@@ -170,11 +152,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
 
 
 def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking: Tracking) -> Work:
-    """Create the work of the train workers: a recipe or a script.
-
-    Raises:
-        UsageError: it does not fit the data or the cluster.
-    """
+    """Create the work of the train workers: a recipe or a script."""
     if resolved.config.script is not None:
         from stoker.scripts.script_work import ScriptWork
 
@@ -258,11 +236,7 @@ def end_coordinator(coordinator: Any) -> None:
 
 
 def hosts(scaling: CpuHostsConfig) -> list[Host]:
-    """The cluster's live hosts as summary entries.
-
-    Args:
-        scaling: which of them the cluster's autoscaler adds and removes.
-    """
+    """The cluster's live hosts as summary entries."""
     import ray
 
     found, now = [], time.time()

@@ -33,9 +33,6 @@ def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
     Args:
         resolved: the configuration with its origins.
         data_too: also open the data, without its chains; see `without_ray`.
-
-    Raises:
-        UsageError: lists all problems of script, recipe, parameters, optimiser and data.
     """
     config, problems, opened = resolved.config, Problems(), None
     with problems:
@@ -69,11 +66,7 @@ def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
 
 
 def check_chains(opened: Opened | None) -> Opened | None:
-    """Make the chains of opened data and try them on its first records.
-
-    Raises:
-        UsageError: as `open_data`; or a last batch of one record, on which the model cannot train.
-    """
+    """Make the chains of opened data and try them on its first records."""
     if opened is None:
         return None
     config, data = opened
@@ -85,11 +78,7 @@ def check_chains(opened: Opened | None) -> Opened | None:
 
 
 def check_recipe(resolved: Resolved) -> None:
-    """Load the recipe and check what it says against the configuration.
-
-    Raises:
-        UsageError: an invalid recipe, parameter or optimiser.
-    """
+    """Load the recipe and check what it says against the configuration."""
     train, problems = resolved.config.train, Problems()
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     with problems:
@@ -133,10 +122,6 @@ def open_all(resolved: Resolved) -> Opened:
 
 
 def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
-    """Import the classes named in `tracking.sinks`.
-
-    Raises:
-        UsageError: a class does not exist.
-    """
+    """Import the classes named in `tracking.sinks`."""
     source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
     return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]

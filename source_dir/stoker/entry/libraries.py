@@ -15,12 +15,7 @@ HEAVY = ("torch", "torchvision", "timm")
 
 
 def libraries_of(config: Config, source: Path) -> tuple[str, ...]:
-    """Modules that a recipe, and the modules beside it that it imports, import; none of unreadable files.
-
-    Args:
-        config: names the recipe; a script has none.
-        source: the folder of the user's modules.
-    """
+    """Modules that a recipe, and the modules beside it that it imports, import; none of unreadable files."""
     recipe = ALIASES.get(config.recipe, config.recipe)
     if config.script is not None:
         return ()

@@ -192,11 +192,7 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
 
 
 def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resolved:
-    """Read job.yaml, then what the service passes, then arguments, with the origin of each value.
-
-    Raises:
-        UsageError: lists every problem found.
-    """
+    """Read job.yaml, then what the service passes, then arguments, with the origin of each value."""
     from stoker.config import redaction
     from stoker.config.loading import SECRETS_FILE, TYPED, Resolved, hyperparameter_overrides, load
 

@@ -44,11 +44,7 @@ class StoppedBySignal(Exception):  # noqa: N818 - a request, not an error
 
 
 class Stop:
-    """Turns SIGTERM into a stop request that the current phase handles.
-
-    Args:
-        end_by_force: called if the driver does not stop in time.
-    """
+    """Turns SIGTERM into a stop request that the current phase handles."""
 
     def __init__(self, end_by_force: Callable[[str], None] = lambda cause: os._exit(143)) -> None:
         self.end_by_force = end_by_force

@@ -32,10 +32,6 @@ class LocalCluster:
     """Laptop: a one-machine Ray cluster with its own token. It starts in the background.
 
     Its daemons end with the thread that creates it. Call `set_environment` before.
-
-    Args:
-        config: the configuration; only its `cluster` section is used.
-        imports: what the process imports from which Ray's workers are forked.
     """
 
     def __init__(self, config: Config, imports: forks.Imports) -> None:
@@ -97,11 +93,7 @@ class LocalCluster:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """A job's process on a Ray cluster: connect to that cluster with the token it runs under.
-
-    Raises:
-        ClusterError: there is no cluster, or it does not accept this process.
-    """
+    """A job's process on a Ray cluster: connect to that cluster with the token it runs under."""
     set_ray_train()
     forbid_unpickling()
     import ray
@@ -131,11 +123,7 @@ def _runtime_env() -> dict[str, Any] | None:
 
 
 def refuse_old_ray() -> None:
-    """Refuse a Ray without token authentication.
-
-    Raises:
-        UsageError: names the version and the one to install.
-    """
+    """Refuse a Ray without token authentication."""
     here, oldest = requirements.installed("ray"), requirements.OLDEST_RAY
     if not requirements.at_least(here, oldest):
         raise UsageError(
@@ -145,15 +133,7 @@ def refuse_old_ray() -> None:
 
 
 def set_environment(token: str, dashboard: bool = False) -> None:
-    """Set what all Ray processes of the job must agree on. Call it before importing ray.
-
-    Args:
-        token: of the job.
-        dashboard: whether Ray's dashboard runs.
-
-    Raises:
-        UsageError: this Ray is too old.
-    """
+    """Set what all Ray processes of the job must agree on. Call it before importing ray."""
     refuse_old_ray()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = token
@@ -201,11 +181,7 @@ def write_token(file: Path, token: str) -> None:
 
 
 def read_token(folder: Path) -> str:
-    """Read the job's token, which is shipped with its code.
-
-    Raises:
-        ClusterError: the token is missing or too short.
-    """
+    """Read the job's token, which is shipped with its code."""
     file = folder / TOKEN_FILE
     try:
         token = file.read_text().strip()
@@ -245,20 +221,11 @@ def wait_for_hosts(
 ) -> list[str]:
     """Wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
 
-    A host that was here and is lost is not waited for until the timeout, because its instance is gone.
-
-    Args:
-        topology: the hosts to expect.
-        config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
-        started: `time.monotonic()` at which the timeout starts.
-        check: called in every iteration; raises to give up.
-        lost: the hosts that came to the door and have been gone for so many seconds.
+    A host that was here and is lost is not waited for until the timeout, because its instance is gone: `lost`
+    tells which hosts came to the door and have been gone for so many seconds. `check` raises to give up.
 
     Returns:
         The names of the hosts that have joined.
-
-    Raises:
-        ClusterError: hosts are missing after the timeout; the message names them.
     """
     timeout = config.cluster.join_timeout_s
     least = config.cluster.min_cpu_hosts

@@ -100,11 +100,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface, else of this host's name, else of its default route.
-
-    Raises:
-        ClusterError: there is none.
-    """
+    """The IPv4 address of an interface, else of this host's name, else of its default route."""
     import fcntl
     import struct
 
@@ -127,11 +123,7 @@ def address_of(interface: str) -> str:
 
 
 def probe_port(address: str, port: int, key: str) -> None:
-    """Head: fail at once if a port is taken; Ray takes 42 s and reports it vaguely.
-
-    Raises:
-        ClusterError: the port is taken; the message names it and its configuration key.
-    """
+    """Head: fail at once if a port is taken; Ray takes 42 s and reports it vaguely."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -200,14 +192,7 @@ class RayNode:
             )
 
     def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the daemons run; on a busy host, Ray may have to be started again.
-
-        Args:
-            check: called in every iteration; raises to give up.
-
-        Raises:
-            ClusterError: Ray exited, or does not say that its daemons run.
-        """
+        """Wait until the daemons run; on a busy host, Ray may have to be started again."""
         started, starts = time.monotonic(), 1
         while STARTED not in self._output():
             check()

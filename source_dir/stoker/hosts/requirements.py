@@ -258,10 +258,6 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
     """Laptop: lines of a constraints file that pin a requirements file to the versions installed here.
 
     Torch's packages are left out: those of the image fit its CUDA.
-
-    Args:
-        text: content of the requirements file.
-        given: the user's own constraints, which take precedence.
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
     here = {name: f"{name}=={version}" for name, version in _versions_here(text).items()}

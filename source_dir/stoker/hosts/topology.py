@@ -92,9 +92,6 @@ def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topolo
         resource: the hosts in the form of SageMaker's resourceconfig.json. Other services add `source`,
             what to call it in messages, and for each group `gpus`, the number on each of its hosts.
         gpu_group: `cluster.gpu_group`; None selects the group by instance type.
-
-    Raises:
-        TopologyError: it is incomplete, or the training group is ambiguous.
     """
     source = str(resource.get("source") or "resourceconfig.json")
     host = resource.get("current_host")

@@ -18,11 +18,7 @@ def base_folder() -> Path:
 
 
 def resource() -> Mapping[str, Any] | None:
-    """The parsed resourceconfig.json; None if there is none.
-
-    Raises:
-        TopologyError: the file cannot be read.
-    """
+    """The parsed resourceconfig.json; None if there is none."""
     file = base_folder() / "input" / "config" / "resourceconfig.json"
     if not file.is_file():
         return None

@@ -31,11 +31,7 @@ _GPU_VARIABLES = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS")
 
 
 def hosts_in(hostlist: str) -> list[str]:
-    """Expand Slurm's hostlist syntax: `gpu[01-03,07],cpu-[1-2]x` → gpu01, gpu02, …, cpu-2x.
-
-    Raises:
-        TopologyError: the syntax is wrong.
-    """
+    """Expand Slurm's hostlist syntax: `gpu[01-03,07],cpu-[1-2]x` → gpu01, gpu02, …, cpu-2x."""
     # Commas inside brackets separate numbers, all others separate hosts.
     found: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\],]", hostlist):

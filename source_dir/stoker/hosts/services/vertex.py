@@ -42,11 +42,7 @@ _POOL = re.compile(r"workerpool\d+")
 
 
 def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """The job's hosts from its environment; None outside of a Vertex AI job. Pure.
-
-    Raises:
-        TopologyError: a variable is missing, damaged or contradicts another.
-    """
+    """The job's hosts from its environment; None outside of a Vertex AI job. Pure."""
     text = variables.get(CLUSTER_VARIABLE, "")
     if JOB_VARIABLE not in variables and "workerpool" not in text:
         if variables.get(PLACE_VARIABLE) == "vertex":
