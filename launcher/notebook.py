@@ -42,10 +42,9 @@ from launcher.job import (
     open_job,
 )
 from launcher.places import place_named
+from launcher.places import ray as ray_jobs
 from launcher.places.local import outlast
-from launcher.places.ray import jobs as ray_jobs
-from launcher.resuming import resolve
-from launcher.run_directory import PROCESS_FILE, PastRun
+from launcher.run_directory import PROCESS_FILE, PastRun, resolve
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub

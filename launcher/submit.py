@@ -194,7 +194,7 @@ def report(
     output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
 ) -> None:
     """Write an HTML report of a run, or of several side by side."""
-    from launcher.advise.comparing import report
+    from launcher.commands import report
 
     raise typer.Exit(report(runs or [Path("runs/latest")], output))
 
@@ -204,7 +204,7 @@ def compare(
     runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,
 ) -> None:
     """Compare runs: results, speed, cost and configuration differences."""
-    from launcher.advise.comparing import compare
+    from launcher.commands import compare
 
     raise typer.Exit(compare(runs or ["runs"]))
 

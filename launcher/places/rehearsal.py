@@ -13,11 +13,11 @@ from typing import Any
 
 import launcher
 from launcher import run_directory
+from launcher.job import stage
 from launcher.places import Place
 from launcher.rehearsal import running
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, masked_folders, plan, rate_arguments
 from launcher.rehearsal.running import Display, RehearsalRun
-from launcher.source import stage
 
 LINGER_S = 30.0
 """How long hosts may outlive the head before the rehearsal kills them and reports it."""

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from launcher.job import Job
+from launcher.job import DataUpload, Job, files_below, pack, stage
 from launcher.places import RemoteRun
-from launcher.source import DataUpload, files_below, pack, stage
 from stoker import figures
 from stoker.config.loading import Resolved
 from stoker.config.redaction import is_secret, redact

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.job import pack
 from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_variable, replicas_by_pool
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, ServiceShape, host_environment
 from launcher.rehearsal.running import merge
-from launcher.source import pack
 from stoker.events import prices
 from stoker.hosts.services import vertex as service
 

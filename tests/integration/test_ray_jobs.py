@@ -18,8 +18,8 @@ import pytest
 
 from launcher.job import Job, open_job
 from launcher.places import attach, remote
+from launcher.places import ray as ray_jobs
 from launcher.places import ray as ray_place
-from launcher.places.ray import jobs as ray_jobs
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launcher.advise.comparing import metric_columns
+from launcher.commands import metric_columns
 from launcher.submit import app
 from stoker import runs_dataframe
 from stoker.config.loading import load, resolved_yaml

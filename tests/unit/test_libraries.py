@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stoker.config.schema import Config
-from stoker.entry.libraries import libraries_of
+from stoker.hosts.forks import libraries_of
 
 RECIPE = """
 from typing import TYPE_CHECKING

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher import resuming as launcher
+from launcher import run_directory as launcher
 from launcher.places import place_named
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content

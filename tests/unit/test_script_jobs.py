@@ -204,7 +204,7 @@ def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> Non
 
 def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> None:
     from launcher.places import place_named
-    from launcher.resuming import resolve
+    from launcher.run_directory import resolve
 
     config, place = job_of("train.py").config, place_named("local")
     run_dir = project / "runs" / "train-20250101-000000"

@@ -17,7 +17,7 @@ from launcher.job import open_job
 from launcher.rehearsal.host import SPEC_VARIABLE
 from launcher.rehearsal.running import keep_ray_logs
 from launcher.rehearsal.world import World
-from launcher.resuming import continuation
+from launcher.run_directory import continuation
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config import redaction

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launcher.job import Job
+from launcher.job import Job, measure
 from launcher.places import Place
 from launcher.places.remote import (
     CloudRun,
@@ -27,7 +27,6 @@ from launcher.places.remote import (
 )
 from launcher.places.sagemaker import aws, sagemaker_rules
 from launcher.places.sagemaker.training_job import SageMakerRequest, group, request_of
-from launcher.source import measure
 from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table

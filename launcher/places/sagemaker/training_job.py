@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.job import COMMAND, Job, examples_root
+from launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
 from launcher.places.remote import (
     CloudRequest,
     HostGroup,
@@ -20,7 +20,6 @@ from launcher.places.remote import (
     training_group,
     with_training_group,
 )
-from launcher.source import DataUpload, find_data_uploads
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices

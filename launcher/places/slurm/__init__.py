@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import run_directory
-from launcher.job import Job
+from launcher.job import Job, stage
 from launcher.places import Place
 from launcher.places.remote import ServicePoller, collected, detached
 from launcher.places.slurm import slurm_commands
@@ -33,7 +33,6 @@ from launcher.places.slurm.batch_script import (
 )
 from launcher.places.slurm.slurm_commands import State
 from launcher.run_directory import PastRun
-from launcher.source import stage
 from stoker.config.loading import SECRETS_FILE
 from stoker.errors import UsageError
 from stoker.place import STOP_FILE, TOKEN_FILE

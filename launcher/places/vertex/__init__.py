@@ -14,7 +14,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from launcher.job import Job
+from launcher.job import Job, measure
 from launcher.places import Place
 from launcher.places.remote import (
     CloudRun,
@@ -26,7 +26,6 @@ from launcher.places.remote import (
 )
 from launcher.places.vertex import custom_job, google_cloud
 from launcher.places.vertex.custom_job import VertexRequest, request_of
-from launcher.source import measure
 from stoker.errors import UsageError
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.job import COMMAND, Job
+from launcher.job import COMMAND, Job, find_data_uploads
 from launcher.places.remote import (
     CloudRequest,
     HostGroup,
@@ -26,7 +26,6 @@ from launcher.places.remote import (
     with_training_group,
 )
 from launcher.places.vertex import google_cloud
-from launcher.source import find_data_uploads
 from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
 from stoker.errors import UsageError

@@ -68,9 +68,9 @@ def run_locally(arguments: list[str]) -> int:
 
 
 def _run_locally(arguments: list[str], on_cluster: bool) -> int:
-    from stoker.entry.libraries import libraries_of
     from stoker.errors import DataError, UsageError
     from stoker.hosts import cluster, forks
+    from stoker.hosts.forks import libraries_of
     from stoker.place import CHECK_VARIABLE, local_place
 
     starting = None

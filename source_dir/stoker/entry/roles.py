@@ -18,9 +18,9 @@ from typing import Any
 from stoker.config.loading import Resolved
 from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
-from stoker.entry.libraries import libraries_of
 from stoker.errors import DataError, UsageError
 from stoker.hosts import cluster, forks, raynode, requirements
+from stoker.hosts.forks import libraries_of
 from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services import Service

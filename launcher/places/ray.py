@@ -9,24 +9,25 @@ The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/a
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import io
 import json
+import os
 import platform
 import shlex
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher.job import COMMAND, Job
+from launcher.job import COMMAND, Job, files_below, measure
 from launcher.places import Place
-from launcher.places.ray import jobs as ray_jobs
-from launcher.places.ray.jobs import JobServer
 from launcher.places.remote import WatchedRun, collected, stamp
-from launcher.source import measure
 from stoker import figures
 from stoker.config.redaction import redact
 from stoker.errors import UsageError
@@ -90,7 +91,7 @@ class RayRequest:
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             self.job.stage(folder)
-            return ray_jobs.package(folder)
+            return package(folder)
 
     def write(self, path: Path) -> str:
         """Write the source as a zip file; returns the lines for a RayJob manifest."""
@@ -110,7 +111,7 @@ class RayRun(WatchedRun):
         self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
     ) -> None:
         run_id = f"ray:{server.address}/{submission_id}"
-        super().__init__(run_id, poll_s, submitted, ray_jobs.UnreachableError)
+        super().__init__(run_id, poll_s, submitted, UnreachableError)
         self.server, self.submission_id = server, submission_id
         self._path = f"/api/jobs/{submission_id}"
 
@@ -168,9 +169,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " a relative one is deleted with the job's working directory"
         )
-    count, size, refused = measure(
-        job, {}, "params, on storage that the hosts share", ray_jobs.PACKAGE_LIMIT_BYTES
-    )
+    count, size, refused = measure(job, {}, "params, on storage that the hosts share", PACKAGE_LIMIT_BYTES)
     problems += refused
     pip = _pip(job) if install else ()
     found = collected(problems, lambda: _cluster(address, offline), None)
@@ -203,7 +202,7 @@ def attach(run_id: str) -> RayRun:
     address, _, name = run_id.removeprefix("ray:").rpartition("/")
     if not address or not name:
         raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
-    return RayRun(ray_jobs.job_server(address), name)
+    return RayRun(job_server(address), name)
 
 
 PLACE = Place(
@@ -222,7 +221,7 @@ PLACE = Place(
 
 def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[str]]:
     """The server, its versions, and warnings; UsageError if the cluster cannot run the job."""
-    server, warnings = ray_jobs.job_server(address), []
+    server, warnings = job_server(address), []
     place = urlsplit(server.address)
     if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
         warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
@@ -267,3 +266,133 @@ def _pip(job: Job) -> tuple[str, ...]:
         # Keep the cluster's Ray: another version could not join it.
         if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
     )
+
+
+PACKAGE_LIMIT_BYTES = 100 * 2**20
+"""Ray stores packages in the head's memory and refuses larger ones."""
+TIMEOUT_S = 30
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
+
+
+class UnreachableError(UsageError):
+    """The server did not answer, or failed itself; it may do so later."""
+
+
+@dataclass(frozen=True)
+class JobServer:
+    """The dashboard's address and token.
+
+    Ray's own `JobSubmissionClient` needs `ray[default]` on the laptop, imports ray (a second or more) and
+    honours the package's `.gitignore` when uploading. The requests are the same.
+    """
+
+    address: str
+    token: str | None = field(repr=False)
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path).json()
+
+    def post(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        return self._ask("POST", path, json=content).json()
+
+    def upload(self, package: bytes) -> str:
+        """Upload a zip file unless the cluster has it; return its URI for `runtime_env`."""
+        name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
+        path = f"/api/packages/gcs/{name}"
+        if self._ask("GET", path, missing_ok=True).status_code == 404:
+            self._ask("PUT", path, data=package)
+        return f"gcs://{name}"
+
+    def versions(self) -> tuple[str, str | None]:
+        """The versions of Ray and, if the cluster reports it, of Python."""
+        ray = str(self.get("/api/version")["ray_version"])
+        answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
+        if answer.status_code == 404:
+            return ray, None
+        return ray, answer.json().get("data", {}).get("pythonVersion")
+
+    def _ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
+        import requests
+
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            answer = requests.request(
+                method, self.address + path, headers=headers, timeout=TIMEOUT_S, **content
+            )
+        except requests.exceptions.SSLError as error:
+            raise UsageError(f"--address {self.address}: certificate verification failed: {error}") from None
+        except requests.exceptions.ConnectionError as error:
+            raise UnreachableError(
+                f"--address {self.address}: cannot connect ({_root_cause(error)});"
+                " the dashboard's default port is 8265, and it may need a port-forward"
+            ) from None
+        except requests.exceptions.Timeout:
+            raise UnreachableError(f"--address {self.address}: no answer within {TIMEOUT_S} s") from None
+        except requests.exceptions.RequestException as error:
+            raise UnreachableError(f"--address {self.address}: {error}") from None
+        if answer.status_code == 401:
+            raise UsageError(f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}")
+        if answer.status_code == 403:
+            raise UsageError(f"--address {self.address}: the cluster rejected the token; {_TOKEN_HINT}")
+        if answer.status_code == 404 and missing_ok:
+            return answer
+        if not answer.ok:
+            last = (answer.text.strip().splitlines() or [answer.reason])[-1]
+            kind = UnreachableError if answer.status_code >= 500 or answer.status_code == 429 else UsageError
+            raise kind(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
+        if "json" not in answer.headers.get("content-type", "json") and method == "GET" and not missing_ok:
+            raise UnreachableError(f"--address {self.address}: not a Ray dashboard: the answer is not JSON")
+        return answer
+
+
+def job_server(address: str | None) -> JobServer:
+    """The server at `--address`, or at the address in Ray's environment variables."""
+    found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if not found:
+        raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
+    if not found.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
+            " address of Ray Client or GCS"
+        )
+    return JobServer(found.rstrip("/"), find_token())
+
+
+def package(folder: Path) -> bytes:
+    """Zip a staged folder, with the same bytes for the same content."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path, _ in files_below(folder):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (path.stat().st_mode & 0xFFFF) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+    return buffer.getvalue()
+
+
+def find_token() -> str | None:
+    """The cluster's token as Ray finds it: in a variable or a file; None without one."""
+    if text := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return text
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip() or None
+    except OSError as error:
+        if named:
+            raise UsageError(f"RAY_AUTH_TOKEN_PATH {named}: {error.strerror}") from None
+        return None
+
+
+def _root_cause(error: BaseException) -> str:
+    """Unwrap requests and urllib3 errors down to the operating system's reason."""
+    reason: Any = error
+    while True:
+        inner = getattr(reason, "reason", None) or next(
+            (item for item in getattr(reason, "args", ()) if isinstance(item, BaseException)), None
+        )
+        if not isinstance(inner, BaseException) or inner is reason:
+            break
+        reason = inner
+    text = str(reason).rpartition(": ")[2]
+    return text.removeprefix("[Errno ").partition("] ")[2] or text
