@@ -502,7 +502,7 @@ import ray
 from stoker import DataLoader
 
 def tell():
-    print([thread.name for thread in threading.enumerate() if thread.name == "stoker-batches"])
+    print([thread.name for thread in threading.enumerate() if "stoker-batches" in thread.name])
 
 atexit.register(tell)  # between the loader's and Ray's own: functions run in reverse order
 loader = DataLoader(list(range(10_000)), batch_size=2)

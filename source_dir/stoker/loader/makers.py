@@ -15,15 +15,14 @@ import atexit
 import functools
 import itertools
 import logging
+import math
 import os
-import queue
 import secrets
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,9 +31,10 @@ from stoker.errors import where_raised
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
-from stoker.protocol import Shard
+from stoker.protocol import BlockSlice, Shard
 from stoker.serve.blocks.client import connect
-from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
+from stoker.serve.blocks.packing import unpack
+from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.session import EVENTS_VARIABLE
 
 ANSWER_S = 60.0
@@ -47,15 +47,18 @@ GROUP_S = 0.1
 """Fast batches are grouped into blocks that take this long to make."""
 LEAST_PER_SLOT, MOST_AHEAD = 4, 4096
 """Batches ahead: minimum per chain worker, maximum in total."""
-ARRIVED = 3
-"""Blocks queued in this process."""
-ASKED = 8
-"""Blocks requested per call."""
+LOADED = 4
+"""Blocks to fetch ahead."""
+THREAD = "stoker-batches"
 FIGURES_EVERY_S = 2.0
+Place = tuple[int, int]
+"""Number of the shard, and number of the block in it."""
+Arrival = tuple[Place, str, Any]
+""""block" and what the service or the script needs of it, "end", or "failed" and why."""
 
 
 class ClusterMaker:
-    """See the module.
+    """See the module. A thread asks for blocks, fetches and unpacks them ahead of the script.
 
     Args:
         service: the job's LoaderService.
@@ -81,154 +84,107 @@ class ClusterMaker:
         import ray
 
         self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
+        self._watch, self._slots, self._batch_s = watch, 1, None
+        self._figures_due = 0.0
+        self._device = torch.cuda.current_device() if pinned else None
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
         split = name if keeps == "" else f"{name}/{keeps or key}"
         about = (streams, bool(keeps), node, job, told)
         ray.get(service.open.remote(service, key, split, *about), timeout=ANSWER_S)
-        self._puller = Puller(service, key, pinned, watch)
+        # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
+        # torch's pinned memory tracks such copies.
+        self._transport = connect(service, pinned=False, timeout_s=600.0)
+        self._places: dict[int, Place] = {}
+        """Wanted blocks that the service has not given, by their number in the pass."""
+        self._wanted = 0
+        self._prefetcher = Prefetcher(
+            THREAD,
+            self._ask,
+            self._fetch,
+            threads=1,  # the service drops what it gave when it is asked again
+            limit=LOADED + ASKED_AT_ONCE,
+            loaded=LOADED,
+            wanted=0,
+            left=self.leave,
+        )
+        _MAKERS.add(self)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """See the module."""
         self._service.submit.remote(self._key, shards, total)
 
-    def want(self, place: tuple[int, int]) -> None:
+    def want(self, place: Place) -> None:
         """See the module."""
-        self._puller.want(place)
+        self._places[self._wanted] = place
+        self._wanted += 1
+        self._prefetcher.want()
 
-    def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
+    def get(self, deadline: float | None) -> Arrival:
         """See the module.
 
         Raises:
             RuntimeError: nothing came in time.
         """
         began = time.monotonic()
-        while True:
-            try:
-                return self._puller.arrived.get(timeout=1.0)
-            except queue.Empty:
-                now = time.monotonic()
-                if deadline is not None and now > deadline:
-                    raise RuntimeError(
-                        f"DataLoader timed out after {now - began:.0f} seconds (timeout)"
-                    ) from None
-                if not self._puller.alive:
-                    raise RuntimeError("DataLoader: the thread that fetches batches has ended") from None
-                if now - began > self._stall_s:
-                    raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s") from None
+        until = min(began + self._stall_s, math.inf if deadline is None else deadline)
+        with suppress(LateError):
+            if (block := self._prefetcher.take(until - began)) is not None:
+                return block
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            raise RuntimeError(f"DataLoader timed out after {now - began:.0f} seconds (timeout)")
+        if now < until:
+            raise RuntimeError("DataLoader: the thread that fetches batches has ended")
+        raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s")
 
     def pace(self, least: int) -> tuple[int, int]:
         """See the module."""
-        slots, batch_s = max(self._puller.slots, 1), self._puller.batch_s
+        slots, batch_s = max(self._slots, 1), self._batch_s
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
             return 1, least
         most = min(max(int(SECONDS_AHEAD * slots / max(batch_s, 1e-6)), least), MOST_AHEAD)
         return max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots))), most
 
-    def close(self) -> None:
-        """See the module."""
-        self._puller.close()
-
-
-class Puller:
-    """A thread that requests, fetches and unpacks blocks ahead of the script."""
-
-    def __init__(self, service: Any, key: str, pinned: bool, watch: PassTimer) -> None:
-
-        self._service, self._key, self._watch = service, key, watch
-        self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
-        self.slots, self.batch_s = 1, None
-        self._wanted: deque[tuple[int, int]] = deque()
-        self._changed = threading.Condition()
-        self._over = False
-        self._figures_due = 0.0
-        self._device = torch.cuda.current_device() if pinned else None
-        # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
-        # torch's pinned memory tracks such copies.
-        self._transport = connect(service, pinned=False, timeout_s=600.0)
-        self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
-        _PULLERS.add(self)
-        self._thread.start()
+    def close(self, join_s: float = 0.0) -> None:
+        """See the module; the thread ends soon after."""
+        self._prefetcher.end(join_s)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._prefetcher.alive
 
-    def want(self, place: tuple[int, int]) -> None:
-        """Fetch this block next."""
-        with self._changed:
-            self._wanted.append(place)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Stop; the thread ends soon after."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def interrupt(self) -> None:
-        """Stop, and end what the thread waits for."""
-        self.close()
-        self._end()
-        with suppress(queue.Empty):
-            while True:
-                self.arrived.get_nowait()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            while (places := self._next_places()) is not None:
-                self._pull(places)
-        except BaseException as error:
-            self._give((0, 0), "failed", where_raised(error))
-        finally:
-            self._end()
-
-    def _end(self) -> None:
+    def _ask(self, first: int, most: int, _: int) -> list[Arrival]:
+        """Prefetcher's call: the wanted blocks that are ready."""
         import ray
 
-        if ray.is_initialized():
-            self._service.close.remote(self._key)
+        with _errors_for_the_script():
+            self._look()
+            places = [self._places[number] for number in range(first, first + most)]
+            answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
+        for number in range(first, first + len(answers)):
+            del self._places[number]
+        return [(place, *answer) for place, answer in zip(places, answers, strict=False)]
 
-    def _next_places(self) -> list[tuple[int, int]] | None:
-        with self._changed:
-            while not self._wanted and not self._over:
-                self._changed.wait(1.0)
-            return None if self._over else list(itertools.islice(self._wanted, ASKED))
+    def _fetch(self, given: Arrival, _: float) -> Arrival:
+        """Prefetcher's call: a block's batches."""
+        place, kind, value = given
+        if kind == "block":
+            with _errors_for_the_script():
+                value = self._batches(value)
+        return place, kind, value
 
-    def _pull(self, places: list[tuple[int, int]]) -> None:
-        import ray
-
-        self._look()
-        answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
-        for place, (kind, value) in zip(places, answers, strict=False):
-            if kind == "block":
-                (seconds, said), *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
-                repeat(said)
-                self._transport.finish_pass()  # release the block: no other batch is in it
-                each = seconds / max(len(value), 1)
-                self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each
-                if self._device is not None:
-                    value = [pin(made) for made in value]
-            with self._changed:
-                self._wanted.popleft()
-            if not self._give(place, kind, value):
-                return
-
-    def _give(self, place: tuple[int, int], kind: str, value: Any) -> bool:
-        while not self._over:
-            try:
-                self.arrived.put((place, kind, value), timeout=0.5)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def _batches(self, block: BlockSlice) -> list[Any]:
+        (seconds, said), *batches = self._transport.objects(block)[0]
+        repeat(said)
+        self._transport.finish_pass()  # release the block: no other batch is in it
+        each = seconds / max(len(batches), 1)
+        self._batch_s = each if self._batch_s is None else 0.8 * self._batch_s + 0.2 * each
+        if self._device is None:
+            return batches
+        torch.cuda.set_device(self._device)
+        return [pin(made) for made in batches]
 
     def _look(self) -> None:
         import ray
@@ -236,12 +192,27 @@ class Puller:
         if time.monotonic() > self._figures_due:
             self._figures_due = time.monotonic() + FIGURES_EVERY_S
             told = self._service.state.remote(self._key, self._watch.progress)
-            self.slots, notes = ray.get(told, timeout=ANSWER_S)
+            self._slots, notes = ray.get(told, timeout=ANSWER_S)
             for note in notes:
                 logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
 
+    def leave(self) -> None:
+        """Close the pass, which also ends what the thread waits for."""
+        import ray
 
-_PULLERS: weakref.WeakSet[Puller] = weakref.WeakSet()
+        if ray.is_initialized():
+            self._service.close.remote(self._key)
+
+
+@contextmanager
+def _errors_for_the_script() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        raise RuntimeError(f"DataLoader: {where_raised(error)}") from None
+
+
+_MAKERS: weakref.WeakSet[ClusterMaker] = weakref.WeakSet()
 
 
 def end_passes() -> None:
@@ -249,12 +220,13 @@ def end_passes() -> None:
 
     Ray ends a process in which a thread drops a reference while it disconnects.
     """
-    running = [puller for puller in list(_PULLERS) if puller.alive]  # none in a fork of the script
-    for puller in running:
-        puller.interrupt()
+    running = [maker for maker in list(_MAKERS) if maker.alive]  # none in a fork of the script
+    for maker in running:
+        maker.close()
+        maker.leave()
     deadline = time.monotonic() + END_S
-    for puller in running:
-        puller.join(max(deadline - time.monotonic(), 0))
+    for maker in running:
+        maker.close(max(deadline - time.monotonic(), 0))
 
 
 @functools.cache
@@ -294,18 +266,18 @@ class ProcessMaker:
         self._pages, self._copies = pages, copies
         self._shards: dict[int, tuple[Shard, int]] = {}
         self._running: dict[int, Iterator[Any]] = {}
-        self._wanted: deque[tuple[int, int]] = deque()
+        self._wanted: deque[Place] = deque()
         self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """See the module."""
         self._shards |= {number: (shard, skip) for number, shard, skip in shards}
 
-    def want(self, place: tuple[int, int]) -> None:
+    def want(self, place: Place) -> None:
         """See the module."""
         self._wanted.append(place)
 
-    def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
+    def get(self, deadline: float | None) -> Arrival:
         """See the module."""
         from torch.utils.data._utils import worker
 

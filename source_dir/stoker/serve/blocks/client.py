@@ -25,6 +25,7 @@ from stoker.protocol import TEXT, BlockSlice, Column, Directory, Schema, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool, refuse_other_block
 from stoker.serve.blocks.folder import BlockFolder
+from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
 
 KEPT_BLOCKS = 8
 """Number of mapped blocks of this host to keep, because adjacent batches share blocks."""
@@ -263,6 +264,11 @@ class Transport:
                 arrived = 0.0
             self._insist(part, partial(self._bring, batch=batch, at=at), missing)
         return Fetched(batch.finish(), arrived or time.perf_counter())
+
+    def objects(self, block: BlockSlice) -> tuple[list[Any], float]:
+        """What was packed into a block, and when its last byte arrived; raises as `fetch`."""
+        fetched = self.fetch([block], SCHEMA)
+        return unpack(fetched.columns[PAGES]), fetched.arrived
 
     def rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
         """Columns with the rows of a part, the first of them, the one after the last, the block's length.

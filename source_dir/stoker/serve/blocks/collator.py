@@ -23,7 +23,7 @@ from stoker.protocol import BlockSlice, Schema
 from stoker.recipe import Batch
 from stoker.serve.blocks.batches import refuse_other_block
 from stoker.serve.blocks.client import Transport, connect
-from stoker.serve.blocks.packing import PAGE, PAGES, SCHEMA, pack, unpack
+from stoker.serve.blocks.packing import PAGE, PAGES, pack
 
 RETRIES = 3
 """How often Ray repeats a task whose process died."""
@@ -98,15 +98,14 @@ class Collator:
             produced = time.perf_counter()
             batch = BlockSlice(made.block, 0, made.rows, made.node, made.rows)
             try:
-                fetched = self._transport.fetch([batch], SCHEMA)
+                (content,), arrived = self._transport.objects(batch)
                 break
             except DataError:  # its host was lost with it
                 if last_try:
                     raise
         self._transport.drop(batch)
-        (content,) = unpack(fetched.columns[PAGES])
         size = made.rows * PAGE
-        return Arrived(content, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
+        return Arrived(content, made.ids, list(made.keys), size, produced, arrived, made.cpu_s)
 
     def _made(self, parts: list[BlockSlice], schema: Schema) -> Collated:
         import ray
