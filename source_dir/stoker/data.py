@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from stoker.read.delta import read_delta as read_delta
     from stoker.read.detect import read_any as read_any
     from stoker.read.images import read_images as read_images
-    from stoker.read.indexed import read_range as read_range
-    from stoker.read.indexed import read_torch as read_torch
     from stoker.read.parquet import read_parquet as read_parquet
     from stoker.read.sources import IndexedSource as IndexedSource
     from stoker.read.sources import Source as Source
     from stoker.read.sources import StreamedSource as StreamedSource
     from stoker.read.sources import cut_indices as cut_indices
+    from stoker.read.sources import read_range as read_range
+    from stoker.read.sources import read_torch as read_torch
     from stoker.read.webdataset import read_webdataset as read_webdataset
 
 _EXPORTS = {
@@ -55,11 +55,12 @@ _EXPORTS = {
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
         *("Rename", "ShrinkLarger", "Resize", "Compose", "GaussianBlurs"),
     ),
-    "read.sources": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
+    "read.sources": (
+        *("IndexedSource", "Source", "StreamedSource", "cut_indices", "read_range", "read_torch"),
+    ),
     "read.delta": ("read_delta",),
     "read.detect": ("read_any",),
     "read.images": ("read_images",),
-    "read.indexed": ("read_range", "read_torch"),
     "read.parquet": ("read_parquet",),
     "read.webdataset": ("read_webdataset",),
 }

@@ -135,7 +135,7 @@ def test_the_jobs_policy_names_every_call_that_a_job_makes(s3: Policed, digits: 
     store = open_store(WHERE)
     keep_four(store, said)
     store.write_note("best.json", "{}")
-    assert store.read_note("best.json") == "{}"
+    assert store.content("best.json") == b"{}"
     found = checkpoint.newest_valid(open_store(WHERE), said.append)
     assert found is not None
     assert checkpoint.load(found).weights["w"][0] == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from stoker.config import redaction
 from stoker.config.loading import load
 from stoker.events.console import Console, closing_rows, metrics_text, report
 from stoker.events.kinds import EpochEnded, ModelWritten, RecordQuarantined, StepLogged, event_of
-from stoker.events.report import panels_of
-from stoker.events.runs import read_run
-from stoker.events.summary import Records, Summary
+from stoker.events.summary import Summary
 
 
 def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,22 +35,6 @@ def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.Cap
     ]
     assert capsys.readouterr().out.splitlines() == expected
     assert (tmp_path / "console.log").read_text().splitlines() == expected
-
-
-def test_a_bad_record_of_every_epoch_is_one_record(tmp_path: Path) -> None:
-    summary = Summary(name="job", place="local")
-    summary.records = Records(read=432, trained=429, quarantined=3)
-    rows = [{"split": "train", "epoch": epoch, "key": "square/img_007.jpg"} for epoch in range(3)]
-    rows.append({"split": "val", "epoch": 0, "key": "square/img_001.jpg"})
-    file = tmp_path / "quarantine.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    books = dict(closing_rows(summary, str(tmp_path)))["records"]
-    assert books == "432 read = 429 trained + 3 quarantined (1 record in 3 epochs) + 0 remaining"
-    summary.write(tmp_path)
-    (found,) = [panel for panel in panels_of(read_run(tmp_path)) if panel.title == "Records in and out"]
-    assert "3 quarantined (1 record in 3 epochs)" in found.caption
-    summary.records.quarantined = 5  # two of them in an earlier run directory
-    assert "5 quarantined + 0" in dict(closing_rows(summary, str(tmp_path)))["records"]
 
 
 def test_the_closing_table_shows_brackets_as_they_are_and_no_secret(

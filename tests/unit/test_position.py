@@ -16,8 +16,7 @@ from stoker.errors import UsageError
 from stoker.protocol import BadRecord, BlockReport, DataCursor, PassPlan, Plan
 from stoker.read.identity import identity_of
 from stoker.read.images import ImageFolderSource
-from stoker.read.indexed import RangeSource, TorchSource
-from stoker.read.sources import record_id
+from stoker.read.sources import RangeSource, TorchSource, record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, refuse_other_data
 from stoker.serve.items import Numbers, ReadyBlock

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rows import Numbers, Regression
+from rows import Regression
 
 from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
-from stoker.serve.opening import Data
 from stoker.train.build import scaled_lr
-from stoker.train.recipe_work import blocks_note, refuse_impossible, steps_per_epoch
+from stoker.train.recipe_work import refuse_impossible, steps_per_epoch
 from stoker.train.trainer import count_workers
 
 
@@ -63,24 +62,6 @@ def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -
     config = Config.model_validate({"train": train})
     with pytest.raises(UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"):
         steps_per_epoch(config, None, workers=1)
-
-
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        (Numbers(1000, shard=1000), "1 shard of about 1,000 training records"),
-        (Numbers(300), "2 shards of about 150 training records"),
-        (Numbers(120), ""),
-        (Numbers(1100), ""),
-    ],
-)
-def test_too_few_shards_are_told_with_their_size_unless_a_pass_is_short_anyway(
-    source: Numbers, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    note = blocks_note(Config(), Data({"train": source}, {}, {"train": source.count()}), workers=1)
-    remedy = "split the data into more files" if source.shard else "set data.block_records=75"
-    assert note == (f"{line} cannot keep 4 CPUs and 1 train worker busy; {remedy}" if line else "")
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5)])

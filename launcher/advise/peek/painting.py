@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 Corners = tuple[float, float, float, float]
 """Of a box, in pixels: left, top, right, bottom."""
@@ -27,15 +27,16 @@ class Painter:
 
     def draw(self, picture: Image.Image, mask: Any = None, boxes: Sequence[Corners] = ()) -> Image.Image:
         """A picture, `side` pixels long, with a mask or boxes over it; few colours, so that it is small."""
-        from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
-
         picture = picture.convert("RGB")
         factor = self.side / max(picture.size)
         size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
         picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS)
-        if mask is not None or boxes:
-            pixels = self._with_mask(pil_to_tensor(picture), mask)
-            picture = to_pil_image(_with_boxes(pixels, boxes, factor))
+        picture = picture if mask is None else self._with_mask(picture, mask)
+        pen = ImageDraw.Draw(picture)
+        for box in boxes:
+            left, top, right, bottom = np.clip(box, -1e6, 1e6) * factor
+            if left < right and top < bottom:  # also one smaller than a pixel
+                pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), None, color(0), 2)
         return picture.quantize(256)
 
     def legend(self) -> list[dict[str, str]]:
@@ -48,35 +49,21 @@ class Painter:
             for kind in sorted(self.drawn)
         ]
 
-    def _with_mask(self, pixels: Any, mask: Any) -> Any:
-        import torch
-        from torchvision.transforms.v2.functional import rgb_to_grayscale
-        from torchvision.utils import draw_segmentation_masks
-
-        there = [] if mask is None else np.unique(mask).tolist()
-        kinds = [kind for kind in there if 0 < kind < IGNORED or (kind == 0 and not self.background)]
-        if not kinds:
-            return pixels
+    def _with_mask(self, picture: Image.Image, mask: Any) -> Image.Image:
+        kinds = [
+            kind
+            for kind in np.unique(mask).tolist()
+            if 0 < kind < IGNORED or (kind == 0 and not self.background)
+        ]
         self.drawn.update(kinds)
-        found = torch.from_numpy(mask.astype(np.int32))[None, None].float()
-        shown = torch.nn.functional.interpolate(found, pixels.shape[1:])[0]
-        layers = shown == torch.tensor(kinds)[:, None, None]
+        scaled = Image.fromarray(mask.astype(np.int32)).resize(picture.size, Image.Resampling.NEAREST)
+        shown, pixels = np.asarray(scaled), np.array(picture)
         # The brightness alone shines through, so that a class has its colour on images of any.
-        below = torch.where(layers.any(0), rgb_to_grayscale(pixels, 3), pixels)
-        return draw_segmentation_masks(below, layers, 0.5, [color(kind) for kind in kinds])
-
-
-def _with_boxes(pixels: Any, boxes: Sequence[Corners], factor: float) -> Any:
-    import torch
-    from torchvision.utils import draw_bounding_boxes
-
-    boxes = [box for box in boxes if box[0] < box[2] and box[1] < box[3]]
-    if not boxes:
-        return pixels
-    # The last two corners are within the box; one smaller than a pixel is drawn, too.
-    corners = torch.tensor(boxes).clamp(-1e6, 1e6) * factor
-    corners[:, 2:] = torch.maximum(corners[:, 2:] - 1, corners[:, :2])
-    return draw_bounding_boxes(pixels, corners, colors=[color(0)] * len(boxes), width=2)
+        below = np.asarray(picture.convert("L"), np.float32)[..., None]
+        for kind in kinds:
+            there = shown == kind
+            pixels[there] = (below[there] + color(kind)) / 2
+        return Image.fromarray(pixels)
 
 
 def color(kind: int) -> tuple[int, int, int]:

@@ -61,7 +61,6 @@ class DecodeVideo(RecordTransform):
         self.random = start == "random"
 
     def prepare(self) -> None:
-        """Import before the first record is timed."""
         import av  # noqa: F401
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:

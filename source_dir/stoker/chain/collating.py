@@ -32,7 +32,6 @@ class Collate:
 
     @classmethod
     def of(cls, path: str, params: dict[str, Any]) -> Collate:
-        """The recipe at an import path."""
         return cls(pickle.dumps((path, params)))
 
     def __call__(self, records: list[Record]) -> Any:

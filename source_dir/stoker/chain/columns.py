@@ -78,7 +78,6 @@ class Ragged:
 
 
 def refuse_bad_offsets(offsets: Any, values: int) -> None:
-    """Check row offsets against the number of values."""
     if offsets[0] != 0 or offsets[-1] != values or (offsets[1:] < offsets[:-1]).any():
         raise SchemaError(
             f"row offsets from {offsets[0]} to {offsets[-1]} do not divide {values} values: damaged block"

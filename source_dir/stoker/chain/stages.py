@@ -85,7 +85,6 @@ def value_of(record: Record, column: str) -> Any:
 
 
 def image_of(record: Record) -> Any:
-    """The decoded image of a record."""
     image = value_of(record, "image")
     if isinstance(image, bytes | bytearray | memoryview):
         raise TypeError("the image is still encoded; put DecodeImage() before this stage")

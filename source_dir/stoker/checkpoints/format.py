@@ -73,7 +73,6 @@ class Checkpoint:
 
 
 def save(store: CheckpointStore, content: Content) -> Checkpoint:
-    """Write a checkpoint; it is valid only when complete."""
     import torch
     from safetensors.torch import save_file
 
@@ -103,7 +102,7 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
     outcome = json.loads(json.dumps(outcome))
     content = {"outcome": outcome, "sha256": _digest(outcome)}
-    saved.store.add(saved.name, OUTCOME, json.dumps(content, indent=1))
+    saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content, indent=1))
     return Checkpoint(saved.store, saved.name, {**saved.meta, **outcome})
 
 
@@ -139,7 +138,7 @@ def newest_valid(
 def describe(store: CheckpointStore, name: str) -> Checkpoint:
     """A checkpoint with its `meta.json` and its outcome, unchecked."""
     try:
-        meta = json.loads(store.read(name, META))
+        meta = json.loads(store.content(f"{name}/{META}"))
     except FileNotFoundError:
         raise OSError(
             f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
@@ -147,7 +146,7 @@ def describe(store: CheckpointStore, name: str) -> Checkpoint:
         ) from None
     # If the outcome is absent or truncated, validation runs again.
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        added = json.loads(store.read(name, OUTCOME))
+        added = json.loads(store.content(f"{name}/{OUTCOME}"))
         if _digest(added["outcome"]) == added["sha256"]:
             meta |= added["outcome"]
     return Checkpoint(store, name, meta)
@@ -278,7 +277,6 @@ class Writer:
     """At most one write in flight; its error is raised by the next call."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
-        """Args: tell: receives remarks for the user; called from the training thread."""
         self.tell = tell
         self.failure: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -312,7 +310,6 @@ class Writer:
             raise failure
 
     def wait(self, deadline_s: float = WRITE_DEADLINE_S) -> None:
-        """Wait until no write is in flight."""
         if self.thread is not None:
             self.thread.join(deadline_s)
             if self.thread.is_alive():

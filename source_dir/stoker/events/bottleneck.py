@@ -230,7 +230,6 @@ class _Run:
 
 
 def verdict(summary: Summary) -> Verdict:
-    """What limited a run, and what would help."""
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
     measured = summary.speed.steps or summary.steps

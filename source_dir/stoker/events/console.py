@@ -12,7 +12,6 @@ from stoker.config.redaction import scrub
 from stoker.events import kinds
 from stoker.events.bottleneck import judged
 from stoker.events.prices import cost_row
-from stoker.events.recorder import repeats_text
 from stoker.events.sinks import Sink
 from stoker.events.summary import Records, Summary
 from stoker.figures import count_of
@@ -173,7 +172,6 @@ def model_text(event: kinds.ModelWritten) -> str:
 
 
 def export_text(event: kinds.ExportWritten) -> str:
-    """A verified export on one line."""
     if event.max_abs_diff is None:
         return f"exported {event.path}: loaded again, {event.note}"
     sizes = " and ".join(map(str, event.batch_sizes))
@@ -202,7 +200,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         )
         rows.append(("cache", text))
     if summary.script is None:
-        rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
+        rows.append(("records", books_text(records)))
     if lost := losses_text(summary):
         rows.append(("hosts", lost))
     if restarts := restarts_text(summary):
@@ -236,11 +234,11 @@ def restarts_text(summary: Summary) -> str:
     return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
 
 
-def books_text(records: Records, repeats: str = "") -> str:
+def books_text(records: Records) -> str:
     """The training records of all epochs, by outcome."""
     text = (
         f"{records.read} {records.verb} = {records.trained} trained"
-        f" + {records.quarantined} quarantined{repeats} + {records.remainder} remaining"
+        f" + {records.quarantined} quarantined + {records.remainder} remaining"
     )
     return f"{text}; {records.repeated} repeated" if records.repeated else text
 

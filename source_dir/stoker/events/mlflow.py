@@ -186,7 +186,6 @@ class MlflowSink(Sink):
         self.lacking = [other for other in self.lacking if other != what]
 
     def _exported(self, summary: Summary) -> Path | None:
-        """The folder of a model to send; None without one."""
         exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
         return self.model_dir if exported and summary.status == "succeeded" else None
 
@@ -202,7 +201,7 @@ class MlflowSink(Sink):
     def _known_id(self, store: CheckpointStore) -> str | None:
         """The run of an earlier start that wrote to this server and experiment."""
         try:
-            content = json.loads(store.read_note(STATE))
+            content = json.loads(store.content(STATE))
             same = (content["uri"], content["experiment"]) == (self.uri, self.experiment)
             return content["run_id"] if same else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -373,7 +372,6 @@ def run_tags(recipe: str, place: str, code: Path) -> dict[str, str]:
 def mlflow_sinks(
     config: Config, place: RunPlace, kept: CheckpointStore, tell: Callable[[str], None]
 ) -> list[MlflowSink]:
-    """Start sending a run to MLflow, if configured."""
     settings = config.tracking.mlflow
     if not settings.uri:
         return []

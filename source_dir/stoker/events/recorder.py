@@ -16,8 +16,7 @@ from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
-from stoker.figures import count_of
+from stoker.events.summary import STEP_TERMS, Summary, read_summary
 
 NOTABLE = (
     kinds.Resumed,
@@ -311,19 +310,6 @@ def _earlier(run_dir: Path) -> Summary | None:
     with contextlib.suppress(UsageError):  # none, or cut by a full disk
         return read_summary(run_dir / "summary.json")
     return None
-
-
-def repeats_text(run_dir: Path, records: Records) -> str:
-    """` (1 record in 3 epochs)`, for quarantined records of which some count repeatedly.
-
-    Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
-    """
-    rows = kinds.json_lines(run_dir / "quarantine.jsonl")
-    passes = {(str(row.get("epoch")), str(row.get("key"))) for row in rows if row.get("split") == "train"}
-    keys = len({key for _, key in passes})
-    if len(passes) != records.quarantined or keys == len(passes):
-        return ""
-    return f" ({count_of(keys, 'record')} in {len({epoch for epoch, _ in passes})} epochs)"
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:

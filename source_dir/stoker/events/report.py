@@ -21,7 +21,6 @@ from stoker.events import charts
 from stoker.events.bottleneck import chain_limit, judged, near, network_limit
 from stoker.events.charts import Bar, Moment, Point, figure
 from stoker.events.kinds import MetricTable
-from stoker.events.recorder import repeats_text
 from stoker.events.runs import RunData, figures_of, read_run
 from stoker.events.summary import Summary, less_is_better, number
 from stoker.figures import count_of, duration, size
@@ -43,7 +42,6 @@ LINKS = {
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
-    """Write the report of one run, or of several side by side."""
     text = render([read_run(path) for path in run_dirs])
     draft = target.with_name(f".{target.name}-{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -69,7 +67,6 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def page_of(run: RunData) -> dict[str, Any]:
-    """Everything that the template shows of a run."""
     summary = run.summary
     return {
         "run": run,
@@ -278,13 +275,11 @@ def records(run: RunData) -> Panel | None:
         Bar("left over", found.remainder),
     ]
     text = f"{found.read:,} {found.verb} = {found.trained:,} trained + {found.quarantined:,} quarantined"
-    text += repeats_text(run.run_dir, found)
     text += f" + {found.remainder:,} left over."
     return bar_panel("Records in and out", text, rows, "", ["records", "number"])
 
 
 def limits(run: RunData) -> Panel | None:
-    """Throughput limit of each component on its own."""
     summary = run.summary
     rate = summary.speed.steady_samples_per_s
     if not rate:
@@ -413,7 +408,6 @@ def by_part(run: RunData, name: str, names: list[str]) -> Panel:
 
 
 def table_of(name: str, table: MetricTable) -> Panel:
-    """A metric's table, such as a confusion matrix."""
     rows = [
         [row[:60], *("–" if (value := number(cell)) is None else figure(value) for cell in cells)]
         for row, cells in zip(table.rows, table.cells, strict=True)

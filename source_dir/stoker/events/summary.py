@@ -227,7 +227,6 @@ class Summary(BaseModel):
     events: list[dict[str, Any]] = []
 
     def host_of(self, node: str) -> str:
-        """The host name of a Ray node id."""
         names = {host.node_id: host.host for host in self.cluster.hosts}
         return names.get(node, node)
 

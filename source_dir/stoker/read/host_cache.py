@@ -368,7 +368,6 @@ class CachedReader:
         return size
 
     def finished(self, whole: bool) -> None:
-        """End of the shard."""
         if not (whole and self.store and self.seen and self.kept == len(self.seen)):
             return
         if (order := self._arrangement(len(self.seen))) is None:

@@ -76,7 +76,6 @@ def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> 
 
 
 def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
-    """The distinct labels of a column, sorted."""
     import pyarrow as pa
 
     kind = column_types(source).get(column)

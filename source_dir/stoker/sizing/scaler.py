@@ -49,8 +49,6 @@ class Window:
 
 @dataclass(frozen=True)
 class Decision:
-    """A change of the number of requested CPU hosts."""
-
     count: int
     reason: str
 

@@ -40,51 +40,30 @@ class CheckpointStore(Protocol):
 
     def names(self) -> list[str]:
         """Names of all checkpoints, complete or not, newest step first."""
-        ...
 
     def content(self, file: str) -> bytes:
         """Read a small file below the folder; FileNotFoundError if absent."""
-        ...
 
     def digest(self, name: str, file: str) -> str:
         """The SHA-256 of a file; FileNotFoundError if absent."""
-        ...
 
     def draft(self) -> Path:
         """Create an empty local folder for the files of the next checkpoint."""
-        ...
 
     def publish(self, draft: Path, name: str) -> None:
         """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
-        ...
 
     def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """The checkpoint as a local folder, for the duration of the context."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first; OSError if not permitted."""
-        ...
 
     def write_note(self, file: str, content: str) -> None:
         """Write a small file below the folder, atomically."""
-        ...
 
     def free_text(self) -> str:
         """Free space of the storage, for an error message."""
-        ...
-
-    def read(self, name: str, file: str) -> bytes:
-        """Read a small file of a checkpoint; FileNotFoundError if absent."""
-        return self.content(f"{name}/{file}")
-
-    def add(self, name: str, file: str, content: str) -> None:
-        """Write a small file into an existing checkpoint."""
-        self.write_note(f"{name}/{file}", content)
-
-    def read_note(self, file: str) -> str:
-        """Read a small file next to the checkpoints; FileNotFoundError if absent."""
-        return self.content(file).decode()
 
 
 def open_store(where: str, synced: bool = False) -> CheckpointStore:
@@ -265,7 +244,7 @@ def write_manifest(draft: Path) -> None:
 def verify(store: CheckpointStore, name: str) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        sums = json.loads(store.read(name, MANIFEST))
+        sums = json.loads(store.content(f"{name}/{MANIFEST}"))
     except (FileNotFoundError, ValueError):
         return "it is incomplete (no readable manifest)"
     for file, expected in sums.items():

@@ -186,7 +186,6 @@ class Schedule:
     """
 
     def __init__(self, optimizer: Any, train: TrainConfig, records: int | None) -> None:
-        """Args: as for `make_schedule`; the optimiser is new, with the initial rates."""
         self.optimizer, self.train, self.records = optimizer, train, records
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]

@@ -238,19 +238,16 @@ class HostClock:
         self._began = 0.0
 
     def waited(self, since: float, until: float, stamps: Stamps) -> None:
-        """The loop has received the batch that it waited for."""
         *parts, handover = exposed(since, until, stamps)
         parts[-1] += handover  # there is no device to copy to
         self._waits, self._began = [*parts, 0.0], until
 
     def finished(self) -> None:
-        """The loop is done with the batch."""
         if self._waits is not None:
             self.times.add([*self._waits, time.perf_counter() - self._began])
             self._waits = None
 
     def close(self) -> None:
-        """The pass is over."""
         self.finished()
 
 
@@ -266,7 +263,6 @@ class DeviceClock:
         self._pending: deque[tuple[list[float], Any, Any, Any, Any]] = deque()
 
     def waited(self, since: float, until: float, stamps: Stamps) -> None:
-        """The loop has received its next batch; the device has not waited for the copy yet."""
         self._open = (exposed(since, until, stamps), self._mark(), None)
 
     def copied(self) -> None:
@@ -275,7 +271,6 @@ class DeviceClock:
             self._open = (self._open[0], self._open[1], self._mark())
 
     def finished(self) -> None:
-        """The loop is done with the batch: its work is in the stream."""
         if self._open is None:
             return
         end = self._mark()
@@ -285,7 +280,6 @@ class DeviceClock:
             self._read()
 
     def close(self) -> None:
-        """The pass is over: wait for its last step."""
         self.finished()
         if self._last is not None:
             self._last.synchronize()

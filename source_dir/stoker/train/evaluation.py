@@ -214,8 +214,6 @@ MOST_CELLS = 10_000
 
 
 class Scores:
-    """A recipe's metrics in one validation."""
-
     def __init__(self, worker: Worker) -> None:
         self.recipe, self.classes = worker.recipe, worker.classes
         count = getattr(worker.recipe, "num_classes", None)

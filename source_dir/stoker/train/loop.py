@@ -35,7 +35,6 @@ WHERE = "stoker_where"
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Called by Ray Train in every process."""
     try:
         train(settings)
     except Exception as error:

@@ -20,8 +20,6 @@ from stoker.train.stopping import check_monitors
 
 
 class RecipeWork:
-    """Trains a recipe on its opened data."""
-
     loop = "stoker.train.loop:train_worker"
     torch_config = "stoker.train.trainer:RecipeConfig"
 
@@ -50,8 +48,7 @@ class RecipeWork:
 
     def notes(self) -> list[str]:
         config, data = self.config, self.data
-        found = blocks_note(config, data, self.workers), cache_note(config), exact_note(config, data)
-        return [*filter(None, found), *data.notes()]
+        return [*filter(None, [cache_note(config), exact_note(config, data)]), *data.notes()]
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -68,10 +65,6 @@ class RecipeWork:
 
     def leaves_model(self) -> bool:
         return True
-
-
-FEW_RECORDS = 256
-"""One CPU preprocesses fewer in about a second, so their shards do not matter."""
 
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
@@ -190,38 +183,4 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
     raise UsageError(
         f"train.batch_size: {total:,} records in batches of {size} × {count_of(workers, 'train worker')}"
         f" leave a last batch of one record, and {reason}; set data.remainder=2 to leave it out, or{other}"
-    )
-
-
-def blocks_note(config: Config, data: Data, workers: int) -> str:
-    """A remark if training data that takes a while has too few shards to keep every CPU busy.
-
-    Rows are distributed evenly whatever the shards, so no train worker starves while another is fed. But one
-    chain worker reads a shard: with few of them, CPUs are idle and every train worker waits longer.
-
-    Returns:
-        One line; empty if there are enough.
-    """
-    import ray
-
-    from stoker.serve.shards import DatasetSource
-
-    source = data.sources["train"]
-    if isinstance(source, DatasetSource):
-        return ""
-    cpus = int(ray.cluster_resources().get("CPU", 1))
-    records, wanted = config.data.block_records, max(cpus, workers)
-    shards = len(source.shards(records, None))
-    total = data.totals["train"]
-    if shards >= wanted or (total is not None and total < FEW_RECORDS):
-        return ""
-    smaller = max(total // wanted, 1) if total else 1
-    if smaller < records and len(source.shards(smaller, None)) > shards:
-        remedy = f"set data.block_records={smaller}"
-    else:
-        remedy = "split the data into more files"
-    each = -(-total // shards) if total and shards else records
-    return (
-        f"{count_of(shards, 'shard')} of about {count_of(each, 'training record')} cannot keep"
-        f" {count_of(cpus, 'CPU')} and {count_of(workers, 'train worker')} busy; {remedy}"
     )

@@ -218,8 +218,6 @@ def rng_state(device: Any) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: Any) -> None:
-    """The reverse of `rng_state`."""
-
     import numpy as np
     import torch
 

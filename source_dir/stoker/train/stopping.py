@@ -23,8 +23,6 @@ ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
 
 @dataclass
 class EarlyStopping:
-    """Checks one metric after each epoch."""
-
     monitor: str
     mode: str
     """min or max."""
