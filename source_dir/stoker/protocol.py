@@ -312,8 +312,6 @@ class StepAssignment:
     padded: int = 0
     stop: str = ""
     """Why the run stops after this step; empty: it continues."""
-    checkpoint: bool = False
-    """Whether to write a checkpoint after this step."""
     schema: Schema | None = None
     """Schema of the split; None: there are no rows."""
 

@@ -137,7 +137,7 @@ def s3() -> Iterator[dict[str, str]]:
 def whole(ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The uninterrupted run; its trace lies beside its run directory."""
     folder = tmp_path_factory.mktemp("whole")
-    kept = {"every_minutes": 0.005, "keep": 4, "save_top_k": 2}
+    kept = {"every_steps": 2, "keep": 4, "save_top_k": 2}
     outcome = run_job(folder, **sections(folder / "trace", environment=s3), checkpoint=kept)
     assert outcome.code == 0, outcome.summary.error
     return outcome

@@ -14,13 +14,10 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
-from stoker.protocol import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
-from stoker.train.device import Stamps
-from stoker.train.feed import Feed, HostBatch, PrefetchLimit
 
 
 def save(store: CheckpointStore, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
@@ -175,15 +172,6 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
     other = Content({"w": torch.zeros(1)}, {}, {"step": 2, "monitored": accuracy})
     shelf.add(checkpoint.save(store, other))
     assert shelf.best() == ["step-00000002"]
-
-
-def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answered() -> None:
-    nothing: Any = {"coordinator": None, "attempt": 0, "transport": None, "device": torch.device("cpu")}
-    feed = Feed(**nothing, prefetch=PrefetchLimit(1.0, 1), stall_timeout_s=1)
-    for asked in (False, True, False):
-        ids = np.arange(2, dtype=np.int64)
-        feed._count(HostBatch({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))
-    assert feed.checkpoint
 
 
 @pytest.mark.long

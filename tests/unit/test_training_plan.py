@@ -11,7 +11,7 @@ from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.train.build import scaled_lr
-from stoker.train.recipe_work import refuse_impossible, steps_per_epoch
+from stoker.train.recipe_work import refuse_impossible, refuse_unknown_length
 from stoker.train.trainer import count_workers
 
 
@@ -36,32 +36,12 @@ def test_a_recipe_with_its_own_optimiser_keeps_it_and_all_problems_are_said_at_o
 
 
 @pytest.mark.parametrize(
-    ("records", "accumulate", "remainder", "steps"),
-    [
-        (64, 1, "drop", 4),
-        (66, 1, "drop", 5),
-        (65, 1, "drop", 4),
-        (65, 1, "pad", 5),
-        (66, 2, "drop", 3),
-        (64, 2, "drop", 2),
-    ],
-)
-def test_steps_of_an_epoch_are_those_of_the_optimiser(
-    records: int, accumulate: int, remainder: str, steps: int
-) -> None:
-    config = Config.model_validate(
-        {"train": {"batch_size": 8, "accumulate_steps": accumulate}, "data": {"remainder": remainder}}
-    )
-    assert steps_per_epoch(config, records, workers=2) == steps
-
-
-@pytest.mark.parametrize(
     "train", [{"scheduler": "cosine"}, {"warmup_epochs": 1}], ids=["scheduler", "warmup_epochs"]
 )
 def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -> None:
-    config = Config.model_validate({"train": train})
     with pytest.raises(UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"):
-        steps_per_epoch(config, None, workers=1)
+        refuse_unknown_length(TrainConfig.model_validate(train), None)
+    refuse_unknown_length(TrainConfig.model_validate(train), 10)
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5)])

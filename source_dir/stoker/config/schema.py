@@ -200,7 +200,6 @@ class CheckpointConfig(Section):
         "auto", "auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix"
     )
     every_steps: int | None = key(None, "also write a checkpoint every N steps within an epoch", ge=1)
-    every_minutes: float | None = key(None, "also write a checkpoint every N minutes within an epoch", gt=0)
     keep: int = key(2, "number of most recent checkpoints to keep for resuming", ge=1)
     save_top_k: int = key(
         1, "also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric", ge=-1

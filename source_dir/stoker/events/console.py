@@ -201,10 +201,15 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("cache", text))
     if summary.script is None:
         rows.append(("records", books_text(records)))
-    if lost := losses_text(summary):
-        rows.append(("hosts", lost))
-    if restarts := restarts_text(summary):
-        rows.append(("restarts", restarts))
+    seen = Counter(event["event"] for event in summary.events)
+    lost = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
+    if seen["work_repeated"]:
+        lost.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
+    if lost:
+        rows.append(("hosts", ", ".join(lost)))
+    if restarts := [event["seconds"] for event in summary.events if event["event"] == "recovered"]:
+        text = f"{len(restarts)} after lost train workers, {sum(restarts):.1f} s without training"
+        rows.append(("restarts", text))
     if cost := cost_row(summary):
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):
@@ -217,21 +222,6 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
     return rows
-
-
-def losses_text(summary: Summary) -> str:
-    """Hosts lost, and the work that had to be done again; empty if there was neither."""
-    seen = Counter(event["event"] for event in summary.events)
-    parts = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
-    if seen["work_repeated"]:
-        parts.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
-    return ", ".join(parts)
-
-
-def restarts_text(summary: Summary) -> str:
-    """Restarts after lost train workers, and the time until training had rows again; or empty."""
-    found = [event["seconds"] for event in summary.events if event["event"] == "recovered"]
-    return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
 
 
 def books_text(records: Records) -> str:

@@ -12,21 +12,36 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from time import time as now
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 Split = Literal["train", "val"]
 Metrics = dict[str, float | None]
+
+
+KINDS: dict[str, type[Event]] = {}
 
 
 class Event(BaseModel):
     """What happened, and when; also one of a kind that this version does not know."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    of_class: ClassVar[str] = ""
 
     time: float = Field(default_factory=lambda: round(now(), 3))
-    event: str
+    event: str = Field("", validate_default=True)
+    """Its kind."""
+
+    def __init_subclass__(cls, kind: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if kind:
+            cls.of_class, KINDS[kind] = kind, cls
+
+    @field_validator("event")
+    @classmethod
+    def _known(cls, event: str) -> str:
+        return cls.of_class or event
 
     def values(self) -> dict[str, Any]:
         """The fields that were given, without time and kind."""
@@ -37,38 +52,32 @@ class Event(BaseModel):
         return {"time": self.time, "event": self.event, **self.values()}
 
 
-class AttemptStarted(Event):
-    event: Literal["attempt"] = "attempt"
+class AttemptStarted(Event, kind="attempt"):
     workers: int
     start: dict[str, Any]
     ahead: bool = False
 
 
-class PhaseDone(Event):
-    event: Literal["phase"] = "phase"
+class PhaseDone(Event, kind="phase"):
     phase: str
 
 
-class TrainWorkerStarted(Event):
-    event: Literal["train_worker"] = "train_worker"
+class TrainWorkerStarted(Event, kind="train_worker"):
     rank: int
     node: str
 
 
-class BlocksArrived(Event):
-    event: Literal["blocks"] = "blocks"
+class BlocksArrived(Event, kind="blocks"):
     epoch: int
     blocks: list[list[int]]
 
 
-class PassProduced(Event):
-    event: Literal["produced"] = "produced"
+class PassProduced(Event, kind="produced"):
     split: str
     epoch: int
 
 
-class StepLogged(Event):
-    event: Literal["step"] = "step"
+class StepLogged(Event, kind="step"):
     epoch: int
     step: int
     loss: float
@@ -82,8 +91,7 @@ class StepLogged(Event):
     terms_ms: dict[str, float] = {}
 
 
-class PassEnded(Event):
-    event: Literal["pass"] = "pass"
+class PassEnded(Event, kind="pass"):
     split: str
     epoch: int
     samples: int
@@ -93,16 +101,14 @@ class PassEnded(Event):
     times: dict[str, float]
 
 
-class EpochEnded(Event):
-    event: Literal["epoch"] = "epoch"
+class EpochEnded(Event, kind="epoch"):
     epoch: int
     step: int
     metrics: Metrics
     whole: bool = True
 
 
-class MetricTable(Event):
-    event: Literal["table"] = "table"
+class MetricTable(Event, kind="table"):
     epoch: int | None = None
     step: int = 0
     name: str
@@ -111,15 +117,13 @@ class MetricTable(Event):
     cells: list[list[float | None]] = Field(alias="values")
 
 
-class MetricsLogged(Event):
-    event: Literal["metrics"] = "metrics"
+class MetricsLogged(Event, kind="metrics"):
     step: int
     metrics: Metrics
     rank: int = 0
 
 
-class LoaderProgress(Event):
-    event: Literal["loader"] = "loader"
+class LoaderProgress(Event, kind="loader"):
     loader: int
     rank: int
     steps: int
@@ -129,8 +133,7 @@ class LoaderProgress(Event):
     longest_wait_s: float = 0.0
 
 
-class RecordsCounted(Event):
-    event: Literal["records"] = "records"
+class RecordsCounted(Event, kind="records"):
     split: str
     epoch: int
     read: int = 0
@@ -138,16 +141,14 @@ class RecordsCounted(Event):
     repeated: int = 0
 
 
-class RecordQuarantined(Event):
-    event: Literal["quarantined"] = "quarantined"
+class RecordQuarantined(Event, kind="quarantined"):
     split: str
     epoch: int
     key: str
     reason: str
 
 
-class CheckpointWritten(Event):
-    event: Literal["checkpoint"] = "checkpoint"
+class CheckpointWritten(Event, kind="checkpoint"):
     path: str
     epoch: int
     step: int
@@ -155,16 +156,14 @@ class CheckpointWritten(Event):
     paused_s: float | None = None
 
 
-class Resumed(Event):
-    event: Literal["resumed"] = "resumed"
+class Resumed(Event, kind="resumed"):
     path: str
     epoch: int
     step: int
     validate_only: int | None = Field(None, alias="validate")
 
 
-class ModelWritten(Event):
-    event: Literal["model"] = "model"
+class ModelWritten(Event, kind="model"):
     path: str
     checkpoint: str
     epoch: int
@@ -174,8 +173,7 @@ class ModelWritten(Event):
     value: float | None = None
 
 
-class ExportWritten(Event):
-    event: Literal["export"] = "export"
+class ExportWritten(Event, kind="export"):
     format: str
     path: str
     error: str | None = None
@@ -191,8 +189,7 @@ class HostCacheUse(BaseModel):
     limit_bytes: int
 
 
-class CacheUsed(Event):
-    event: Literal["cache"] = "cache"
+class CacheUsed(Event, kind="cache"):
     split: str
     epoch: int
     kind: str
@@ -203,8 +200,7 @@ class CacheUsed(Event):
     hosts: dict[str, HostCacheUse]
 
 
-class HostCpu(Event):
-    event: Literal["host_cpu"] = "host_cpu"
+class HostCpu(Event, kind="host_cpu"):
     hosts: dict[str, float]
 
 
@@ -214,94 +210,76 @@ class HostChanged(Event):
     node: str = ""
 
 
-class HostLost(HostChanged):
-    event: Literal["host_lost"] = "host_lost"
+class HostLost(HostChanged, kind="host_lost"):
+    """A host is gone that was not to go."""
 
 
-class HostJoined(HostChanged):
-    event: Literal["host_joined"] = "host_joined"
+class HostJoined(HostChanged, kind="host_joined"):
+    """A host came after the start."""
 
 
-class HostReleased(HostChanged):
-    event: Literal["host_released"] = "host_released"
+class HostReleased(HostChanged, kind="host_released"):
+    """A host is gone that was no longer requested."""
 
 
-class TrainWorkerLost(Event):
-    event: Literal["train_worker_lost"] = "train_worker_lost"
+class TrainWorkerLost(Event, kind="train_worker_lost"):
     cause: str
     restarts_left: int
 
 
-class Recovered(Event):
-    event: Literal["recovered"] = "recovered"
+class Recovered(Event, kind="recovered"):
     seconds: float
     data_s: float
 
 
-class WorkRepeated(Event):
-    event: Literal["work_repeated"] = "work_repeated"
+class WorkRepeated(Event, kind="work_repeated"):
     split: str
     work: Any
 
 
-class CpuHostsRequested(Event):
-    event: Literal["cpu_hosts"] = "cpu_hosts"
+class CpuHostsRequested(Event, kind="cpu_hosts"):
     count: int
     reason: str
 
 
-class HostsClosing(Event):
-    event: Literal["closing"] = "closing"
+class HostsClosing(Event, kind="closing"):
     nodes: list[str]
 
 
-class Note(Event):
-    event: Literal["note"] = "note"
+class Note(Event, kind="note"):
     text: str
 
 
-class Printed(Event):
-    event: Literal["print"] = "print"
+class Printed(Event, kind="print"):
     text: str
 
 
-class StopRequested(Event):
-    event: Literal["stop"] = "stop"
+class StopRequested(Event, kind="stop"):
     reason: str
 
 
-class Stopped(Event):
-    event: Literal["stopped"] = "stopped"
+class Stopped(Event, kind="stopped"):
     reason: str
 
 
-class Completed(Event):
-    event: Literal["complete"] = "complete"
+class Completed(Event, kind="complete"):
+    """Training has ended and the model is written."""
 
 
-class ScriptOutput(Event):
+class ScriptOutput(Event, kind="output"):
     """Goes to logs/script-rank-N.log instead of events.jsonl."""
 
-    event: Literal["output"] = "output"
     rank: int
     text: str
 
 
-class RecordIds(Event):
+class RecordIds(Event, kind="record_ids"):
     """Goes to `records/` instead of events.jsonl."""
 
-    event: Literal["record_ids"] = "record_ids"
     split: str
     epoch: int
     rank: int
     keys: list[Any]
-
-
-KINDS: dict[str, type[Event]] = {
-    kind.model_fields["event"].default: kind
-    for kind in [*Event.__subclasses__(), *HostChanged.__subclasses__()]
-    if kind is not HostChanged
-}
 
 
 def event_of(record: dict[str, Any]) -> Event:

@@ -87,7 +87,9 @@ class Recorder(Sink):
             self._write_ids(event)
             return
         if isinstance(event, kinds.ScriptOutput):
-            self._write_output(event)
+            path = self.run_dir / "logs" / f"script-rank-{event.rank}.log"
+            with path.open("a", newline="") as file:
+                file.write(event.text)
             return
         if isinstance(event, kinds.HostCpu):
             for host, used in event.hosts.items():
@@ -219,10 +221,6 @@ class Recorder(Sink):
         folder.mkdir(exist_ok=True)
         name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
         (folder / name).write_text("".join(f"{key}\n" for key in event.keys))
-
-    def _write_output(self, event: kinds.ScriptOutput) -> None:
-        with (self.run_dir / "logs" / f"script-rank-{event.rank}.log").open("a", newline="") as file:
-            file.write(event.text)
 
     def refresh(self) -> None:
         self.refreshed = time.monotonic()

@@ -77,7 +77,11 @@ class _Contents:
             self._array(value)
         elif hasattr(value, "__dict__"):
             # Private attributes that are not containers are internals: handles, counters, times.
-            held = {n: p for n, p in vars(value).items() if n[:1] != "_" or _is_container(p)}
+            held = {
+                name: part
+                for name, part in vars(value).items()
+                if name[:1] != "_" or (hasattr(part, "__len__") and not isinstance(part, str))
+            }
             self._items([*held.items()])
 
     def _items(self, items: Any) -> None:
@@ -115,10 +119,6 @@ class _Contents:
 
     def _text(self, text: str) -> None:
         self.hash.update(text.encode(errors="surrogatepass") + b"\0")
-
-
-def _is_container(value: Any) -> bool:
-    return hasattr(value, "__len__") and not isinstance(value, str)
 
 
 def movable(text: str) -> str:

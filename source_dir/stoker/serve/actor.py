@@ -183,7 +183,6 @@ class Coordinator(DataService):
             # Stop only between optimizer steps: accumulated gradients are not saved.
             if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
                 portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
-                portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
             pass_.release()
             current.recovered(asked)
             self.has_work.notify(2)
@@ -298,13 +297,6 @@ class Coordinator(DataService):
             if self.attempt is not None:
                 self.attempt.stop.request(self.attempt.pace)
             self.event("stop", reason=reason)
-
-    def request_checkpoint(self, attempt: int) -> None:
-        """Train worker's call: set `StepAssignment.checkpoint` for all ranks in the same step, soon."""
-        with self.changed:
-            current = self._current(attempt)
-            if current is not None:
-                current.checkpoint.request(current.pace)
 
     def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
         """Train worker's call: one event for events.jsonl and the screen.

@@ -17,7 +17,7 @@ from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.passes import Pass, Passes
 from stoker.serve.planner import Lister, Planner
 from stoker.serve.pool import Pool
-from stoker.serve.recipe_pass import OneTimeSignal, Pace, RecipePass, Signal, Splitter
+from stoker.serve.recipe_pass import Pace, RecipePass, Signal, Splitter
 from stoker.serve.recovery import Suspects
 
 PASSES_AHEAD = 2
@@ -162,7 +162,7 @@ class RecipeAttempt(Attempt):
         """Whether it produces for train workers that have not begun it yet."""
         self.lost_at: float | None = None
         """When a train worker of the attempt before was lost; None once training has rows again."""
-        self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
+        self.pace, self.stop = Pace(), Signal()
         self.open: dict[tuple[str, int], RecipePass] = {}
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self._last = False

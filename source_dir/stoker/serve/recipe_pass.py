@@ -62,24 +62,6 @@ class Signal:
         return self.since is not None and (epoch, val, step) >= self.since
 
 
-class OneTimeSignal(Signal):
-    """A request that every rank sees in exactly one step, the same for all."""
-
-    def __init__(self, workers: int) -> None:
-        super().__init__()
-        self.workers = workers
-        self._seen: set[int] = set()
-
-    def take(self, rank: int, epoch: int, step: int) -> bool:
-        """Whether this step of this rank is the one; call it once per step and rank."""
-        if rank in self._seen or not self.due(epoch, step):
-            return False
-        self._seen.add(rank)
-        if len(self._seen) == self.workers:
-            self.since, self._seen = None, set()
-        return True
-
-
 def least_rows(remainder: str | int, batch_size: int) -> int:
     """The fewest rows of a train worker in a training step, by `data.remainder`."""
     return min(remainder, batch_size) if isinstance(remainder, int) else 1

@@ -52,7 +52,9 @@ def build_model(worker: Worker, records: int | None) -> None:
     if strategies.is_sharded(worker.model) and not sharded and worker.ema is not None:
         raise UsageError(f"train.ema_decay: not with {train.strategy}, which shards; use train.strategy=fsdp")
     worker.optimizer = make_optimizer(worker.recipe, worker.model, train, worker.world_size)
-    worker.schedule = make_schedule(worker.recipe, worker.optimizer, train, records)
+    own = type(worker.recipe).optimizer is not Recipe.optimizer
+    if not own or train.scheduler != "none" or train.warmup_epochs:  # otherwise it keeps its own rate
+        worker.schedule = Schedule(worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
 
@@ -221,14 +223,6 @@ class Schedule:
             each: float = 0.1 ** ((epochs - train.warmup_epochs) // max(train.epochs // 3, 1))
             return rate * each
         return rate
-
-
-def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: int | None) -> Schedule | None:
-    """The learning rate schedule; None if the recipe's optimiser keeps its own rate."""
-    own = type(recipe).optimizer is not Recipe.optimizer
-    if own and train.scheduler == "none" and not train.warmup_epochs:
-        return None
-    return Schedule(optimizer, train, records)
 
 
 def learning_rate(optimizer: Any) -> float:

@@ -81,8 +81,6 @@ class Feed:
     keys: list[str] = field(default_factory=list)
     stop: str = ""
     """Why the run stops after the last batch returned."""
-    checkpoint: bool = False
-    """Whether a checkpoint was requested since the last one; clear it when you take it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards the times that the fetching threads add to."""
 
@@ -204,8 +202,7 @@ class Feed:
         self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
         if self.keep_keys:
             self.keys += item.keys
-        # A step may consist of several batches, any of which may carry the request.
-        self.stop, self.checkpoint = portion.stop, self.checkpoint or portion.checkpoint
+        self.stop = portion.stop
 
 
 def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:

@@ -47,7 +47,6 @@ class CheckpointManager:
         self.worker, self.store = worker, store
         config = worker.config
         self.every_steps = config.checkpoint.every_steps
-        self.every_s = 60 * config.checkpoint.every_minutes if config.checkpoint.every_minutes else None
         self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
         """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
@@ -63,23 +62,13 @@ class CheckpointManager:
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = strategies.Copier()
         self._config = redact(config.model_dump(mode="json"))
-        self._saved_at = time.monotonic()
-        self._asked = False
         self._position: Any = None
 
     def after_step(self, progress: Progress) -> None:
         """Between two steps: take a checkpoint if one is due. All ranks decide alike."""
-        worker = self.worker
-        if worker.rank == 0:
+        if self.worker.rank == 0:
             self.writer.check()
-            late = self.every_s is not None and time.monotonic() - self._saved_at > self.every_s
-            if late and not self._asked:
-                # Clocks differ between hosts: the coordinator names one step to all ranks.
-                self._asked = True
-                worker.coordinator.request_checkpoint.remote(worker.attempt)
-        due = self.every_steps is not None and worker.step % self.every_steps == 0
-        if due or progress.feed.checkpoint:
-            progress.feed.checkpoint = False
+        if self.every_steps is not None and self.worker.step % self.every_steps == 0:
             self.take(progress, {})
 
     def after_epoch(
@@ -126,7 +115,6 @@ class CheckpointManager:
             self.writer.make_room()  # the copies of the previous checkpoint are about to be overwritten
         parts = gather(worker, rank_part(worker, progress))
         live = live_state(worker)
-        self._saved_at, self._asked = time.monotonic(), False
         self.pending, self._completes = pending, True
         worker.kept = name_of(worker.step)
         if worker.rank:

@@ -27,7 +27,6 @@ class RecipeWork:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
         refuse_single_records(config, data, self.workers)
-        steps_per_epoch(config, data.totals["train"], self.workers)  # refuses what needs their number
         self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
         self.summary = tracking.summary
         self.where, self.synced = self.start.where, self.start.synced
@@ -94,6 +93,7 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
 
     workers, use_gpu = count_workers(config, ray.cluster_resources())
     refuse_large_batches(config.train, data.totals["train"], workers)
+    refuse_unknown_length(config.train, data.totals["train"])
     return workers, use_gpu
 
 
@@ -103,7 +103,7 @@ def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) 
     with problems:
         refuse_large_batches(config.train, totals["train"], workers)
     with problems:
-        steps_per_epoch(config, totals["train"], workers)
+        refuse_unknown_length(config.train, totals["train"])
     with problems:
         check_monitors(config, recipe, "val" in totals)
     with problems:
@@ -128,34 +128,26 @@ def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) ->
         )
 
 
-def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | None:
-    """Optimiser steps per epoch; None if the number of records is unknown."""
-    train = config.train
-    if total is None:
-        if train.scheduler != "none" and train.max_steps is None:
-            key, remedy = f"train.scheduler: {train.scheduler}", "set train.max_steps, or use none"
-        elif train.warmup_epochs:
-            key, remedy = "train.warmup_epochs:", "use 0"
-        else:
-            return None
-        raise UsageError(
-            f"{key} needs the number of records, which this source does"
-            f" not know before reading them; {remedy}"
-        )
-    batches = total // (train.batch_size * workers) + bool(last_batch(config, total, workers))
-    return -(-batches // train.accumulate_steps)
+def refuse_unknown_length(train: TrainConfig, total: int | None) -> None:
+    """Refuse what needs the number of records if the source does not know it."""
+    if total is not None:
+        return
+    if train.scheduler != "none" and train.max_steps is None:
+        key, remedy = f"train.scheduler: {train.scheduler}", "set train.max_steps, or use none"
+    elif train.warmup_epochs:
+        key, remedy = "train.warmup_epochs:", "use 0"
+    else:
+        return
+    raise UsageError(
+        f"{key} needs the number of records, which this source does not know before reading them; {remedy}"
+    )
 
 
-def last_batch(config: Config, total: int, workers: int) -> int:
+def last_batch(remainder: str | int, size: int, total: int, workers: int) -> int:
     """Records of each train worker in an epoch's last batch if that is a short one; 0 without."""
-    size, remainder = config.train.batch_size, config.data.remainder
     left = total % (size * workers)
     each = -(-left // workers) if remainder == "pad" else left // workers
     return each if each >= least_rows(remainder, size) else 0
-
-
-def with_batch(config: Config, size: int) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": size})})
 
 
 def refuse_single_records(config: Config, data: Data, workers: int) -> None:
@@ -171,14 +163,15 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
     size, batches = train.batch_size, total // (train.batch_size * workers)
     if size > 1:
         ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
-        if last_batch(config, total, workers) != 1 or ends_before:
+        if last_batch(config.data.remainder, size, total, workers) != 1 or ends_before:
             return
     del data.samples["train"]  # tried once
     if not (reason := fails_alone(config, data.recipe, workers, *sample)):
         return
     if size == 1:
         raise UsageError(f"train.batch_size: {reason}; set 2 or more")
-    fits = [n for n in range(size - 1, 1, -1) if last_batch(with_batch(config, n), total, workers) != 1]
+    smaller = range(size - 1, 1, -1)
+    fits = [n for n in smaller if last_batch(config.data.remainder, n, total, workers) != 1]
     other = f" train.batch_size={fits[0]}" if fits else " another train.batch_size"
     raise UsageError(
         f"train.batch_size: {total:,} records in batches of {size} × {count_of(workers, 'train worker')}"

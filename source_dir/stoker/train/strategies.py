@@ -8,7 +8,7 @@ computes. Both use Ray Train's process group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 from stoker.errors import UsageError
@@ -36,7 +36,9 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
         torch.cuda.set_device(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return model.to(device)
-    spread = strategy_of(strategy)(model, device)
+    known = {"ddp": replicate, "fsdp": shard}
+    apply = known.get(strategy) or load_object(strategy, SOURCE_FOLDER, "train.strategy")
+    spread = apply(model, device)
     if not (is_ddp(spread) or is_sharded(spread)):
         raise UsageError(
             f"train.strategy: {strategy} returned a {type(spread).__name__}, not a DistributedDataParallel or"
@@ -45,11 +47,6 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     if is_ddp(spread):
         share_buffers(spread)
     return spread
-
-
-def strategy_of(name: str) -> Callable[[Any, Any], Any]:
-    known = {"ddp": replicate, "fsdp": shard}
-    return known.get(name) or load_object(name, SOURCE_FOLDER, "train.strategy")
 
 
 def replicate(model: Any, device: Any) -> Any:
@@ -91,7 +88,8 @@ def blocks(model: Any) -> list[Any]:
     from torch import nn
 
     found: list[Any] = []
-    shared = _shared_parameters(model)
+    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    shared = {number for number, count in counts.items() if count > 1}
 
     def visit(module: Any, repeated: bool, inside: bool) -> int:
         """Return the number of parameters of `module` that no block has claimed."""
@@ -111,14 +109,6 @@ def blocks(model: Any) -> list[Any]:
 
     visit(model, False, False)
     return [module for module in found if module is not model]
-
-
-def _shared_parameters(model: Any) -> set[int]:
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (twice if id(parameter) in seen else seen).add(id(parameter))
-    return twice
 
 
 def plain(model: Any) -> Any:
