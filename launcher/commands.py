@@ -222,11 +222,11 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             default = f"{shown(redact(value, key))} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
-        from launcher.job import beside, examples_root
+        from launcher.job import examples_root, recipe_folder
         from stoker.recipe import ALIASES, Recipe, load_object, typed_params
 
         path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
-        source = source_dir or beside(resolved) or examples_root()
+        source = source_dir or recipe_folder(resolved) or examples_root()
         recipe = load_object(path, source, "recipe", offers=Recipe)
         params = typed_params(recipe, resolved.config.params)
         for name, info in recipe.model_fields.items():

@@ -43,7 +43,7 @@ class Finding(NamedTuple):
         return f"{self.mark:<5} {self.what:<14} {self.found}{f': {self.remedy}' if self.remedy else ''}"
 
 
-def judged(what: str, found: str, remedy: str = "") -> Finding:
+def finding_of(what: str, found: str, remedy: str = "") -> Finding:
     """A failure if there is something to do about it."""
     return Finding("FAIL" if remedy else "ok", what, found, remedy)
 
@@ -67,17 +67,17 @@ def doctor(job: Path | None, overrides: list[str]) -> int:
 def python(config: Config) -> Iterator[Finding]:
     known = "{}.{}".format(*sys.version_info) in requirements.PYTHONS
     remedy = f"install {requirements.SUPPORTED_PYTHONS} and recreate the environment"
-    yield judged("Python", ".".join(map(str, sys.version_info[:3])), "" if known else remedy)
+    yield finding_of("Python", ".".join(map(str, sys.version_info[:3])), "" if known else remedy)
 
 
 def packages(config: Config) -> Iterator[Finding]:
     absent = requirements.unsatisfied("\n".join(needed_here()))
     ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
     remedy = f"pip install '{ray[0]}'; all hosts of a job need the same version" if ray else ""
-    yield judged("Ray", requirements.image_pins().get("ray", "absent"), remedy)
+    yield finding_of("Ray", requirements.image_pins().get("ray", "absent"), remedy)
     if others := [line for line in absent if line not in ray]:
         install = " ".join(f"'{line}'" for line in others)
-        yield judged("packages", f"{len(others)} missing or too old", f"pip install {install}")
+        yield finding_of("packages", f"{len(others)} missing or too old", f"pip install {install}")
 
 
 def needed_here() -> list[str]:
@@ -101,7 +101,7 @@ def torch(config: Config) -> Iterator[Finding]:
         remedy = f"torchvision needs {wrong[0]}; install both in one command"
     elif len(builds) > 1:
         remedy = "two builds; install both from one index in one command"
-    yield judged("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
+    yield finding_of("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
 
 
 def cuda_of_torch() -> str | None:
@@ -117,7 +117,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
     """NVIDIA GPUs, and whether the driver supports this build of torch."""
     if shutil.which("nvidia-smi") is None:
         if Path("/dev/nvidiactl").exists():
-            yield judged("GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
+            yield finding_of("GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
         else:
             remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
             yield Finding("note", "GPU", "none", remedy)
@@ -126,7 +126,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
         names, whole = _said("--query-gpu=name,driver_version", "--format=csv,noheader"), _said()
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", "") or str(error)
-        yield judged("GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver")
+        yield finding_of("GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver")
         return
     found = [line.strip() for line in names.splitlines() if line.strip()]
     if not found:
@@ -135,12 +135,12 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
     about = f"{len(found)} × {found[0].replace(', ', ', driver ')}"
     runs_up_to, cuda = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole), built_for()
     if cuda is None:
-        yield judged("GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
+        yield finding_of("GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
     elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
         remedy = f"update the driver, or install torch for CUDA {runs_up_to[1]}"
-        yield judged("GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
+        yield finding_of("GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
     else:
-        yield judged("GPU", f"{about}, torch for CUDA {cuda}")
+        yield finding_of("GPU", f"{about}, torch for CUDA {cuda}")
 
 
 def _said(*options: str) -> str:
@@ -154,7 +154,7 @@ def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[F
     if folder.is_dir():
         size = shutil.disk_usage(folder).total
         remedy = "" if size >= LEAST_SHM_BYTES else "start the container with --shm-size=2g or more"
-        yield judged(str(folder), figures.size(size), remedy)
+        yield finding_of(str(folder), figures.size(size), remedy)
 
 
 def disk(config: Config) -> Iterator[Finding]:
@@ -172,7 +172,7 @@ def disk(config: Config) -> Iterator[Finding]:
         else:
             if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
                 remedy = f"free up space, or choose another disk with {key}"
-        yield judged(what, found, remedy)
+        yield finding_of(what, found, remedy)
 
 
 def namespaces(config: Config) -> Iterator[Finding]:
@@ -180,7 +180,9 @@ def namespaces(config: Config) -> Iterator[Finding]:
     from launcher.rehearsal.running import unshare_command
 
     try:
-        yield judged("rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}")
+        yield finding_of(
+            "rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}"
+        )
     except UsageError as error:
         remedy = "run as root, or allow user namespaces"
         yield Finding("note", "rehearsal", str(error).partition("; ")[0], remedy)

@@ -185,7 +185,7 @@ def holds_recipe(folder: Path, recipe: str) -> bool:
     return bool(module) and ((folder / f"{module}.py").is_file() or (folder / module).is_dir())
 
 
-def beside(resolved: Resolved) -> Path | None:
+def recipe_folder(resolved: Resolved) -> Path | None:
     """The folder of the job's file if it contains the recipe's module, else None."""
     if resolved.file is None or ":" not in resolved.config.recipe:
         return None
@@ -203,7 +203,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     config = resolved.config
     if config.script is not None:
         resolved, source_dir = located(resolved, source_dir)
-    elif (source_dir := source_dir or beside(resolved)) is not None and source_dir.is_dir():
+    elif (source_dir := source_dir or recipe_folder(resolved)) is not None and source_dir.is_dir():
         outputs = ignoring(Path(config.output_dir).resolve())
         refuse_too_much(source_dir, config.recipe, outputs, "recipe")
     if source_dir is not None:

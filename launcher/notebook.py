@@ -35,11 +35,11 @@ from launcher.job import (
     COMMAND,
     Job,
     as_overrides,
-    beside,
     example_file,
     holds_recipe,
     located,
     open_job,
+    recipe_folder,
 )
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
@@ -195,14 +195,14 @@ def plan(
     """Check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
     cluster = cluster_at(address)
     place = place_named("ray" if cluster else "local")
-    given, own, folder = described(config, arguments, Path(source_dir).expanduser() if source_dir else None)
+    given, own, folder = parse_job(config, arguments, Path(source_dir).expanduser() if source_dir else None)
     resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]
     found = resolve(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     script = located(resolved, folder)[1] if resolved.config.script is not None else None
-    with as_they_are_now(resolved.config, script or folder or beside(resolved)):
+    with as_they_are_now(resolved.config, script or folder or recipe_folder(resolved)):
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
@@ -246,7 +246,7 @@ def cluster_at(address: str) -> str | None:
     return found
 
 
-def described(
+def parse_job(
     config: str | Path | Mapping[str, Any], arguments: list[str] | None, source_dir: Path | None
 ) -> tuple[Path | Mapping[str, Any] | None, list[str], Path | None]:
     """(YAML file or content, overrides, source folder) of whatever describes the job."""
@@ -321,7 +321,7 @@ def folders(job: Job) -> tuple[Path, Path | None]:
         Path(output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir: {output} cannot be written: {error.strerror}") from None
-    taken = _own(run_directory.named(job, Path(output)))
+    taken = _own(run_directory.new_run_path(job, Path(output)))
     scratch = LOCAL_DISK if LOCAL_DISK.is_dir() else Path(tempfile.gettempdir())
     return scratch / "stoker-runs" / taken.name, taken
 
@@ -396,7 +396,7 @@ def submit(request: NotebookRequest) -> NotebookRun:
         if not local:
             shutil.rmtree(code.parent, ignore_errors=True)
         if new:
-            run_directory.forget(run_dir, None)
+            run_directory.remove_refused(run_dir, None)
         if isinstance(error, OSError):
             raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
         raise
@@ -504,7 +504,7 @@ class NotebookRun:
         if self.staged is not None:
             shutil.rmtree(self.staged, ignore_errors=True)
         if refused:
-            run_directory.forget(request.run_dir, self.latest)
+            run_directory.remove_refused(request.run_dir, self.latest)
         if refused or summary.get("status") == "starting":
             summary = {}
         return RunResult(code, run_dir, summary, scrub(error))

@@ -38,10 +38,10 @@ def new_run_dir(job: Job) -> Path:
     """The path of a new run directory below `output_dir`; does not create it."""
     root = Path(job.resolved.config.output_dir).resolve()
     refuse_unwritable(root)
-    return named(job, root)
+    return new_run_path(job, root)
 
 
-def named(job: Job, root: Path) -> Path:
+def new_run_path(job: Job, root: Path) -> Path:
     """The path of a new run directory in a folder; does not create it."""
     name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1
@@ -71,7 +71,7 @@ def point_latest(run_dir: Path) -> str | None:
     return before
 
 
-def forget(run_dir: Path, latest: str | None) -> None:
+def remove_refused(run_dir: Path, latest: str | None) -> None:
     """Remove the directory of a refused run; `latest` is what the link of that name pointed at before."""
     link = run_dir.parent / "latest"
     if link.is_symlink() and str(link.readlink()) == run_dir.name:

@@ -94,7 +94,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
         raise UsageError("size: needs a recipe; for a script use `check`")
     settings = resolved.config.sagemaker
     wanted = wanted_of(resolved, options)
-    with told(options.as_json) as tell:
+    with progress_lines(options.as_json) as tell:
         measured = measure_job(resolved, options, rates, tell)
     advice = advise(measured, wanted, price_list(settings.prices))
     if options.as_json:
@@ -330,7 +330,7 @@ def job_samples(config: Config, records: int | None) -> int | None:
 
 
 @contextmanager
-def told(quiet: bool) -> Iterator[Callable[[str], None]]:
+def progress_lines(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Report progress on stderr, with a spinner on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)

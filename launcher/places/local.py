@@ -24,7 +24,7 @@ from launcher.run_directory import PROCESS_FILE, PastRun, attach
 from stoker.errors import UsageError
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
-from stoker.scripts.script_checks import command_line
+from stoker.scripts.script_checks import script_command_line
 
 FORWARD_AFTER_S = 2.0
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ class LocalRequest:
             [
                 f"stage    {self.run_dir}/code",
                 f"run      {shlex.join(COMMAND)}",
-                f"script   {command_line(config)}" if config.script else f"recipe   {config.recipe}",
+                f"script   {script_command_line(config)}" if config.script else f"recipe   {config.recipe}",
                 f"data     {data or ('set in the script' if config.script else 'set in the recipe')}",
                 f"results  {self.run_dir}",
             ]
@@ -96,7 +96,7 @@ class LocalRun:
     def _concluded(self, code: int) -> int:
         (self.run_dir / STOP_FILE).unlink(missing_ok=True)
         if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
-            run_directory.forget(self.run_dir, self.latest)
+            run_directory.remove_refused(self.run_dir, self.latest)
         return code
 
     def stop(self) -> None:
@@ -153,7 +153,7 @@ def submit(request: LocalRequest) -> LocalRun:
         request.job.stage(run_dir / "code")
     except OSError as error:
         if new:
-            run_directory.forget(run_dir, None)
+            run_directory.remove_refused(run_dir, None)
         # copytree raises a list of (source, copy, reason).
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None

@@ -125,7 +125,13 @@ class ImageClassification(Recipe):
 
     def discover(self) -> dict[str, Any]:
         from stoker.read.arrow import is_text
-        from stoker.read.labels import MOST_CLASSES, column_types, labels_of, names_in, refuse_absent_columns
+        from stoker.read.labels import (
+            MOST_CLASSES,
+            column_types,
+            distinct_labels,
+            names_in,
+            refuse_absent_columns,
+        )
 
         source = self.read("train")
         if self.labels is not None:
@@ -147,7 +153,9 @@ class ImageClassification(Recipe):
         if named := names_in(self.data, source, self.label_column):
             names_in(self.data, self.read("val"), self.label_column, named)
         names = self.names or named
-        labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
+        labels = distinct_labels(
+            self.data, source, self.label_column, numbers=not (names or self.num_classes)
+        )
         if labels and isinstance(labels[0], str):
             names = names or [*self.class_names] or labels
             val = self.read("val")
@@ -155,7 +163,7 @@ class ImageClassification(Recipe):
                 raise UsageError(
                     f"{self.data}: column {self.label_column} is text in train and {kind} in val"
                 )
-            those, known = labels_of(self.data, val, self.label_column, numbers=False) or [], {*names}
+            those, known = distinct_labels(self.data, val, self.label_column, numbers=False) or [], {*names}
             for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
                 if label not in known:
                     whose = "params.class_names" if self.class_names else "train"

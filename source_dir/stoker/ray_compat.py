@@ -15,14 +15,14 @@ from typing import Any
 
 UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
 """Optional subcommands of Ray's command line: importing them takes 0.8 s of CPU per host, the rest 0.3 s."""
-COMMAND_LINE = "from stoker.ray_compat import command_line; command_line()"
+COMMAND_LINE = "from stoker.ray_compat import ray_command_line; ray_command_line()"
 NOT_FORKED = "workers are not forked from one process and start slowly"
 WORKERS_VARIABLE = "STOKER_RAY_WORKERS"
 """For Ray's daemons: the folder of Ray's own programs for workers."""
 FORKS = Path(__file__).with_name("hosts") / "forks"
 
 
-def command_line() -> None:
+def ray_command_line() -> None:
     """Be Ray's command line `ray`, in a process of its own; its daemons fork workers if there is a server."""
     if os.environ.get("STOKER_FORKS"):
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stoker.config.loading import Resolved, describe
+from stoker.config.loading import Resolved, error_line
 from stoker.config.schema import Config
 from stoker.config.values import expanded_data, has_text, is_path, typed
 from stoker.errors import UsageError, nearest, where_raised
@@ -265,7 +265,7 @@ def describe_param(detail: Any, cls: type[Recipe]) -> str:
     if not detail["loc"]:
         message = str(detail["msg"]).removeprefix("Value error, ")
         return f"params: {message}"
-    return describe(detail, cls, prefix="params")
+    return error_line(detail, cls, prefix="params")
 
 
 def load_object(path: str, source: Path, key: str, offers: type | None = None) -> Any:

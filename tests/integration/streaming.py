@@ -10,7 +10,7 @@ from typing import Any
 from stoker.config.schema import Config
 from stoker.protocol import ID_COLUMN, StepAssignment
 from stoker.read.sources import ID_MODULUS
-from stoker.serve.blocks.client import connect
+from stoker.serve.blocks.client import block_transport
 from stoker.serve.opening import open_data, start_coordinator
 
 
@@ -33,7 +33,7 @@ class Train:
         self.coordinator = start_coordinator(self.config, data, self.workers, self.first_epoch, self.place)
         begin = self.coordinator.begin.remote(self.coordinator, 0, self.workers, self.first_epoch, self.place)
         self.ray.get(begin, timeout=180)
-        self.transport = connect(self.coordinator, pinned=False, timeout_s=120.0)
+        self.transport = block_transport(self.coordinator, pinned=False, timeout_s=120.0)
 
     @property
     def ray(self) -> Any:

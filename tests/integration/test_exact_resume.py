@@ -75,16 +75,18 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         live = snapshot.live_state(worker)
         meta = {"step": 2, "next_epoch": 0, "epoch_steps": 2, "epoch_samples": 32, "global_batch": 16}
         if rank == 0:
-            checkpoint.save(store, snapshot.content_of(worker, live, parts, meta, strategies.Copier()))
+            checkpoint.save(
+                store, snapshot.checkpoint_content(worker, live, parts, meta, strategies.Copier())
+            )
         losses = run(worker, Step(worker), batches[2:], epochs=1)["losses"]
         whole = (losses, state(worker))
 
         other = start(rank, 11, train)
         run(other, Step(other), batches[:1], epochs=1)
         content: Content | None = (
-            checkpoint.load(checkpoint.describe(store, "step-00000002")) if rank == 0 else None
+            checkpoint.load_checkpoint(checkpoint.load_meta(store, "step-00000002")) if rank == 0 else None
         )
-        ranks = snapshot.put_back(other, content)
+        ranks = snapshot.restore_state(other, content)
         carried = snapshot.carried_progress(other, meta, ranks)
         assert carried is not None
         other.step = 2

@@ -138,7 +138,7 @@ def test_the_jobs_policy_names_every_call_that_a_job_makes(s3: Policed, digits: 
     assert store.content("best.json") == b"{}"
     found = checkpoint.newest_valid(open_store(WHERE), said.append)
     assert found is not None
-    assert checkpoint.load(found).weights["w"][0] == 4
+    assert checkpoint.load_checkpoint(found).weights["w"][0] == 4
     large = {"w": torch.zeros(3 * 2**20)}  # sent in several parts
     checkpoint.save(store, Content(large, {}, {"step": 9, "monitored": None}))
     for form in ("webdataset", "parquet"):

@@ -269,7 +269,7 @@ def test_a_dataset_that_changes_in_each_epoch_is_kept_twice_at_most() -> None:
     for epoch in range(6):
         records.factor = float(epoch)
         assert [float(batch[0][1, 0]) for batch in loader] == [epoch]
-        service = ray.get_actor(f"stoker-loader-{connection.group()}", namespace="stoker")
+        service = ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker")
         kept.append(ray.get(service.__ray_call__.remote(lambda self: set(self.setups)), timeout=60))
     own = set.union(*kept[1:]) - kept[0]
     assert len(own) == 5 and len(own & kept[-1]) <= 2
@@ -400,7 +400,7 @@ def test_small_batches_leave_the_services_memory_once_they_were_taken() -> None:
     for n, batch in enumerate(DataLoader(Small(1_100), batch_size=1)):
         assert float(batch[0, 0]) == n
         if n in (300, 1_050):
-            service = ray.get_actor(f"stoker-loader-{connection.group()}", namespace="stoker")
+            service = ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker")
             process = ray.get(service.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
             used.append(anonymous_mb(process))
     assert used[1] - used[0] < 20, "35 MB have passed through it"
@@ -446,7 +446,7 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
 
     first = DataLoader(Records(), batch_size=6)
     list(first)
-    name = f"stoker-loader-{connection.group()}"
+    name = f"stoker-loader-{connection.service_name()}"
     service = ray.get_actor(name, namespace="stoker")
     del first
     gc.collect()

@@ -86,7 +86,7 @@ def test_a_lost_host_and_a_sigterm_cost_no_record_and_fewer_hosts_go_on(tmp_path
 
     newest = checkpoint.newest_valid(open_store(str(tmp_path / "runs" / "latest" / "checkpoints"), False))
     assert newest is not None
-    content = checkpoint.load(newest)
+    content = checkpoint.load_checkpoint(newest)
     assert content.weights and content.state
     epoch = content.meta["next_epoch"]
     assert content.meta["position"]["epoch"] == epoch

@@ -22,11 +22,11 @@ from launcher.advise.check.timeline import (
     TimeShare,
     enough,
     epoch_start,
-    judged,
+    judged_steps,
     steady,
     steps_of,
     training,
-    waiting,
+    wait_share,
 )
 from launcher.advise.check.verdict import (
     Checked,
@@ -37,7 +37,7 @@ from launcher.advise.check.verdict import (
     help_here,
     measured,
 )
-from launcher.advise.check.watch import GpuClock, Watch, about
+from launcher.advise.check.watch import GpuClock, Watch, describe_loader
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 
@@ -54,7 +54,7 @@ def epoch(count: int, wait: float, compute: float, *, number: int = 0, since: fl
 
 def share_of(takes: Sequence[Take], *loaders: Loader) -> TimeShare:
     loaders = loaders or (TRAINS,)
-    return waiting(judged(steps_of(takes, loaders, 0), loaders[0]))
+    return wait_share(judged_steps(steps_of(takes, loaders, 0), loaders[0]))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
@@ -81,7 +81,7 @@ def test_validations_and_what_lies_between_epochs_are_no_steps() -> None:
     steps = steps_of(takes, [TRAINS, validates], 0)
     assert [s.number for s in steps if not s.epoch] == [i for i in range(40) if i != 19]
     assert len(steps) == 69 and max(step.whole for step in steps) < 0.11
-    assert waiting(steps).value == pytest.approx(0.5)
+    assert wait_share(steps).value == pytest.approx(0.5)
 
 
 class TestWarmUp:
@@ -97,8 +97,8 @@ class TestWarmUp:
 
     def test_steps_that_what_was_prefetched_hides_are_left_out(self) -> None:
         kept = steady(self.steps, self.loader)
-        assert kept[0].number == 7 and waiting(kept).value == pytest.approx(0.9, abs=0.001)
-        assert waiting(self.steps).value < 0.2, "counted with them it would look well fed"
+        assert kept[0].number == 7 and wait_share(kept).value == pytest.approx(0.9, abs=0.001)
+        assert wait_share(self.steps).value < 0.2, "counted with them it would look well fed"
 
     def test_later_epochs_leave_out_one_batch_per_worker(self) -> None:
         steps = steps_of([*self.takes, *epoch(20, 0.09, 0.01, number=1, since=100)], [self.loader], 0)
@@ -111,7 +111,7 @@ class TestWarmUp:
         assert steady(steps, loader) == [] and enough(steps, loader, None)
         # Of 21 steps, ten begin an epoch, and wait for the start of the workers as well.
         whole = (21 * 0.3 + 10 * 0.4) / (21 * 0.4 + 10 * 0.4)
-        assert waiting(judged(steps, loader)).value == pytest.approx(whole)
+        assert wait_share(judged_steps(steps, loader)).value == pytest.approx(whole)
 
     def test_workers_that_deliver_all_at_once_count_in_whole_rounds(self) -> None:
         """Eight workers, epochs of 12 batches: every eighth waits 0.8 s and the rest not at all."""
@@ -402,7 +402,10 @@ def test_batches_taken_in_another_thread_are_noticed(tmp_path: Path) -> None:
 def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> None:
     """Its batches come from a cluster that is only starting."""
     rows = TensorDataset(torch.zeros(8))
-    kinds = [about(loader, rows, ["train.py:9"]) for loader in (stoker.DataLoader(rows), DataLoader(rows))]
+    kinds = [
+        describe_loader(loader, rows, ["train.py:9"])
+        for loader in (stoker.DataLoader(rows), DataLoader(rows))
+    ]
     assert [loader.ours for loader in kinds] == [True, False]
     watch = Watch(tmp_path, None)
     watch.loaders.append(replace(TRAINS, ours=True, batches=1))

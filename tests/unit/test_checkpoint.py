@@ -39,7 +39,7 @@ def test_the_newest_comes_back_as_it_was(store: CheckpointStore) -> None:
     found = checkpoint.newest_valid(store)
     assert found is not None
     assert (found.meta["step"], found.meta["note"]) == (2, "two")
-    content = checkpoint.load(found)
+    content = checkpoint.load_checkpoint(found)
     assert torch.equal(content.weights["w"], torch.full((64,), 2.0))
     assert content.state["optimizer"] == {"lr": 0.1}
     assert content.ema is None
@@ -93,7 +93,7 @@ def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> 
     save(store, 1, note="again")
     assert store.names() == ["step-00000001"]
     assert verify(store, "step-00000001") is None
-    assert checkpoint.describe(store, "step-00000001").meta["note"] == "again"
+    assert checkpoint.load_meta(store, "step-00000001").meta["note"] == "again"
     assert {path.name for path in Path(store.where).iterdir()} == {"step-00000001"}, "no draft stays"
 
 

@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
@@ -216,7 +216,7 @@ def test_other_data_or_another_chain_finds_nothing(digits: Path) -> None:
     prints = {source: source.fingerprint() for source in (train, val)}
 
     def key(source: Source, stages: Any, split: str = "train") -> str:
-        return key_of(split, prints[source], stages)
+        return cache_key(split, prints[source], stages)
 
     assert key(train, stages) == key(train, again)
     others = [as_stages([DecodeImage("L"), CheckLabel(10)]), as_stages([DecodeImage(), CheckLabel(9)])]

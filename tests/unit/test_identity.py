@@ -22,7 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.stages import key_of
+from stoker.chain.stages import cache_key
 from stoker.config.schema import Config
 from stoker.data import read_any, read_images, read_parquet, read_torch
 from stoker.errors import CacheError, UsageError
@@ -64,7 +64,7 @@ def resume(before: Source, now: Source, order: str = "exact") -> None:
 def test_two_subsets_of_equal_length_have_caches_of_their_own() -> None:
     data = open_data(job("Halves", data={"cache": "memory"}))
     keys = {
-        key_of(split, data.identity(split).text, chain.stages[: chain.prefix])
+        cache_key(split, data.identity(split).text, chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }

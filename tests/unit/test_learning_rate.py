@@ -79,12 +79,12 @@ class Training:
             "monitored": None,
         }
         live = snapshot.live_state(worker)
-        content = snapshot.content_of(worker, live, parts, meta, strategies.Copier())
+        content = snapshot.checkpoint_content(worker, live, parts, meta, strategies.Copier())
         return checkpoint.save(open_store(str(folder)), content)
 
     def go_on(self, saved: checkpoint.Checkpoint, upto: float = 99) -> None:
         self.worker.world_size, workers = 1, self.worker.world_size  # no process group to share it in
-        ranks = snapshot.put_back(self.worker, checkpoint.load(saved))
+        ranks = snapshot.restore_state(self.worker, checkpoint.load_checkpoint(saved))
         self.worker.world_size = workers
         self.worker.step = saved.meta["step"]
         carried = snapshot.carried_progress(self.worker, saved.meta, ranks)
@@ -191,7 +191,7 @@ def test_a_recipes_own_optimiser_keeps_its_own_rate(tmp_path: Path) -> None:
     alone.worker.optimizer.param_groups[0]["lr"] = 0.125
     kept = alone.save(tmp_path / "b", Progress(1))
     other = Training(1, Own(), scheduler="none")
-    snapshot.put_back(other.worker, checkpoint.load(kept))
+    snapshot.restore_state(other.worker, checkpoint.load_checkpoint(kept))
     assert learning_rate(other.worker.optimizer) == 0.125
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stoker import DataLoader
-from stoker.loader.work import digest
+from stoker.loader.work import batch_digest
 
 
 @pytest.fixture(autouse=True)
@@ -313,7 +313,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_digest_depends_on_values_alone(value: Any) -> None:
-    assert digest(value, 7) == digest(copy.deepcopy(value), 7) != digest(value, 8)
+    assert batch_digest(value, 7) == batch_digest(copy.deepcopy(value), 7) != batch_digest(value, 8)
 
 
 def test_digests_of_values_that_differ_somewhere_differ() -> None:
@@ -333,4 +333,4 @@ def test_digests_of_values_that_differ_somewhere_differ() -> None:
         [1],
         ["1"],
     ]
-    assert len({digest(value) for value in values}) == len(values)
+    assert len({batch_digest(value) for value in values}) == len(values)

@@ -10,7 +10,7 @@ from stoker.events import prices
 from stoker.events.prices import cost_row, run_cost
 from stoker.events.runs import shape_of
 from stoker.events.summary import Summary
-from stoker.hosts.cluster import labels_of
+from stoker.hosts.cluster import ray_labels
 from stoker.hosts.topology import resolve
 
 
@@ -103,5 +103,5 @@ class TestCostOfARun:
                 {"instance_group_name": "cpu", "instance_type": "ml.c5.4xlarge", "hosts": ["algo-2"]},
             ],
         }
-        assert labels_of(resolve(resource))["stoker.type"] == "ml.c5.4xlarge"
-        assert "stoker.type" not in labels_of(resolve({"current_host": "a", "hosts": ["a"]}))
+        assert ray_labels(resolve(resource))["stoker.type"] == "ml.c5.4xlarge"
+        assert "stoker.type" not in ray_labels(resolve({"current_host": "a", "hosts": ["a"]}))

@@ -18,7 +18,7 @@ from stoker.config import redaction
 from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.place import local_place
-from stoker.scripts.script_checks import command_line, refuse_foreign_keys
+from stoker.scripts.script_checks import refuse_foreign_keys, script_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,7 +117,7 @@ def test_a_recipe_takes_no_arguments() -> None:
 def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: Path) -> None:
     words = ["--hf-token", "hf_abc123defgh", "--api-key=k-12345678", "--epochs", "3"]
     resolved = job_of("train.py", arguments=words)
-    shown = resolved_yaml(resolved) + command_line(resolved.config)
+    shown = resolved_yaml(resolved) + script_command_line(resolved.config)
     assert "hf_abc123defgh" not in shown and "k-12345678" not in shown and "--epochs" in shown
     open_job(resolved).stage(tmp_path / "staged")
     assert "hf_abc123defgh" not in (tmp_path / "staged" / "job.yaml").read_text()

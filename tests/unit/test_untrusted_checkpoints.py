@@ -63,7 +63,7 @@ def test_a_forged_state_is_refused_and_nothing_of_it_runs(tmp_path: Path, where:
     mark = tmp_path / "executed"
     saved = forge(tmp_path / "kept", {where: [Attack(mark)]})
     with pytest.raises(OSError, match="could run code") as caught:
-        checkpoint.load(saved)
+        checkpoint.load_checkpoint(saved)
     assert not mark.exists()
     text = str(caught.value)
     assert saved.path in text and "system" in text and "\n" not in text
@@ -75,7 +75,7 @@ def test_a_plain_pickle_in_its_place_is_refused_too(tmp_path: Path) -> None:
     file = Path(saved.path) / checkpoint.STATE
     file.write_bytes(pickle.dumps(Attack(mark)))
     with pytest.raises(OSError, match="could run code"):
-        checkpoint.load(saved)
+        checkpoint.load_checkpoint(saved)
     assert not mark.exists()
 
 

@@ -189,10 +189,10 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
 
     for text in judging.headline(first):
         line(text, style="bold")
-    line(f"  {about(first)}")
+    line(f"  {loader_line(first)}")
     for other in loaders[1:]:
         waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
-        line(f"  also {about(other)}{waits}")
+        line(f"  also {loader_line(other)}{waits}")
     for text in fetching(first):
         line(text)
     helpful = judging.help_here(first, seen["cpus"], seen["idle"])
@@ -206,7 +206,7 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
         line(f"  {note}", style="dim")
 
 
-def about(one: judging.Checked) -> str:
+def loader_line(one: judging.Checked) -> str:
     """A loader in one line."""
     loader = one.loader
     size = f"{one.samples_per_step:.0f} samples"

@@ -142,7 +142,7 @@ def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     return found
 
 
-def judged(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
+def judged_steps(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     """The steady steps, or all but the script's first if epochs are too short.
 
     The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
@@ -158,7 +158,7 @@ def judged(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     ]
 
 
-def waiting(steps: Sequence[TimedStep]) -> TimeShare:
+def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
     """The share of step time spent waiting for data."""
     whole = sum(step.whole for step in steps)
     value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
@@ -178,13 +178,13 @@ def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bo
     """Whether the steps so far are enough: `wanted` ones, or None: until the share is certain."""
     found = steady(steps, loader)
     if not found and steps and steps[-1].epoch >= 2:
-        found = judged(steps, loader)
+        found = judged_steps(steps, loader)
     if wanted is not None:
         return len(found) >= wanted
     long = sum(step.whole for step in found) > LONG_S
     if len(found) < max(STEPS, 3 * loader.num_workers):
         return len(found) >= LEAST_STEPS and long
-    return long or len(found) >= MOST_STEPS or waiting(found).spread <= SURE
+    return long or len(found) >= MOST_STEPS or wait_share(found).spread <= SURE
 
 
 def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:

@@ -17,11 +17,11 @@ from launcher.advise.check.timeline import (
     Take,
     TimeShare,
     epoch_start,
-    judged,
+    judged_steps,
     steady,
     steps_of,
     training,
-    waiting,
+    wait_share,
 )
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -171,13 +171,13 @@ def judge(
     """Assess one loader, from at most the requested number of steps."""
     loader = loaders[number]
     steps = steps_of(takes, loaders, number)
-    kept = judged(steps, loader)[:wanted]
+    kept = judged_steps(steps, loader)[:wanted]
     sized = max(loader.sized_batches, 1)
     return Checked(
         number=number,
         loader=loader,
         steps=len(kept),
-        share=waiting(kept),
+        share=wait_share(kept),
         step_s=sum(step.whole for step in kept) / max(len(kept), 1),
         samples_per_step=fetched.samples_per_batch if fetched else loader.samples / sized,
         bytes_per_step=loader.batch_bytes / sized,

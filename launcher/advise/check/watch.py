@@ -146,7 +146,7 @@ class Watch:
                 if key not in self._same:
                     number = self._same[key] = len(self.loaders)
                     self._datasets.append(dataset)
-                    self.loaders.append(about(loader, dataset, places))
+                    self.loaders.append(describe_loader(loader, dataset, places))
                     file = self.folder / f"fetch-{number}-{os.getpid()}.json"
                     self.fetchings.append(Fetching(file, number, own_clock))
                 self._numbers[loader] = self._same[key]
@@ -301,7 +301,7 @@ class Observed:
         return getattr(self._iterator, name)
 
 
-def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
+def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
     """Describe a loader by its attributes, some of which a subclass may lack."""
     length = None
     # Calling len() makes torch warn if an IterableDataset yields more.

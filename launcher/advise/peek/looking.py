@@ -87,16 +87,16 @@ class ColumnStatistics:
         if isinstance(value, bytes | str):
             self.kinds["text" if isinstance(value, str) else "bytes"] += 1
             self.shapes[(len(value),)] += 1
-            self._count(value if isinstance(value, str) else digest(value))
+            self._count(value if isinstance(value, str) else value_digest(value))
             return
         array = as_array(value)
         if array is None or array.dtype == object:
             self.kinds[type(value).__name__] += 1
-            self._count(digest(repr(value).encode()))
+            self._count(value_digest(repr(value).encode()))
             return
         self.kinds[array.dtype.name] += 1
         self.shapes[array.shape] += 1
-        self._count(array.item() if array.ndim == 0 else digest(np.ascontiguousarray(array)))
+        self._count(array.item() if array.ndim == 0 else value_digest(np.ascontiguousarray(array)))
         if array.ndim == 2 and array.dtype.kind in "iu":
             classes = array[array != IGNORED_CLASS]
             self.highest_class = max(self.highest_class, int(classes.max(initial=0)))
@@ -162,7 +162,7 @@ def times(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "number"
 
 
-def digest(content: Any) -> bytes:
+def value_digest(content: Any) -> bytes:
     """Digest of a large value."""
     return hashlib.blake2b(content, digest_size=8).digest()
 

@@ -61,7 +61,9 @@ class Sheet:
         """Render a record."""
         values = {name: value for name, value in record.items() if name != "key"}
         tile = Tile(key, reason, self._label(values))
-        images = {name: picture for name, value in values.items() if (picture := image_of(value)) is not None}
+        images = {
+            name: picture for name, value in values.items() if (picture := shown_pixels(value)) is not None
+        }
         for name, pixels in images.items():
             for shown in self._image(
                 tile, name, pixels, {n: v for n, v in values.items() if n not in images}
@@ -70,7 +72,7 @@ class Sheet:
         for name, value in values.items():
             if name not in images:
                 _other(tile, name, value)
-        before = next((p for v in (read or {}).values() if (p := image_of(v)) is not None), None)
+        before = next((p for v in (read or {}).values() if (p := shown_pixels(v)) is not None), None)
         tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
         return tile
 
@@ -104,7 +106,7 @@ class Sheet:
         return four and (name in self.boxes or "box" in name)
 
 
-def image_of(value: Any) -> Any:
+def shown_pixels(value: Any) -> Any:
     """Encoded or raw pixels as uint8, height × width × 3; None if not an image."""
     if isinstance(value, bytes):
         return _decoded(value)

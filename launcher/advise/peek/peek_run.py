@@ -22,8 +22,8 @@ from launcher.advise.peek.looking import boxes_of, row_of
 from launcher.advise.peek.page import Sheet, Tile, page_at, write_page
 from launcher.places import attach
 from stoker.chain.collating import all_of, collated, seed_of
-from stoker.checkpoints.format import describe
-from stoker.checkpoints.format import load as load_checkpoint
+from stoker.checkpoints.format import load_checkpoint as load_checkpoint
+from stoker.checkpoints.format import load_meta
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
@@ -49,7 +49,7 @@ from stoker.serve.recipe_pass import RecipePass, Splitter
 from stoker.serve.shards import DatasetSource, Guard, LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.feed import as_tensors
-from stoker.train.state import count_records, loss_of
+from stoker.train.state import count_records, loss_value
 
 SHOWN = 20
 
@@ -427,14 +427,14 @@ def losses(
 
     torch.manual_seed(config.seed)
     model = recipe.model()
-    model.load_state_dict(load_checkpoint(describe(store, name)).weights)
+    model.load_state_dict(load_checkpoint(load_meta(store, name)).weights)
     model.eval()
     module, smoothing = recipe.on_device("train"), config.train.label_smoothing
 
     def loss(record: Batch) -> float:
         if smoothing:
             return float(classification_loss(model, record, smoothing))
-        return float(loss_of(recipe.training_step(model, record)))
+        return float(loss_value(recipe.training_step(model, record)))
 
     found = []
     with torch.no_grad():

@@ -29,7 +29,7 @@ from launcher.places.slurm.batch_script import (
     STOPPED_CODE,
     batch_script,
     cluster_problems,
-    problems_of,
+    slurm_problems,
 )
 from launcher.places.slurm.slurm_commands import State
 from launcher.run_directory import PastRun
@@ -71,14 +71,18 @@ class SlurmRequest:
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
     """Check the job against the cluster's partitions and write its script; submits nothing."""
     config = job.resolved.config
-    problems = [*problems_of(config.slurm, config.output_dir)]
+    problems = [*slurm_problems(config.slurm, config.output_dir)]
     if not offline:
         known = collected(problems, slurm_commands.partitions, None)
         problems += cluster_problems(config.slurm, known) if known is not None else []
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # Away from the cluster, this machine need not have its folders.
-    run_dir = run_directory.named(job, Path(config.output_dir)) if offline else run_directory.new_run_dir(job)
+    run_dir = (
+        run_directory.new_run_path(job, Path(config.output_dir))
+        if offline
+        else run_directory.new_run_dir(job)
+    )
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
     if config.slurm.max_runtime_s is None:
         notes.append(
@@ -94,7 +98,7 @@ def submit(request: SlurmRequest) -> SlurmRun:
     try:
         job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
     except UsageError:
-        run_directory.forget(request.run_dir, None)
+        run_directory.remove_refused(request.run_dir, None)
         raise
     if not (file := request.run_dir / JOB_FILE).exists():  # the job's script writes it, too
         file.write_text(f"{job_id}\n")
@@ -110,7 +114,7 @@ def attach(run_id: str) -> SlurmRun:
     job_id = run_id.removeprefix("slurm:")
     if not job_id.isdigit():
         raise UsageError(f"{run_id}: write slurm:<job id>, or name the run directory")
-    folder = slurm_commands.described(job_id).get("WorkDir") or slurm_commands.accounted(job_id, "WorkDir")
+    folder = slurm_commands.job_fields(job_id).get("WorkDir") or slurm_commands.accounted(job_id, "WorkDir")
     run_dir = Path(folder).parent
     if not folder or not (run_dir / "code").is_dir():
         raise UsageError(f"{run_id}: Slurm does not know this job any more; name its run directory")
@@ -220,7 +224,7 @@ class SlurmRun(PastRun):
         with contextlib.suppress(OSError, ValueError):
             return int((self.run_dir / EXIT_FILE).read_text())
         # A network file system may show the file a minute late.
-        told = self._patiently(lambda: slurm_commands.described(self.job_id)).get("ExitCode")
+        told = self._patiently(lambda: slurm_commands.job_fields(self.job_id)).get("ExitCode")
         told = told or slurm_commands.accounted(self.job_id, "ExitCode")
         if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
             return int(told.partition(":")[0]) or int(self.summary().get("status") != "succeeded")

@@ -1,6 +1,6 @@
 """Laptop: the batch script of a job, a pure function of its configuration and folders.
 
-Before it waits in a queue for hours, `problems_of` and `cluster_problems` tell what is wrong with the job.
+Before it waits in a queue for hours, `slurm_problems` and `cluster_problems` tell what is wrong with the job.
 
 Slurm starts the script on the first node; `srun` starts train.py once on every node. Several lines depend on
 how Slurm delivers signals: with process tracking by cgroup, only the task itself gets SIGTERM, so train.py
@@ -214,7 +214,7 @@ def _folded(words: list[str]) -> list[str]:
     return lines
 
 
-def problems_of(config: SlurmConfig, output_dir: str) -> Iterator[str]:
+def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
     """The problems that show without asking the cluster, one line each."""
     if not PurePosixPath(output_dir).is_absolute():
         where = "an absolute folder that all nodes of the cluster share"

@@ -132,10 +132,10 @@ def state_of(job_id: str) -> State:
     if found:
         word, reason = found[0][1].strip(), found[0][2].strip()
         return State(word, "" if reason == "None" else reason)
-    return State(described(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
+    return State(job_fields(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
 
 
-def described(job_id: str) -> dict[str, str]:
+def job_fields(job_id: str) -> dict[str, str]:
     """The fields of `scontrol show job`; empty some minutes after the job's end."""
     try:
         text = ask("scontrol", "--oneliner", "show", "job", job_id)

@@ -74,7 +74,7 @@ def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
 
 def attach(run_id: str) -> VertexRun:
     """Find a run by `vertex:projects/<project>/locations/<region>/customJobs/<number>`."""
-    return VertexRun(named(run_id))
+    return VertexRun(resource_name(run_id))
 
 
 class VertexRun(CloudRun):
@@ -98,7 +98,7 @@ class VertexRun(CloudRun):
         state = description.state.name
         if state == "JOB_STATE_FAILED":
             told = " ".join(description.error.message.split()) or "no reason given"
-            return f"failed: {cause_of(base_of(description)) or told}"
+            return f"failed: {reported_cause(base_of(description)) or told}"
         return _WORDS.get(state, f"unknown: {state}")
 
     def stop(self) -> str | None:
@@ -127,7 +127,7 @@ class VertexRun(CloudRun):
         return "\n".join(lines)
 
 
-def cause_of(base: str) -> str:
+def reported_cause(base: str) -> str:
     """The cause that the hosts of the last attempt left; empty if there is none.
 
     Worker hosts repeat only that the head has ended, so the head's own words come first.
@@ -161,7 +161,7 @@ def base_of(job: Any) -> str:
     return str(job.job_spec.base_output_directory.output_uri_prefix).rstrip("/")
 
 
-def named(run_id: str) -> str:
+def resource_name(run_id: str) -> str:
     """The resource name in `vertex:projects/…/locations/…/customJobs/…`."""
     name = run_id.removeprefix("vertex:")
     parts = name.split("/")

@@ -33,7 +33,7 @@ from stoker.events import prices
 from stoker.events.prices import google_prices
 from stoker.figures import count_of
 from stoker.hosts import requirements
-from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
+from stoker.hosts.services.vertex import POOLS_VARIABLE, gcs_folder
 from stoker.place import PLACE_VARIABLE
 
 CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
@@ -144,7 +144,7 @@ def container_command(code_uri: str) -> list[str]:
     `exec` makes Python process 1, so that SIGTERM reaches it. The service may restart a container where it
     was, with the code of its first start.
     """
-    unpack = f"rm -rf {CODE_ON_HOST} && python -m tarfile -e {folder_of(code_uri)} {CODE_ON_HOST}"
+    unpack = f"rm -rf {CODE_ON_HOST} && python -m tarfile -e {gcs_folder(code_uri)} {CODE_ON_HOST}"
     return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
 
 
@@ -155,7 +155,7 @@ def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest
     if trains := training_group(config, pools):
         job = with_training_group(job, trains)
     data = find_data_uploads(job.data, gcs_uri)
-    data_at = {item.parameter: item.path_in(str(folder_of(item.uri))) for item in data}
+    data_at = {item.parameter: item.path_in(str(gcs_folder(item.uri))) for item in data}
     made = VertexRequest(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project=project)
     made.body.update(pruned(_body(made), made.keys))
     return made

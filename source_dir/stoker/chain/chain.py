@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.chain.collating import CollateFn, as_rows
-from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack, schema_of, size_of
+from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack_columns, schema_of, size_of
 from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
@@ -116,7 +116,7 @@ class Chain:
         """Records as columns, with the schema of the split if it is known."""
         at = len(report.schemas)
         expected = self.schemas[at].of_records() if self.schemas else None
-        packed = pack(records, expected, stage, self.pads)
+        packed = pack_columns(records, expected, stage, self.pads)
         report.schemas += (packed.schema,)
         for bad in packed.bad:
             _quarantine(report, bad)

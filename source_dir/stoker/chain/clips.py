@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.chain.decode import check_pixels
-from stoker.chain.stages import RecordTransform, value_of
+from stoker.chain.stages import RecordTransform, column_value
 from stoker.errors import UsageError
 from stoker.protocol import Record
 
@@ -65,7 +65,7 @@ class DecodeVideo(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         place = rng.random() if self.random else 0.5
-        clip = decode_clip(value_of(record, self.column), self.frames, self.rate, place, self.size)
+        clip = decode_clip(column_value(record, self.column), self.frames, self.rate, place, self.size)
         return {name: value for name, value in record.items() if name != self.column} | {"video": clip}
 
 

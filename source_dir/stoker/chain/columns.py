@@ -143,7 +143,7 @@ class Packed(NamedTuple):
     bad: list[BadRecord]
 
 
-def pack(
+def pack_columns(
     records: list[Record],
     expected: Schema | None = None,
     stage: str = "",

@@ -413,7 +413,7 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
             check_pixels(*picture.size)
             if bits and picture.mode not in _DEEP and depth_of(content)[0] > 8:
                 raise ValueError("bits is for grey images only; scale colour images to 16 bits")
-            return array_of(picture, mode, bits)
+            return image_array(picture, mode, bits)
     except Image.DecompressionBombError as error:
         raise too_large(error) from None
     except UnidentifiedImageError:
@@ -425,7 +425,7 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise ValueError(f"cannot be decoded: {error}") from None
 
 
-def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+def image_array(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
     """A Pillow image, upright, as a uint8 array, height × width × channels.
 
     Of more than 8 bits per channel, it keeps the upper 8.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.picture import open_picture, tensor_of
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, image_of, is_plain, may_draw
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, may_draw, record_image
 from stoker.chain.transforms import (
     CenterCrop,
     CheckLabel,
@@ -101,7 +101,7 @@ class Fused(RecordTransform):
         name = self.first
         try:
             picture: Pictured
-            picture = self.decode.opened(record) if self.decode else open_picture(image_of(record))
+            picture = self.decode.opened(record) if self.decode else open_picture(record_image(record))
             for part_name, part in self.parts:
                 name = part_name
                 picture = part.change(picture, rng)

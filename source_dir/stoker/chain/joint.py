@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.picture import is_hwc
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, may_draw, value_of
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform
 from stoker.errors import UsageError
 from stoker.protocol import Record
@@ -42,7 +42,7 @@ class DecodeMask(RecordTransform):
 
         found = {}
         for name in self.columns:
-            mask: Any = value_of(record, name)
+            mask: Any = column_value(record, name)
             if isinstance(mask, bytes | bytearray | memoryview):
                 try:
                     mask = Image.open(io.BytesIO(mask))
@@ -98,7 +98,7 @@ class Joint(RecordTransform):
         import torch
         from torchvision import tv_tensors
 
-        image = value_of(record, "image")
+        image = column_value(record, "image")
         if not hasattr(image, "shape"):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
         image = _tensor(image)
@@ -108,14 +108,14 @@ class Joint(RecordTransform):
         for name in self.masks:
             if name not in record and not self.needs_masks:
                 continue
-            mask = value_of(record, name)
+            mask = column_value(record, name)
             if not hasattr(mask, "shape"):
                 raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
             parts[name] = tv_tensors.Mask(_tensor(mask))
             if tuple(parts[name].shape[-2:]) != size:
                 raise ValueError(f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}")
         for name in self.boxes:
-            values = _tensor(value_of(record, name))
+            values = _tensor(column_value(record, name))
             if values.ndim != 2 or values.shape[1] != 4:
                 raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)

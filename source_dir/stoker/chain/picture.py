@@ -10,7 +10,7 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, array_of, decode_part, decode_whole, decode_with_pillow, jpeg_header
+from stoker.chain.decode import Mode, decode_part, decode_whole, decode_with_pillow, image_array, jpeg_header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +35,7 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
     from PIL import Image
 
     if isinstance(image, Image.Image):
-        return array_of(image, mode, bits)
+        return image_array(image, mode, bits)
     dtype = str(getattr(image, "dtype", "text" if isinstance(image, str) else f"a {type(image).__name__}"))
     if not dtype.endswith("uint8"):
         raise TypeError(f"column image is {dtype}, neither an encoded image nor a uint8 array")
@@ -53,7 +53,7 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
     if wanted > array.shape[2]:
         return np.repeat(array, 3, axis=2)
     if wanted < array.shape[2]:
-        return array_of(Image.fromarray(np.ascontiguousarray(array)), mode)
+        return image_array(Image.fromarray(np.ascontiguousarray(array)), mode)
     return np.ascontiguousarray(array)
 
 
@@ -182,8 +182,8 @@ class Picture:
         if self.window:
             rows, columns = self.window[0] + self.window[2], self.window[1] + self.window[3]
             # Input pixels that the last kept row and column average over.
-            tall = min(tall, reach(rows, scale[0], self.cubic))
-            wide = min(wide, reach(columns, scale[1], self.cubic))
+            tall = min(tall, input_extent(rows, scale[0], self.cubic))
+            wide = min(wide, input_extent(columns, scale[1], self.cubic))
         if self.array is not None:
             array, factor = self.array, 1
         else:
@@ -276,7 +276,7 @@ def resample(
     return out
 
 
-def reach(outputs: int, scale: float, cubic: bool) -> int:
+def input_extent(outputs: int, scale: float, cubic: bool) -> int:
     """Number of input pixels that the first `outputs` output pixels average over."""
     support = (2.0 if cubic else 1.0) * max(scale, 1.0)
     return int(scale * (outputs - 0.5) + support + 0.5) + 1

@@ -74,7 +74,7 @@ def may_draw(module: Any) -> bool:
     return type(module).__name__ not in _NEVER_RANDOM
 
 
-def value_of(record: Record, column: str) -> Any:
+def column_value(record: Record, column: str) -> Any:
     value = record.get(column)
     if value is None:
         there = [name for name in record if name != "key"]
@@ -84,8 +84,8 @@ def value_of(record: Record, column: str) -> Any:
     return value
 
 
-def image_of(record: Record) -> Any:
-    image = value_of(record, "image")
+def record_image(record: Record) -> Any:
+    image = column_value(record, "image")
     if isinstance(image, bytes | bytearray | memoryview):
         raise TypeError("the image is still encoded; put DecodeImage() before this stage")
     return image
@@ -101,7 +101,7 @@ class ImageModule(RecordTransform):
         import numpy as np
         import torch
 
-        out = self.module(tensor_of(image_of(record)))
+        out = self.module(tensor_of(record_image(record)))
         if not isinstance(out, torch.Tensor):
             out = np.array(out)  # of a Pillow image, which nobody may write to
         return {**record, "image": out}
@@ -129,7 +129,7 @@ def refuse_nothing_to_keep(stages: list[Stage]) -> None:
     )
 
 
-def key_of(split: str, fingerprint: str, stages: list[Stage]) -> str:
+def cache_key(split: str, fingerprint: str, stages: list[Stage]) -> str:
     """Cache key for the results of these stages on the data of this split."""
     from ray import cloudpickle
 

@@ -22,7 +22,7 @@ from stoker.chain.picture import (
     tensor_of,
     with_channels,
 )
-from stoker.chain.stages import RecordTransform, image_of, value_of
+from stoker.chain.stages import RecordTransform, column_value, record_image
 from stoker.errors import UsageError
 from stoker.protocol import Record
 
@@ -65,7 +65,7 @@ class DecodeImage(RecordTransform):
 
     def _source(self, record: Record) -> Any:
         """The file's bytes, or an array."""
-        image = value_of(record, "image")
+        image = column_value(record, "image")
         encoded = isinstance(image, bytes | bytearray | memoryview)
         return bytes(image) if encoded else with_channels(image, self.mode, self.bits)
 
@@ -86,7 +86,7 @@ class CheckLabel(RecordTransform):
         self.numbers = {name: number for number, name in enumerate(names)}
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        label = value_of(record, "label")
+        label = column_value(record, "label")
         if isinstance(label, str) and self.numbers:
             if label not in self.numbers:
                 raise ValueError(f"label {label!r} is not one of the {len(self.numbers)} classes")
@@ -113,7 +113,7 @@ class Rename(RecordTransform):
         self.columns = columns
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        renamed = {new: value_of(record, old) for new, old in self.columns.items()}
+        renamed = {new: column_value(record, old) for new, old in self.columns.items()}
         old = {*self.columns.values()}
         return {**{name: value for name, value in record.items() if name not in old}, **renamed}
 
@@ -148,7 +148,7 @@ class ImageTransform(RecordTransform):
         resizing_kernels()
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        image = self.change(open_picture(image_of(record)), rng).pixels()
+        image = self.change(open_picture(record_image(record)), rng).pixels()
         return {**record, "image": tensor_of(image) if self.gives_tensor else image}
 
     @abstractmethod
@@ -335,7 +335,7 @@ class GaussianBlurs(RecordTransform):
         import numpy as np
         import torch
 
-        image = image_of(record)
+        image = record_image(record)
         sigmas = [torch.empty(1).uniform_(*limits).item() for _, limits in self.blurs]
         as_tensor = self.gives_tensor
         if isinstance(image, np.ndarray) and not is_hwc(image.shape):

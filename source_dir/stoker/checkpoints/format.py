@@ -129,13 +129,13 @@ def newest_valid(
     for name in store.names() if names is None else names:
         problem = verify(store, name)
         if problem is None:
-            return describe(store, name)
+            return load_meta(store, name)
         if log:
             log(f"skipping checkpoint {name}: {problem}")
     return None
 
 
-def describe(store: CheckpointStore, name: str) -> Checkpoint:
+def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
     """A checkpoint with its `meta.json` and its outcome, unchecked."""
     try:
         meta = json.loads(store.content(f"{name}/{META}"))
@@ -171,7 +171,7 @@ def read_plain(file: Any, where: str) -> Any:
         ) from None
 
 
-def load(checkpoint: Checkpoint) -> Content:
+def load_checkpoint(checkpoint: Checkpoint) -> Content:
     from safetensors.torch import load_file
 
     with checkpoint.store.local(checkpoint.name) as folder:
@@ -210,7 +210,7 @@ class Retention:
         for name in self.store.names():
             if step_of(name) <= upto:
                 with contextlib.suppress(OSError, ValueError):
-                    self._note(describe(self.store, name))
+                    self._note(load_meta(self.store, name))
 
     def _note(self, saved: Checkpoint) -> None:
         """Add a checkpoint; a metric that is not finite counts as none."""

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.config.values import Quoted, Text, expanded_data, finite, read_yaml, typed
+from stoker.config.values import Quoted, Text, expanded_data, read_yaml, typed, without_cycles
 from stoker.errors import UsageError, nearest
 
 _MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
@@ -66,7 +66,7 @@ def load(
     tree: dict[str, Any]
     if isinstance(path, Mapping):
         try:
-            finite(dict(path))
+            without_cycles(dict(path))
         except ValueError as error:
             raise UsageError(f"configuration: {error}") from None
         tree, path = _filled(copy.deepcopy(dict(path))), None
@@ -112,7 +112,7 @@ def load(
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
             place = next((o for k, o in origins.items() if k == key or key.startswith(k + ".")), where)
-            problems.append(f"{place}: {describe(detail, Config)}")
+            problems.append(f"{place}: {error_line(detail, Config)}")
     if problems:
         raise UsageError(*problems)
     return Resolved(config, origins, Path(path) if path else None)
@@ -146,7 +146,7 @@ def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
     return overrides
 
 
-def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
+def error_line(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
     """Format a pydantic error as `section.key: what is wrong (got …); did you mean …`."""
     loc = [str(part) for part in detail["loc"]]
     key = ".".join(([prefix] if prefix else []) + loc)

@@ -130,7 +130,7 @@ def read_yaml(text: str, loader: Any = None) -> Any:
         ValueError: it is not YAML, or without end, in one line.
     """
     try:
-        return finite(yaml.load(text, Loader=loader or UniqueKeys))  # noqa: S506 - derived from SafeLoader
+        return without_cycles(yaml.load(text, Loader=loader or UniqueKeys))  # noqa: S506 - derived from SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -143,7 +143,7 @@ def read_yaml(text: str, loader: Any = None) -> Any:
         raise ValueError(f"a value cannot be read: {error}") from None
 
 
-def finite(tree: Any) -> Any:
+def without_cycles(tree: Any) -> Any:
     """A tree of mappings and lists, which has an end.
 
     Raises:

@@ -282,7 +282,7 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
         raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
     return raynode.arguments_for(
         address=address,
-        labels=cluster.labels_of(topology),
+        labels=cluster.ray_labels(topology),
         cpus=raynode.cpus_to_declare(gpus),
         # None lets Ray detect GPUs; a group that does not train must not attract train workers.
         gpus=None if topology.trains else 0,

@@ -195,7 +195,7 @@ def read_token(folder: Path) -> str:
     return token
 
 
-def labels_of(topology: Topology) -> dict[str, str]:
+def ray_labels(topology: Topology) -> dict[str, str]:
     """This host's Ray labels."""
     labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
     kind = next(group.instance_type for group in topology.groups if group.name == topology.group)

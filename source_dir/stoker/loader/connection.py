@@ -85,7 +85,7 @@ def keeping_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
 
 
-def group() -> str:
+def service_name() -> str:
     """Name of the service that the ranks of this job share."""
     import ray
 

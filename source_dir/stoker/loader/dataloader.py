@@ -25,7 +25,7 @@ from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_r
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
-from stoker.read.sources import put_back, states
+from stoker.read.sources import restore_generators, states
 from stoker.serve.blocks.packing import pack
 
 HERE_VARIABLE = "STOKER_LOADER"
@@ -142,7 +142,7 @@ class DataLoader(TorchDataLoader[Item]):
             apart = copy.copy(self)
             apart.generator = torch.Generator()
             self.kept.base = vars(_BaseDataLoaderIter(apart))
-            put_back(now)
+            restore_generators(now)
         before = state["generators"] if state else self._generators()
         try:
             if state:
@@ -151,7 +151,7 @@ class DataLoader(TorchDataLoader[Item]):
         finally:
             if state:
                 # Restoring the global generators is up to the script.
-                put_back(now)
+                restore_generators(now)
         if keeps:
             self.kept.opened(iterator, self.persistent_workers)
         self._state, self.restored, self._live = None, False, (iterator, before)
@@ -179,7 +179,7 @@ class DataLoader(TorchDataLoader[Item]):
     def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
         from stoker.loader.loader_service import forget, register, service_of
 
-        service = service_of(connection.group(), self.stall_timeout_s)
+        service = service_of(connection.service_name(), self.stall_timeout_s)
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
         register(service, pages, name, self._id, iterable)
         streams = max(1, self.num_workers) if iterable else 0
@@ -303,7 +303,7 @@ class DataLoader(TorchDataLoader[Item]):
         return {"global": states(), "own": own, "samplers": samplers}
 
     def _set_generators(self, found: dict[str, Any]) -> None:
-        put_back(found["global"])
+        restore_generators(found["global"])
         for generator, state in zip(self._own(), found["own"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):

@@ -32,7 +32,7 @@ from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockSlice, Shard
-from stoker.serve.blocks.client import connect
+from stoker.serve.blocks.client import block_transport
 from stoker.serve.blocks.packing import unpack
 from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.session import EVENTS_VARIABLE
@@ -94,7 +94,7 @@ class ClusterMaker:
         ray.get(service.open.remote(service, key, split, *about), timeout=ANSWER_S)
         # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
         # torch's pinned memory tracks such copies.
-        self._transport = connect(service, pinned=False, timeout_s=600.0)
+        self._transport = block_transport(service, pinned=False, timeout_s=600.0)
         self._places: dict[int, Place] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0

@@ -81,7 +81,7 @@ WHOLE = 1 << 16
 """Larger memory is summed up by blocks first, which takes a tenth of the time."""
 
 
-def digest(value: Any, before: int = 0) -> int:
+def batch_digest(value: Any, before: int = 0) -> int:
     """A checksum of a batch that depends on its values only: not on the process, or on which
     objects are the same. Objects without known content count as their type.
     """
@@ -89,20 +89,20 @@ def digest(value: Any, before: int = 0) -> int:
     import torch
 
     if isinstance(value, torch.Tensor):
-        about = digest(f"{value.dtype}{tuple(value.shape)}{value.layout}", before)
+        about = batch_digest(f"{value.dtype}{tuple(value.shape)}{value.layout}", before)
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return about
         flat = value.detach().cpu().contiguous().reshape(-1)
         return _of_memory(flat.view(torch.uint8).numpy() if flat.numel() else b"", about)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return digest(value.tolist(), digest(f"{value.dtype}{value.shape}", before))
+        return batch_digest(value.tolist(), batch_digest(f"{value.dtype}{value.shape}", before))
     if isinstance(value, np.ndarray | np.generic):
-        about = digest(f"{value.dtype}{value.shape}", before)
+        about = batch_digest(f"{value.dtype}{value.shape}", before)
         return _of_memory(np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8), about)
     if isinstance(value, str | bytes | bytearray):
         return zlib.crc32(value.encode(errors="surrogatepass") if isinstance(value, str) else value, before)
     if isinstance(value, set | frozenset):
-        return digest(sorted(digest(each) for each in value), before)
+        return batch_digest(sorted(batch_digest(each) for each in value), before)
     about = zlib.crc32(type(value).__qualname__.encode(), before)
     if isinstance(value, dict):
         value = [part for item in value.items() for part in item]
@@ -111,7 +111,7 @@ def digest(value: Any, before: int = 0) -> int:
     if all(type(each) in PLAIN for each in value):
         return zlib.crc32(marshal.dumps(list(value), 0), about)
     for each in value:
-        about = digest(each, about)
+        about = batch_digest(each, about)
     return about
 
 
@@ -123,7 +123,7 @@ def _of_object(value: Any, about: int) -> int:
         return zlib.crc32(marshal.dumps(value, 0), about)
     if callable(getattr(value, "tobytes", None)):  # images of Pillow
         return zlib.crc32(value.tobytes(), about)
-    return digest(vars(value), about) if hasattr(value, "__dict__") else about
+    return batch_digest(vars(value), about) if hasattr(value, "__dict__") else about
 
 
 def _of_memory(memory: Any, before: int) -> int:
@@ -287,11 +287,11 @@ class LoaderWork:
 
 def _digest(made: MadeBatch | Failed, before: int) -> int:
     if isinstance(made, Failed):
-        return digest(made.kind.__qualname__, before)
+        return batch_digest(made.kind.__qualname__, before)
     try:
-        return digest(made.batch, before)
+        return batch_digest(made.batch, before)
     except Exception:  # it refers to itself
-        return digest(type(made.batch).__qualname__, before)
+        return batch_digest(type(made.batch).__qualname__, before)
 
 
 def copy_for(
@@ -373,7 +373,7 @@ class LoaderSource:
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
-        self._folder = self._folder or reach(self.pages)
+        self._folder = self._folder or import_script(self.pages)
         self._enter()
         if self._room is None:
             use_one_thread()
@@ -407,7 +407,7 @@ class LoaderSource:
             return itertools.repeat([failed(error, f"worker {order.worker}")])
 
 
-def reach(pages: Any) -> str:
+def import_script(pages: Any) -> str:
     """Make the script's modules importable; return its working directory."""
     import numpy as np
 

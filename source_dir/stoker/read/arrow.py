@@ -40,7 +40,7 @@ def values_of(column: Any) -> Callable[[int], Any]:
     if content_of_struct(kind) == "data":
         return lambda row: pixels_of(array[row].as_py())
     if is_list(kind):
-        return lambda row: array_of(array[row].values)
+        return lambda row: list_array(array[row].values)
     return lambda row: array[row].as_py()
 
 
@@ -80,7 +80,7 @@ def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
     return np.frombuffer(image["data"], np.uint8).reshape(shape)[..., order]
 
 
-def array_of(values: Any) -> NDArray[Any]:
+def list_array(values: Any) -> NDArray[Any]:
     """A list as an array; lists in it become dimensions if they are equally long."""
     import pyarrow as pa
     from pyarrow import compute

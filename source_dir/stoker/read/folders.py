@@ -98,7 +98,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     mine = (list_files(root) if split == "train" else []) if one else files_of(root, split, underscored=True)
     if is_file(root):
         return mine, ()
-    lines = () if one else (*beside(root, split), *_gathered(root, split, mine))
+    lines = () if one else (*note_on_unread(root, split), *_gathered(root, split, mine))
     if any("/_delta_log/" in f.path or f.path.endswith(".metadata.json") for f in mine):
         raise UsageError(
             f"{root}: the {split} split holds a Delta or Iceberg table, so some files may be outdated; read"
@@ -199,7 +199,7 @@ def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
     return (f"{folder}: {what}: {', '.join(texts[:4])}{', …' * (len(texts) > 4)}",) if paths else ()
 
 
-def beside(root: str, split: str) -> tuple[str, ...]:
+def note_on_unread(root: str, split: str) -> tuple[str, ...]:
     """A line on folders and files that lie beside the splits, told once, with the training split."""
     names = sum(SPLIT_NAMES.values(), ())
     there = children(root) if split == "train" else []

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from stoker.errors import CacheError
 from stoker.hosts.machine import memory
 from stoker.protocol import BadRecord, Record, Shard
-from stoker.read.identity import as_array
+from stoker.read.identity import tensor_as_array
 from stoker.read.sources import Source, StreamedSource, digest, listing_of, one_by_one
 
 PREFIX = "stoker-cache-"
@@ -263,7 +263,7 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, whose memory need not be copied."""
 
     def reducer_override(self, value: Any) -> Any:
-        return as_array(value)
+        return tensor_as_array(value)
 
 
 HOME_RECORDS = 2048

@@ -35,7 +35,7 @@ SYSTEM = {"_io", "_thread", "builtins", "io", "logging", "multiprocessing", "thr
 """Modules whose objects do not describe records."""
 
 
-def content_of(value: Any, whole: bool = False) -> bytes:
+def content_digest(value: Any, whole: bool = False) -> bytes:
     """A digest of an object's content; unless it is hashed `whole`, computed in a fraction of a second."""
     contents = _Contents(whole)
     contents.add(value)
@@ -128,7 +128,7 @@ def movable(text: str) -> str:
     return text
 
 
-def as_array(value: Any) -> Any:
+def tensor_as_array(value: Any) -> Any:
     """How to pickle a tensor as an array; NotImplemented for anything else."""
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
@@ -174,7 +174,7 @@ def identity_of(source: Source) -> Identity:
     if text and not source.random:
         return Identity(text)
     kind = type(getattr(source, "dataset", source)).__name__
-    base = text or digest(source.count(), content_of(source).hex())
+    base = text or digest(source.count(), content_digest(source).hex())
     try:
         copied = _as_tasks_get_it(source)
         digests, draws, differs = _sample(source, copied)
@@ -193,7 +193,7 @@ def _as_tasks_get_it(source: Source) -> Source:
 
     class Sharing(CloudPickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            shared = as_array(value)
+            shared = tensor_as_array(value)
             return super().reducer_override(value) if shared is NotImplemented else shared
 
     buffers: list[pickle.PickleBuffer] = []
@@ -250,7 +250,7 @@ def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[byt
             after = states()
             drew = any(after[name] != state for name, state in before.items())
             record = {"key": record.key} if isinstance(record, BadRecord) else record
-            found.append((content_of(record, whole=True), drew))
+            found.append((content_digest(record, whole=True), drew))
     return found
 
 

@@ -21,7 +21,7 @@ from stoker.config.values import Texts, read_yaml
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.protocol import BadRecord, Record, Shard
-from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, beside, only, sort_out, split_folder
+from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, note_on_unread, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.labels import MOST_CLASSES, alike
 from stoker.read.sources import IndexedSource, Source, cut_indices, read_again
@@ -502,4 +502,4 @@ def read_images(
         return None
     training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
     classes = ImageFolderSource(training[0]).names if training and split != "train" else None
-    return ImageFolderSource(folder, classes).noting(*beside(root, split))
+    return ImageFolderSource(folder, classes).noting(*note_on_unread(root, split))

@@ -75,7 +75,7 @@ def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> 
     return found
 
 
-def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
+def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
     import pyarrow as pa
 
     kind = column_types(source).get(column)

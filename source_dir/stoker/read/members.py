@@ -83,7 +83,7 @@ class Naming:
         return stem, column, suffix
 
 
-def value_of(suffix: str, content: bytes, texts: bool = False) -> Any:
+def parse_member(suffix: str, content: bytes, texts: bool = False) -> Any:
     if suffix in NUMBERS:
         return text_of(content) if texts else number_of(content)
     if suffix == "json":
@@ -266,7 +266,7 @@ def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | N
             for name, value in _fields(member.content):
                 found.values[f"{JSON}.{name}"].take(value)
         elif labels and column == "image":
-            found.folders[folder_of(stem)].add(path)
+            found.folders[member_folder(stem)].add(path)
     found.rows = len(naming.stems) if most is None else min(len(naming.stems), most)
     found.dotted = naming.dotted
     return found
@@ -282,7 +282,7 @@ def merged(surveys: Iterable[Survey]) -> Survey:
 def label_of(record: Record, rule: Rule) -> Any:
     """The label of a record; None if it has none where the rule says."""
     if rule.place == FOLDER:
-        return folder_of(record["key"].partition(":")[2]).rpartition("/")[2] or None
+        return member_folder(record["key"].partition(":")[2]).rpartition("/")[2] or None
     value = record.get(rule.place)
     if rule.place == JSON:
         value = value.get(rule.name.partition(".")[2]) if isinstance(value, dict) else None
@@ -294,7 +294,7 @@ def label_of(record: Record, rule: Rule) -> Any:
     return value if label is None else label
 
 
-def folder_of(stem: str) -> str:
+def member_folder(stem: str) -> str:
     """The folder of a record's members, without a leading dot."""
     return stem.rpartition("/")[0].removeprefix(".").strip("/")
 

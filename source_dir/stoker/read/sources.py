@@ -307,7 +307,7 @@ def drawing(text: str) -> Iterator[None]:
         yield
     finally:
         _forget_torch()
-        put_back(before)
+        restore_generators(before)
 
 
 def states() -> dict[str, Any]:
@@ -323,7 +323,7 @@ def states() -> dict[str, Any]:
     return found
 
 
-def put_back(found: dict[str, Any]) -> None:
+def restore_generators(found: dict[str, Any]) -> None:
     import numpy as np
 
     random.setstate(found["random"])
@@ -401,7 +401,7 @@ class TorchSource(NumberedSource):
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in shard.items:
-            rewind = partial(put_back, states())
+            rewind = partial(restore_generators, states())
             item = read_again(str(index), partial(self.dataset.__getitem__, index), rewind, far=True)
             if isinstance(item, BadRecord):
                 yield item

@@ -21,8 +21,8 @@ from stoker.read.members import (
     Survey,
     label_of,
     merged,
+    parse_member,
     survey_of,
-    value_of,
 )
 from stoker.read.sources import Source, StreamedSource, permuted
 from stoker.read.tar import CHUNKS_PREPARED, Ahead, members, streamed
@@ -242,7 +242,7 @@ class WebDatasetSource(StreamedSource):
                 current["key"] = key
                 if self.columns is None or column in (*self.columns, self.rule.place):
                     try:
-                        current[column] = value_of(suffix, member.content, column in self.texts)
+                        current[column] = parse_member(suffix, member.content, column in self.texts)
                     except ValueError as error:
                         current["__bad"] = f".{suffix}: {error}"
         if current:

@@ -79,6 +79,6 @@ def no_such_script(named: str, path: Path) -> str:
     return f"script: no file {named} (looked in {folder})"
 
 
-def command_line(config: Config) -> str:
+def script_command_line(config: Config) -> str:
     """The script and its arguments as typed, without secrets."""
     return shlex.join([str(config.script), *redact(config.args, "args")])

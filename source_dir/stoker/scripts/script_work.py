@@ -12,7 +12,7 @@ from stoker.events.sinks import Tracking
 from stoker.figures import count_of
 from stoker.hosts.topology import NODE_LABEL
 from stoker.place import LAUNCH_DIR_VARIABLE, RunPlace
-from stoker.scripts.script_checks import command_line
+from stoker.scripts.script_checks import script_command_line
 from stoker.train.resume import own_place, refuse_unshared
 from stoker.train.trainer import count_workers
 
@@ -45,7 +45,7 @@ class ScriptWork:
 
     def opening_line(self) -> str:
         workers = count_of(self.workers, f"{'GPU' if self.use_gpu else 'CPU'} train worker")
-        return f"{command_line(self.config)}; starting it on {workers} …"
+        return f"{script_command_line(self.config)}; starting it on {workers} …"
 
     def notes(self) -> list[str]:
         folder = Path(self.where)

@@ -114,7 +114,8 @@ class EpochAccount:
         """
         if self.bad == self.read >= FIRST and budget < 1:
             raise DataError(
-                f"none of the first {self.read} {self.split} records can be used{example_of(self.first_bad)}"
+                f"none of the first {self.read} {self.split} records can be used"
+                f"{first_bad_record(self.first_bad)}"
             )
         whole = max(self.read, LEAST_ASSUMED if total is None else total)
         known = f"{whole} {self.split} records"
@@ -179,11 +180,11 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
-            f" ({budget:.2%}; raise it to skip them){example_of(first)}"
+            f" ({budget:.2%}; raise it to skip them){first_bad_record(first)}"
         )
 
 
-def example_of(first: BadRecord | None) -> str:
+def first_bad_record(first: BadRecord | None) -> str:
     """The first bad record and where to find the others, for the end of a message."""
     example = f"; the first is {first.key}: {first.reason}" if first else ""
     return f"{example} (all of them: quarantine.jsonl)"

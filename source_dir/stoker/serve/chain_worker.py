@@ -25,7 +25,7 @@ from stoker.errors import OverError, root_cause
 from stoker.protocol import BlockReport, Claim, Made, Process, Reply, Work
 from stoker.read.sources import Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.shards import Guard, LoadedSplit, Witness, blocks_of, failure_of, load, refuse_flaky
+from stoker.serve.shards import Guard, LoadedSplit, Witness, blocks_of, failure_of, open_split, refuse_flaky
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
@@ -155,7 +155,7 @@ class ChainWorker:
         for each in over:
             self._loaded.pop(each, None)
         self._streams = {place: rest for place, rest in self._streams.items() if place[0] not in over}
-        return load(*references)
+        return open_split(*references)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray

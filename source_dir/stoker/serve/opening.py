@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.chain.collating import Collate
 from stoker.chain.joint import refuse_image_alone
 from stoker.chain.probing import fix_schemas
-from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
@@ -278,7 +278,7 @@ def start_coordinator(
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {
-        split: key_of(split, data.identity(split).text, chain.stages[: chain.prefix])
+        split: cache_key(split, data.identity(split).text, chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }

@@ -235,7 +235,7 @@ def refuse_flaky(report: BlockReport) -> None:
             raise FlakyReadError(f"record {bad.key} {bad.reason}")
 
 
-def load(setup: Any) -> LoadedSplit:
+def open_split(setup: Any) -> LoadedSplit:
     """Open a split for the whole run."""
     import ray
 

@@ -54,7 +54,7 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     import torch
 
     recipe = worker.recipe
-    worker.example = example_of(recipe, batch, split)
+    worker.example = export_example(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
         refuse_absent(recipe, [name for name, value in batch.items() if isinstance(value, torch.Tensor)])
         names = recipe.export_inputs()
@@ -127,10 +127,14 @@ def read_example(worker: Worker) -> Example | None:
     # Pickled and unpickled, as for chain workers, to import what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301 - this process wrote it
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
-    return example_of(worker.recipe, as_one_batch(chain.collate, columns, report), split) if columns else None
+    return (
+        export_example(worker.recipe, as_one_batch(chain.collate, columns, report), split)
+        if columns
+        else None
+    )
 
 
-def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
+def export_example(recipe: Recipe, batch: Batch, split: Split) -> Example:
     """The first records of a batch, on the CPU, with the columns an export takes."""
     import torch
 
@@ -163,7 +167,7 @@ def write_forms(
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            ready = exports or prepare(recipe, forms, example, folder)
+            ready = exports or export_reference(recipe, forms, example, folder)
             if isinstance(ready, str):
                 result["note"] = ready
             else:
@@ -179,10 +183,12 @@ def write_forms(
         results.append(result)
         tell(result)
     shutil.rmtree(draft, ignore_errors=True)
-    describe(folder, exports, results)
+    describe_export(folder, exports, results)
 
 
-def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: Path) -> Exports | str:
+def export_reference(
+    recipe: Recipe, forms: list[str], example: Example | None, folder: Path
+) -> Exports | str:
     """The reference model and its outputs.
 
     Returns:
@@ -214,7 +220,7 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
     return exports
 
 
-def describe(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
+def describe_export(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
     """Add inputs, outputs and the results of the comparison to model.json."""
     about = json.loads((folder / "model.json").read_text())
     if exports is not None and exports.answers:
@@ -349,10 +355,10 @@ def write_one(exports: Exports, form: str, draft: Path) -> float:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecations that the user cannot act on
         loaded = WRITERS[form](exports, draft / FILES[form])
-        return max(compare(exports, loaded, size) for size in exports.sizes)
+        return max(max_difference(exports, loaded, size) for size in exports.sizes)
 
 
-def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
+def max_difference(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
     """The largest absolute difference in a batch of `size` records."""
     import torch
 

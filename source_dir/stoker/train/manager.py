@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, describe
+from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
 from stoker.config.redaction import redact
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
@@ -25,14 +25,14 @@ from stoker.train.state import (
     Progress,
     Worker,
     carried_progress,
-    content_of,
+    checkpoint_content,
     from_rank_0,
     gather,
     live_state,
     not_finite,
-    put_back,
     rank_part,
     reached,
+    restore_state,
     set_rng_state,
 )
 from stoker.train.stopping import EarlyStopping, monitored, monitors
@@ -120,7 +120,7 @@ class CheckpointManager:
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        content = content_of(worker, live, parts, meta, self._copier)
+        content = checkpoint_content(worker, live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
         paused_s = time.perf_counter() - started
         write = partial(self._write, content, self._position, paused_s)
@@ -209,8 +209,8 @@ class CheckpointManager:
             Progress in the interrupted epoch; None if the checkpoint is between two epochs.
         """
         worker, meta = self.worker, saved.meta
-        content = checkpoint.load(saved) if worker.rank == 0 else None
-        ranks = put_back(worker, content)
+        content = checkpoint.load_checkpoint(saved) if worker.rank == 0 else None
+        ranks = restore_state(worker, content)
         progress = carried_progress(worker, meta, ranks)
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.history, self.resumed, self._last = list(meta["history"]), saved, saved
@@ -386,7 +386,7 @@ def begin(
             start = f"{chosen[0].rstrip('/')}/{chosen[2]}" if chosen is not None and own else ""
             refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
         if found is None and chosen is not None:
-            found = describe(open_store(*chosen[:2]), chosen[2])
+            found = load_meta(open_store(*chosen[:2]), chosen[2])
         if found is not None:
             found = awaiting(found, worker.config.train.max_steps)
         first, position = (found.meta["next_epoch"], found.position) if found else (0, None)

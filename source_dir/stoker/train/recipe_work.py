@@ -27,7 +27,7 @@ class RecipeWork:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
         refuse_single_records(config, data, self.workers)
-        self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
+        self.start = resuming.find_start(config, place, data, self.workers, tracking.summary, tracking.note)
         self.summary = tracking.summary
         self.where, self.synced = self.start.where, self.start.synced
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)

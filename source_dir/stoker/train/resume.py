@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid
+from stoker.checkpoints.format import Checkpoint, awaiting, load_meta, newest_valid
 from stoker.config.redaction import redact, redacted_at
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -55,7 +55,7 @@ def check_path(config: Config) -> None:
         locate(config.checkpoint.resume)
 
 
-def prepare(
+def find_start(
     config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> ResumePoint:
     """Find the start of the run and check it against the checkpoint it resumes from."""
@@ -137,7 +137,7 @@ def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], An
         problem = verify(store, name)
         if problem:
             raise UsageError(f"--resume {path}: {problem}")
-        return describe(store, name)
+        return load_meta(store, name)
     found = newest_valid(store, log)
     if found is None:
         raise UsageError(f"--resume {path}: no complete checkpoint in {store.where}")
@@ -274,7 +274,7 @@ def hosts_without(folder: str, nodes: list[str]) -> list[str]:
         cause = " ".join(str(error).split())[-300:] or type(error).__name__
         raise UsageError(f"checkpoint.dir: cannot check {folder} on the hosts that train: {cause}") from None
     finally:
-        on(first, remove)
+        on(first, remove_folder)
     return [node for node, there in zip(others, seen, strict=True) if not there]
 
 
@@ -292,6 +292,6 @@ def sees(path: str) -> bool:
     return True
 
 
-def remove(path: str) -> None:
+def remove_folder(path: str) -> None:
     with contextlib.suppress(OSError):
         Path(path).unlink()

@@ -109,7 +109,7 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     return {"split": feed.split, **answer}
 
 
-def loss_of(result: Any) -> Any:
+def loss_value(result: Any) -> Any:
     import torch
 
     loss = result.get("loss") if isinstance(result, dict) else result
@@ -292,7 +292,7 @@ def live_state(worker: Worker) -> dict[str, Any]:
     }
 
 
-def content_of(
+def checkpoint_content(
     worker: Worker,
     live: dict[str, Any],
     parts: list[dict[str, Any]],
@@ -309,7 +309,7 @@ def content_of(
     return Content(copies["weights"], state, meta, copies["ema"])
 
 
-def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
+def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
     """Load a checkpoint into model, optimiser and the rest. Collective.
 
     Returns:

@@ -17,7 +17,7 @@ from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
 from stoker.train import strategies
-from stoker.train.state import Worker, count_records, loss_of
+from stoker.train.state import Worker, count_records, loss_value
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -138,7 +138,7 @@ class Step:
                 f"train.batch_size: a batch of {count_of(count_records(batch), 'record')} came, and {reason};"
                 " set data.remainder=2 to leave out a last batch of one, or another train.batch_size"
             ) from error
-        return loss_of(result)
+        return loss_value(result)
 
     def _syncing(self, last: bool) -> Any:
         """Under ddp gradients are averaged over ranks with the window's last batch only.

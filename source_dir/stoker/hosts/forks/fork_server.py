@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 RAY_COMPAT = Path(__file__).parents[2] / "ray_compat.py"
 
 
-def begin(path: str, parent: int, modules: Sequence[str], later: Sequence[str]) -> NoReturn:
+def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[str]) -> NoReturn:
     """Import the modules, then fork a worker per request at the socket `path` until the parent process ends.
 
     A second process also imports `later`, which only train workers need, and forks those.
@@ -34,14 +34,14 @@ def begin(path: str, parent: int, modules: Sequence[str], later: Sequence[str]) 
         os.closerange(3, 1 << 16)
         end_with(parent, folder)
         runpy.run_path(str(RAY_COMPAT))["draw_ids_from_the_system"]()
-        prepare(modules)
+        import_for_forks(modules)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         here, training = os.getpid(), str(folder / "training")
         if not later:
             Path(training).symlink_to(path)
         elif os.fork() == 0:
             end_with(here, folder)
-            prepare(later)
+            import_for_forks(later)
             path = training
         serve(path)
     finally:
@@ -62,7 +62,7 @@ def end_with(parent: int, folder: Path) -> None:
         end()
 
 
-def prepare(modules: Sequence[str]) -> None:
+def import_for_forks(modules: Sequence[str]) -> None:
     """Import modules for the forks; exit if two forks would draw the same ids, and so each other's data."""
     gc.disable()  # to import faster
     for name in modules:
@@ -161,4 +161,4 @@ def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.soc
 
 if __name__ == "__main__":
     sys.path[0] = ""  # instead of this folder; a worker puts its own there
-    begin(*json.loads(sys.argv[1]))
+    serve_forks(*json.loads(sys.argv[1]))

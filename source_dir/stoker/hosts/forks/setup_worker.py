@@ -17,7 +17,7 @@ def main(given: list[str]) -> None:
     context = next((json.loads(a.removeprefix(CONTEXT)) for a in given if a.startswith(CONTEXT)), None)
     if isinstance(context, dict) and is_simple(context) and given[0].endswith("/forked_worker.py"):
         os.environ.update(context.get("env_vars") or {})
-        os.chdir(folder_of(context) or ".")
+        os.chdir(working_dir_of(context) or ".")
         command = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
     else:
         command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "setup_worker.py"), *given]
@@ -27,12 +27,12 @@ def main(given: list[str]) -> None:
 def is_simple(context: dict[str, Any]) -> bool:
     """Whether an environment has only variables and a folder, and uses this interpreter."""
     program, variables = context.get("py_executable"), context.get("env_vars") or {}
-    known = ("env_vars", "py_executable", *(("command_prefix",) if folder_of(context) else ()))
+    known = ("env_vars", "py_executable", *(("command_prefix",) if working_dir_of(context) else ()))
     other = [key for key, value in context.items() if value and key not in known]
     return program in (None, sys.executable) and not other and not any("$" in v for v in variables.values())
 
 
-def folder_of(context: dict[str, Any]) -> str:
+def working_dir_of(context: dict[str, Any]) -> str:
     """Where a job with a working directory runs: Ray changes to it by a command."""
     match context.get("command_prefix"):
         case ["cd", str(folder), "&&"] if Path(folder).is_dir():

@@ -181,7 +181,7 @@ def unmounted(variables: Mapping[str, str]) -> str:
 
 def _owner(variables: Mapping[str, str]) -> str:
     """The job whose run the output directory has: this one, unless a request was submitted twice."""
-    job, file = variables.get(JOB_VARIABLE, ""), folder_of(variables[MODEL_VARIABLE]).parent / OWNER
+    job, file = variables.get(JOB_VARIABLE, ""), gcs_folder(variables[MODEL_VARIABLE]).parent / OWNER
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x") as output:
@@ -199,7 +199,7 @@ def folders() -> Folders:
     places = {name: os.environ.get(name, "") for name in OUTPUT_VARIABLES}
     if not all(places.values()) or unmounted(places):
         return Folders(run=_LOCAL, checkpoints=_LOCAL, model=_LOCAL, failure=_LOCAL / "failure")
-    model, checkpoints, board = (folder_of(uri) for uri in places.values())
+    model, checkpoints, board = (gcs_folder(uri) for uri in places.values())
     base = model.parent
     # Not among those of the job that owns the directory.
     mine = _owner(os.environ) == os.environ.get(JOB_VARIABLE, "")
@@ -213,7 +213,7 @@ def folders() -> Folders:
     )
 
 
-def folder_of(uri: str) -> Path:
+def gcs_folder(uri: str) -> Path:
     """`gs://bucket/folder/` as a folder below `/gcs`."""
     return MOUNTS / uri.removeprefix("gs://").rstrip("/")
 

@@ -403,7 +403,7 @@ class Transport:
 
 def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
     """The transport of a train worker for all its passes."""
-    return connect(
+    return block_transport(
         service,
         pinned=device.type == "cuda",
         timeout_s=data.stall_timeout_s,
@@ -412,7 +412,7 @@ def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
     )
 
 
-def connect(service: Any, **options: Any) -> Transport:
+def block_transport(service: Any, **options: Any) -> Transport:
     """The transport of a process that gets its blocks by the actor `service`."""
     import ray
 

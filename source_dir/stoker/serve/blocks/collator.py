@@ -22,7 +22,7 @@ from stoker.hosts.topology import GROUP_LABEL, label
 from stoker.protocol import BlockSlice, Schema
 from stoker.recipe import Batch
 from stoker.serve.blocks.batches import refuse_other_block
-from stoker.serve.blocks.client import Transport, connect
+from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import PAGE, PAGES, pack
 
 RETRIES = 3
@@ -158,7 +158,7 @@ def _transport(service: Any, timeout_s: float) -> Transport:
     """CPU host: that of this process, which makes many batches."""
     if repr(service) not in _transports:
         _transports.clear()
-        _transports[repr(service)] = connect(service, pinned=False, timeout_s=timeout_s)
+        _transports[repr(service)] = block_transport(service, pinned=False, timeout_s=timeout_s)
     return _transports[repr(service)]
 
 
