@@ -337,23 +337,47 @@ class TwoHosts:
         self.planner = self.attempt.planner
 
     def open(self, key: str, streams: int) -> LoaderPass:
+        """A pass over so many streams, or over 99 batches."""
         self.attempt.open(key, "s", streams)
-        self.attempt.submit(key, [(n, Shard(f"worker {n}"), 0) for n in range(streams)], streams)
+        shards = [(n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)]
+        self.attempt.submit(key, shards, len(shards))
         self.planner.advance()
         return self.attempt.passes[key]
 
     def claim(self, worker: str) -> Claim | None:
         return self.planner.claim(Process(worker, worker, "1"))
 
-    def made(self, worker: str, claim: Claim, nth: int, last: bool = False) -> None:
+    def made(self, worker: str, claim: Claim, nth: int, last: bool = False) -> bool:
         shard = claim.work[0].number
-        report = BlockReport(shard=shard, nth=nth, rows=1, records=1, bytes_out=150, last=last)
-        self.planner.reported(Process(worker, worker, "1"), claim.number, Made(report, f"{shard}.{nth}"))
+        report = BlockReport(shard, nth, last, rows=1, records=1, bytes_out=150, seconds=2.0)
+        return self.planner.reported(
+            Process(worker, worker, "1"), claim.number, Made(report, f"{shard}.{nth}")
+        )
 
     def given(self, worker: str) -> Claim:
         claim = self.claim(worker)
         assert claim is not None
         return claim
+
+
+@pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
+def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int, int]) -> None:
+    """Each takes a batch as soon as it is there, so none is ever ahead."""
+    head, taken = TwoHosts(budget=10**9, trains=False), [0, 0]
+    with head.attempt.changed:
+        passes = [head.open(f"{number}", count) for number, count in enumerate(streams)]
+        while sum(taken) < 40:
+            claim, go_on = head.given("a"), True
+            nth, streamed = claim.work[0].skip, not claim.work[0].shard.path.startswith("batch")
+            while go_on and sum(taken) < 40:
+                go_on = head.made("a", claim, nth, last=not streamed) and streamed
+                nth += 1
+                for number, each in enumerate(passes):
+                    if each.ready.pop(each.next, None):
+                        taken[number] += 1
+                        shard, block = each.next
+                        each.next = (shard, block + 1) if each.streams else (shard + 1, 0)
+    assert min(taken) >= 15, taken
 
 
 def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:

@@ -89,7 +89,7 @@ class LoaderPass(Pass):
 
     @property
     def waited_for(self) -> bool:
-        return bool(self.streams and self.work and self.work[0][0] == self.next[0])
+        return bool(self.work and self.work[0][0] == self.next[0])
 
     def is_reader(self, worker: str) -> bool:
         """As the base's."""

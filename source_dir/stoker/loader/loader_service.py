@@ -179,8 +179,8 @@ class LoaderService(DataService):
         with self.changed:
             if node == self._node:
                 self._events = told
-            if self._over:
-                time.sleep(ENDS_WITHIN_S)  # until it is killed: the script then starts another one
+            # Until this actor is killed: the script then starts another one.
+            self.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
             self._job_of[key] = job
             attempt = self.attempt
             if attempt is None or attempt.over:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class Locks(NamedTuple):
         return cls(*(threading.Condition(lock) for _ in range(3)))
 
 
-class Attempt:
+class Attempt(ABC):
     """Passes that one planner produces, until their work fails for good.
 
     Args:
@@ -80,29 +81,29 @@ class Attempt:
         return self.failure or "this attempt is over"
 
     @property
+    @abstractmethod
     def all_produced(self) -> bool:
         """Whether no further pass is to be produced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_passes(self) -> Sequence[Pass]:
         """The passes that may be produced now, the most urgent first."""
-        raise NotImplementedError
 
     def bound(self) -> set[str]:
         """Chain workers with a state that no other has."""
         return set()
 
+    @abstractmethod
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         """Planner's call: a block in its turn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def produced(self, pass_: Pass) -> None:
         """Planner's call: a pass has delivered all its blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note(self, text: str) -> None:
         """Emit one line for the user."""
-        raise NotImplementedError
 
     def fail(self, reason: str) -> None:
         """End this attempt; the first reason is kept."""
@@ -111,7 +112,7 @@ class Attempt:
             self.changed.notify_all()
             self.ready.notify_all()
 
-    def repeats(self, split: str, task: str) -> None:
+    def repeats(self, split: str, task: str) -> None:  # noqa: B027 - a script has no such account
         """Work is done again, because its host or process was lost."""
 
     def task_starts(self, split: str, task: str, retry: int) -> ItemStart | None:
@@ -126,7 +127,7 @@ class Attempt:
             return None
         return start
 
-    def refuse_deadly(self, split: str) -> None:
+    def refuse_deadly(self, split: str) -> None:  # noqa: B027 - a script has no such account
         """Fail if too many records have killed their process."""
 
 

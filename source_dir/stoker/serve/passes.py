@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ class OpenShard:
 
 
 @dataclass(eq=False, kw_only=True)
-class Pass:
+class Pass(ABC):
     """One epoch of one split, or one iteration over a loader; the service's lock guards it.
 
     Here it is produced: chain workers begin its work, and their blocks wait for their turn. `RecipePass` and
@@ -58,6 +59,8 @@ class Pass:
     """Items in progress or queued for a retry."""
     shards_under_way: int = 0
     """Number of shards that those items started with."""
+    served: int = -1
+    """Number of the latest item; a later one has a higher number."""
     listing: bool = True
     """Whether more shards may come."""
     streams: int = 0
@@ -71,28 +74,28 @@ class Pass:
         return self.plan.split, self.number
 
     @property
+    @abstractmethod
     def held(self) -> Held:
         """Bytes of the blocks that are delivered and still needed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def needed(self) -> list[ReadyBlock]:
         """The blocks that are delivered and still needed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def rows_ahead(self) -> int:
         """Rows delivered beyond what every consumer has requested."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def ended(self) -> bool:
         """Whether all rows have arrived."""
-        raise NotImplementedError
 
     @property
     def waited_for(self) -> bool:
-        """Whether a consumer waits for the first stream in `work`; the budget does not hold that back."""
+        """Whether a consumer waits for the first shard in `work`; the budget does not hold that back."""
         return False
 
     def offers(self, worker: str, lost: Callable[[str], bool]) -> bool:

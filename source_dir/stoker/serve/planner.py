@@ -172,7 +172,8 @@ class Planner:
         """Passes that can start work of a chain worker now, most urgent first."""
         passes = list(self.passes)
         if not self.attempt.in_order:
-            passes.sort(key=lambda each: each.rows_ahead + each.shards_under_way)
+            # Of those that are equally far behind their consumers, the one that got work the longest ago.
+            passes.sort(key=lambda each: (each.rows_ahead + each.shards_under_way, each.served))
         for pass_ in passes:
             listed = self._listed(pass_)
             offers = listed and pass_.offers(worker, self.pool.is_lost)
@@ -232,6 +233,7 @@ class Planner:
             look = min(far, LOOK_AHEAD) if pass_.exact else LOOK_AHEAD
             shards, store = self.affinity.take_work(split, work, by.node, most, look)
         pass_.under_way += 1
+        pass_.served = next(self._numbers)
         pass_.shards_under_way += len(shards)
         return Item(pass_, self._name(split, shards), shards, store)
 
@@ -298,10 +300,9 @@ class Planner:
     def _reads_on(self, item: Item) -> bool:
         """Whether a chain worker makes the next batch of its stream now, or what it asks for."""
         pass_, worker, lost = item.pass_, item.by.worker, self.pool.is_lost
-        if item.node not in self.pool.closing and not pass_.far_ahead(item.shards[0][0]):
-            streams = (each for each in self.passes if each.streams)
-            if not any(each.offers(worker, lost) and each.waited_for for each in streams):
-                return True
+        enough = item.node in self.pool.closing or pass_.far_ahead(item.shards[0][0])
+        if not (enough or any(each.offers(worker, lost) and each.waited_for for each in self.passes)):
+            return True
         pass_.work.extend(self.hand_back(worker))
         return False
 

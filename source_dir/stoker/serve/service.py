@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -62,7 +63,7 @@ class ChainProcess(NamedTuple):
     """`time.monotonic()` of its last call."""
 
 
-class DataService:
+class DataService(ABC):
     """See the module. Zero CPUs, called from many threads.
 
     Args:
@@ -124,9 +125,9 @@ class DataService:
         self._started = threading.Lock()
         self._look_now = threading.Event()
 
+    @abstractmethod
     def event(self, event: str, **values: Any) -> None:
         """Pass on an event of the run; called with the lock held."""
-        raise NotImplementedError
 
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Consumer's call, also of threads here: an event of the run."""
