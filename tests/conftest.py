@@ -99,7 +99,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits in all three forms."""
-    from recipes.digits_data import write
+    from recipes.digits import write
 
     folder = tmp_path_factory.mktemp("data") / "digits"
     write(folder)

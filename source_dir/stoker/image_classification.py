@@ -107,7 +107,7 @@ class ImageClassification(Recipe):
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any, read_images
-        from stoker.read.labels import alike
+        from stoker.read.images import alike
 
         if self.labels is not None:
             given = self.model_fields_set
@@ -125,13 +125,8 @@ class ImageClassification(Recipe):
 
     def discover(self) -> dict[str, Any]:
         from stoker.read.arrow import is_text
-        from stoker.read.labels import (
-            MOST_CLASSES,
-            column_types,
-            distinct_labels,
-            names_in,
-            refuse_absent_columns,
-        )
+        from stoker.read.detect import column_types, distinct_labels, names_in, refuse_absent_columns
+        from stoker.read.images import MOST_CLASSES
 
         source = self.read("train")
         if self.labels is not None:

@@ -72,7 +72,7 @@ class Submitted:
         words = [
             str(ROOT / "source_dir/configs/digits.yaml"),
             *(f"name={name}", f"output_dir={self.output_dir}", "recipe=paced:Paced", *SMALL, *overrides),
-            *(f"params.data={folder}/.data/digits/webdataset", "data.prepare=recipes.digits_data:write"),
+            *(f"params.data={folder}/.data/digits/webdataset", "data.prepare=recipes.digits:write"),
             *("--source-dir", str(folder / "source"), "--on", "slurm"),
         ]
         self.screen = folder / f"{name}.txt"

@@ -133,7 +133,7 @@ COMMANDS = {
     "--on rehearsal rehearsal.faults=explode:algo-1": "'explode:algo-1' is not action:host@20s",
     "--resume nowhere": "--resume nowhere: no such folder",
     "--resume /proc/sys": "neither a run directory nor a folder",
-    "data.prepare=recipes.digits_data:wirte": "has no wirte; did you mean write?",
+    "data.prepare=recipes.digits:wirte": "has no wirte; did you mean write?",
 }
 """What stands behind the job's file → the line."""
 

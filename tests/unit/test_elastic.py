@@ -9,7 +9,7 @@ import pytest
 from stoker.config.places import CpuHostsConfig
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import EXPIRES_S, RENEW_S, ChainHost, Elastic, Pool, Scaled
-from stoker.sizing.scaler import Decision
+from stoker.sizing.model import Decision
 
 GPU = ChainHost("g", 2, trains=True, name="gpu-1")
 

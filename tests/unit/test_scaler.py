@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from stoker.config.places import CpuHostsConfig
-from stoker.sizing.model import ClusterShape, Workload, cheapest_count
-from stoker.sizing.scaler import Scaler
+from stoker.sizing.model import ClusterShape, Scaler, Workload, cheapest_count
 
 
 @dataclass

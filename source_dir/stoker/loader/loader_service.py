@@ -318,7 +318,7 @@ def service_of(group: str, stall_s: float) -> Any:
 
     from stoker.config.places import CpuHostsConfig
     from stoker.config.schema import ClusterConfig, Config
-    from stoker.sizing.scaler import Scaler
+    from stoker.sizing.model import Scaler
 
     cpu_hosts = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
     scaler, node = Scaler(cpu_hosts) if cpu_hosts.max else None, ray.get_runtime_context().get_node_id()

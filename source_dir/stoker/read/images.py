@@ -10,6 +10,7 @@ import copy
 import csv
 import io
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,13 +24,14 @@ from stoker.figures import count_of
 from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, note_on_unread, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.labels import MOST_CLASSES, alike
 from stoker.read.sources import IndexedSource, Source, cut_indices, read_again
 from stoker.storage.filesystems import child_folders, filesystem_of, is_local, is_there, join, list_files
 
 if TYPE_CHECKING:
     import numpy as np
 
+MOST_CLASSES = 1_000_000
+"""Higher numbers are ids of something else."""
 IDS = (
     *("id", "image", "image_id", "imageid", "image_name", "imagename", "image_path", "img", "img_name"),
     *("file", "filename", "file_name", "fname", "filepath", "file_path", "path"),
@@ -345,6 +347,15 @@ def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) 
         ]
         return []
     return sorted({text for row in rows if row.split == "train" for text in row.labels})
+
+
+def alike(names: list[str]) -> tuple[str, ...]:
+    """A line on names that only capitals, spaces or the encoding of accents tell apart."""
+    folded: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
+    same = [name for those in folded.values() if len(those) > 1 for name in those]
+    return (f"classes that look alike: {', '.join(map(repr, same[:6]))}",) if same else ()
 
 
 class ImageFolderSource(IndexedSource):

@@ -241,7 +241,7 @@ class Hosts:
 
 
 class Scaling(Protocol):
-    """Decides how many CPU hosts to request; see `stoker.sizing.scaler`."""
+    """Decides how many CPU hosts to request; see `stoker.sizing.model`."""
 
     count: int
     options: CpuHostsConfig

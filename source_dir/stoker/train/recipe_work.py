@@ -13,7 +13,7 @@ from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
 from stoker.serve.recipe_pass import least_rows
-from stoker.sizing.scaler import Scaler
+from stoker.sizing.model import Scaler
 from stoker.train import resume as resuming
 from stoker.train.resume import refuse_unshared
 from stoker.train.stopping import check_monitors
