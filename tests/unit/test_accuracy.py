@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmetrics.classification import MulticlassAccuracy
 
 from stoker.accuracy import Accuracy
 
-pytestmark = pytest.mark.long  # torchmetrics takes seconds to import
 
-
+@pytest.mark.long
 @pytest.mark.parametrize("more", [(), (4, 5)])
 def test_scores_and_classes_count_as_in_torchmetrics(more: tuple[int, ...]) -> None:
+    from torchmetrics.classification import MulticlassAccuracy  # takes seconds to import
+
     ours, theirs = Accuracy(), MulticlassAccuracy(num_classes=None, average="micro")
     for records in (7, 1, 12):
         scores, target = torch.randn(records, 3, *more), torch.randint(0, 3, (records, *more))

@@ -138,10 +138,15 @@ COMMANDS = {
 """What stands behind the job's file → the line."""
 
 
+def marks(text: str) -> list[pytest.MarkDecorator]:
+    """YAML that its reader must go through at length to refuse it."""
+    return [pytest.mark.long] if "&" in text or "[[[" in text else []
+
+
 @pytest.mark.parametrize(
     ("text", "words", "expected"),
     [
-        *((text, "", expected) for text, expected in FILES.items()),
+        *(pytest.param(text, "", expected, marks=marks(text)) for text, expected in FILES.items()),
         *(("seed: 1" if "--on r" not in words else REMOTE, words, said) for words, said in COMMANDS.items()),
     ],
     ids=range(len(FILES) + len(COMMANDS)),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[G
     st.integers(0, 1),
     st.booleans(),
 )
+@pytest.mark.long
 def test_groups_keep_their_numbers_and_all_other_records(
     in_chain: frozenset[int], in_read: frozenset[int], block: int, skip: int, listed: bool
 ) -> None:

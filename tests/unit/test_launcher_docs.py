@@ -68,6 +68,7 @@ def ray_start_options() -> set[str]:
     return {option.lstrip("-") for parameter in start.params for option in parameter.opts}
 
 
+@pytest.mark.long
 def test_rayjob_names_what_the_job_needs() -> None:
     job = yaml.safe_load((DOCS / "ray" / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")

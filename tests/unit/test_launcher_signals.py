@@ -67,6 +67,7 @@ class Short(Job):
         (folder / "train.py").write_text("import time; time.sleep(1)")
 
 
+@pytest.mark.long
 def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
     job, started = (
         Short(load(None, [f"output_dir={tmp_path}", "name=short"]), None, {}),

@@ -232,6 +232,7 @@ def test_images_in_class_folders_are_captioned_with_their_class_and_named_by_the
     assert {"label 0 (circle)", "label 1 (square)"} == set(re.findall(r"label \d \(\w+\)", page))
 
 
+@pytest.mark.long
 def test_the_examples_digits_with_their_labels(tmp_path: Path, digits: Path) -> None:
     where = str(digits / "webdataset")
     result, page = peek(tmp_path, "-n", "6", recipe="recipes.digits:Digits", data=where)

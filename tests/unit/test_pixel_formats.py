@@ -242,6 +242,7 @@ def job(folder: Path, suffix: str, content: bytes, **params: Any) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_peek_and_the_run_name_the_scaling_and_the_levels_that_are_left(tmp_path: Path) -> None:
     content = png((smooth(1) * 4095).astype(np.uint16), 0, 16)
     path = job(tmp_path, ".png", content)

@@ -125,6 +125,7 @@ def fetched(server: BlockServer, block: str) -> list[int]:
         return np.frombuffer(wire.receive(connection, 32), np.int64).tolist()
 
 
+@pytest.mark.long
 def test_a_block_server_survives_requests_that_are_none(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, folder: BlockFolder
 ) -> None:

@@ -26,6 +26,7 @@ from stoker.recipe import Recipe
 from stoker.serve.shards import LoadedSplit, blocks_of, order_of
 
 
+@pytest.mark.long
 def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> None:
     contents = []
     for form in ("webdataset", "parquet", "images"):

@@ -81,8 +81,10 @@ FORMS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", FORMS)
-@pytest.mark.parametrize("given", [{}, {"num_classes": 3}])
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [*((case, {}) for case in FORMS), *((case, {"num_classes": 3}) for case in ("cls", "a name in text"))],
+)
 def test_a_label_is_read_from_the_member_that_holds_it(case: str, given: Any, tmp_path: Path) -> None:
     members = shard(*FORMS[case])
     write(tmp_path, members[:6], members[6:])

@@ -159,6 +159,7 @@ def test_a_block_that_was_made_again_elsewhere_is_fetched_there(far: Setting) ->
     assert asked == [(lost.block, True)]
 
 
+@pytest.mark.long
 def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
     lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
     with pytest.raises(DataError, match="too many records are bad"):

@@ -17,8 +17,6 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
 
-pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
-
 IMAGE = "us-central1-docker.pkg.dev/my-project/images/stoker:1"
 PREBUILT = "us-docker.pkg.dev/vertex-ai/training"
 BASE = {
@@ -191,6 +189,7 @@ def test_without_credentials_one_line_says_how_to_get_them(
     assert caught.value.problems == (google_cloud.NO_CREDENTIALS,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -209,6 +208,7 @@ def test_without_credentials_one_line_says_how_to_get_them(
     ],
 )
 def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, str]) -> None:
+    pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
     from google.cloud.aiplatform_v1.types import CustomJob
     from google.protobuf.json_format import MessageToDict
 
