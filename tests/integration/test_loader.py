@@ -457,6 +457,15 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
     assert ray.get(service.state.remote("none", PassProgress()), timeout=60)[0] > 0
 
 
+def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
+    from stoker.loader import connection
+
+    loader = DataLoader(Records(), batch_size=6)
+    assert len(list(loader)) == 11
+    ray.kill(ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker"))
+    assert equal(list(loader), list(TorchLoader(Records(), batch_size=6)))
+
+
 def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
     import ray
 

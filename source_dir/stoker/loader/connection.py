@@ -52,14 +52,14 @@ def connect(address: str | None) -> None:
         address: address of a cluster; None: see the module.
 
     Raises:
-        UsageError: no cluster answers there, or this Ray is too old.
+        UsageError: no cluster answers there, or the Ray to connect with is too old.
     """
     from stoker.hosts.cluster import refuse_old_ray
 
-    refuse_old_ray()
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return
+    refuse_old_ray()
     address = address or os.environ.get("RAY_ADDRESS")
     with keeping_sigterm():
         if address:

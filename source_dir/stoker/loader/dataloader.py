@@ -21,7 +21,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
-from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
+from stoker.loader.makers import (
+    ClusterMaker,
+    ProcessMaker,
+    drop_service,
+    end_passes_before_ray,
+    service_of_script,
+)
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
@@ -174,12 +180,13 @@ class DataLoader(TorchDataLoader[Item]):
         try:
             return self._cluster_maker(pages, watch), watch
         except ray.exceptions.RayActorError:
-            return self._cluster_maker(pages, watch), watch  # the service was ending with its last script
+            drop_service()  # it was ending with its last script
+            return self._cluster_maker(pages, watch), watch
 
     def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
-        from stoker.loader.loader_service import forget, register, service_of
+        from stoker.loader.loader_service import forget, register
 
-        service = service_of(connection.service_name(), self.stall_timeout_s)
+        service, transport = service_of_script(self.stall_timeout_s)
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
         register(service, pages, name, self._id, iterable)
         streams = max(1, self.num_workers) if iterable else 0
@@ -187,7 +194,7 @@ class DataLoader(TorchDataLoader[Item]):
         pinned = bool(self.pin_memory and torch.cuda.is_available())
         if keeps and not self.kept.served:
             weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
-        return ClusterMaker(service, name, streams, keeps, pinned, self.stall_timeout_s, watch)
+        return ClusterMaker(service, transport, name, streams, keeps, pinned, self.stall_timeout_s, watch)
 
     def _packed(self) -> tuple[Any, Any]:
         folder, path = str(Path.cwd()), [str(Path(each).resolve()) for each in sys.path]

@@ -163,8 +163,8 @@ class LoaderService(DataService):
 
     def open(
         self, me: Any, key: str, split: str, streams: int, keeps: bool, node: str, job: str, told: str
-    ) -> None:
-        """Called by scripts: open a pass.
+    ) -> tuple[int, list[str]]:
+        """Called by scripts: open a pass; returns what `state` does.
 
         Args:
             me: this actor's handle.
@@ -200,6 +200,7 @@ class LoaderService(DataService):
             attempt.open(key, split, streams)
             self.has_work.notify_all()
         self.start_engine(me)
+        return self.state(key, PassProgress())
 
     def _watch_jobs(self, me: Any) -> None:
         """Thread: close passes of scripts that have ended, and end with the last script."""

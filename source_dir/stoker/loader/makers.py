@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 from stoker.errors import where_raised
+from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockSlice, Shard
-from stoker.serve.blocks.client import block_transport
+from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import unpack
 from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.session import EVENTS_VARIABLE
@@ -62,6 +63,7 @@ class ClusterMaker:
 
     Args:
         service: the job's LoaderService.
+        transport: of its blocks; see `service_of_script`.
         name: name of the registered loader.
         streams: workers of an iterable dataset; 0 if map-style.
         keeps: names the copies of the dataset that workers keep across passes; empty: those of all loaders
@@ -74,6 +76,7 @@ class ClusterMaker:
     def __init__(
         self,
         service: Any,
+        transport: Transport,
         name: str,
         streams: int,
         keeps: str | None,
@@ -84,17 +87,13 @@ class ClusterMaker:
         import ray
 
         self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
-        self._watch, self._slots, self._batch_s = watch, 1, None
-        self._figures_due = 0.0
+        self._transport, self._watch, self._batch_s = transport.for_pass(), watch, None
         self._device = torch.cuda.current_device() if pinned else None
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
         split = name if keeps == "" else f"{name}/{keeps or key}"
         about = (streams, bool(keeps), node, job, told)
-        ray.get(service.open.remote(service, key, split, *about), timeout=ANSWER_S)
-        # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
-        # torch's pinned memory tracks such copies.
-        self._transport = block_transport(service, pinned=False, timeout_s=600.0)
+        self._look(service.open.remote(service, key, split, *about))
         self._places: dict[int, Place] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
@@ -160,7 +159,8 @@ class ClusterMaker:
         import ray
 
         with _errors_for_the_script():
-            self._look()
+            if time.monotonic() > self._figures_due:
+                self._look(self._service.state.remote(self._key, self._watch.progress))
             places = [self._places[number] for number in range(first, first + most)]
             answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
         for number in range(first, first + len(answers)):
@@ -186,15 +186,14 @@ class ClusterMaker:
         torch.cuda.set_device(self._device)
         return [pin(made) for made in batches]
 
-    def _look(self) -> None:
+    def _look(self, told: Any) -> None:
+        """Take in how many chain workers there are, and log what the service has to say."""
         import ray
 
-        if time.monotonic() > self._figures_due:
-            self._figures_due = time.monotonic() + FIGURES_EVERY_S
-            told = self._service.state.remote(self._key, self._watch.progress)
-            self._slots, notes = ray.get(told, timeout=ANSWER_S)
-            for note in notes:
-                logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
+        self._figures_due = time.monotonic() + FIGURES_EVERY_S
+        self._slots, notes = ray.get(told, timeout=ANSWER_S)
+        for note in notes:
+            logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
 
     def leave(self) -> None:
         """Close the pass, which also ends what the thread waits for."""
@@ -212,6 +211,36 @@ def _errors_for_the_script() -> Iterator[None]:
         raise RuntimeError(f"DataLoader: {where_raised(error)}") from None
 
 
+_services: dict[tuple[str, str], tuple[Any, Transport]] = {}
+
+
+def service_of_script(stall_s: float) -> tuple[Any, Transport]:
+    """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass.
+
+    Raises:
+        UsageError: this Ray is too old.
+    """
+    import ray
+
+    from stoker.hosts.cluster import refuse_old_ray
+    from stoker.loader.loader_service import service_of
+
+    here = ray.get_runtime_context().get_worker_id(), connection.service_name()
+    if here not in _services:
+        refuse_old_ray()
+        _services.clear()
+        service = service_of(here[1], stall_s)
+        # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
+        # torch's pinned memory tracks such copies.
+        _services[here] = service, block_transport(service, pinned=False, timeout_s=600.0)
+    return _services[here]
+
+
+def drop_service() -> None:
+    """The next pass looks for the service again."""
+    _services.clear()
+
+
 _MAKERS: weakref.WeakSet[ClusterMaker] = weakref.WeakSet()
 
 
@@ -227,6 +256,7 @@ def end_passes() -> None:
     deadline = time.monotonic() + END_S
     for maker in running:
         maker.close(max(deadline - time.monotonic(), 0))
+    drop_service()
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def repeat(said: Said) -> None:
 
 
 _specs: dict[str, Any] = {}
-"""The specification of each of its modules; loading one again makes a new one."""
+"""The specification of each module; loading one again makes a new one."""
 _times: dict[str, int] = {}
 _done: dict[str, int] = {}
 """How often it has loaded modules again."""
@@ -83,11 +83,11 @@ def reloaded() -> dict[str, int]:
     libraries = (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2] / "stoker"))
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__dict__", {}).get("__spec__")
-        origin = str(getattr(spec, "origin", None))
-        if not origin.endswith(".py") or origin.startswith(libraries):
+        before, _specs[name] = _specs.get(name, spec), spec
+        if before is None or before is spec:
             continue
-        if _specs.setdefault(name, spec) is not spec:
-            _specs[name] = spec
+        origin = str(getattr(spec, "origin", None))
+        if origin.endswith(".py") and not origin.startswith(libraries):
             _times[name] = _times.get(name, 0) + 1
     return dict(_times)
 

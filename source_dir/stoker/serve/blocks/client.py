@@ -9,6 +9,7 @@ the service says where.
 from __future__ import annotations
 
 import contextlib
+import copy
 import socket
 import threading
 import time
@@ -239,6 +240,13 @@ class Transport:
         self.hosts = DirectHosts(note)
         self.bytes_by: Counter[str] = Counter()
         """Bytes received "direct", through "ray", and of this host's "own" blocks."""
+
+    def for_pass(self) -> Transport:
+        """One over the same connections, whose memory goes with it."""
+        self.folder()  # so that it knows the run
+        own = copy.copy(self)
+        own.buffers, own._own = BufferPool(self.buffers.pinned), {}
+        return own
 
     def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
         """The rows of all parts, in order.
