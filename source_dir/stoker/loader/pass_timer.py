@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from stoker import session
+from stoker.events import kinds
 
 EVERY_S = 5.0
 
@@ -95,7 +96,7 @@ class PassTimer:
 
     def withdraw(self) -> None:
         """What was reported of this pass was not training."""
-        session.tell("loader", rank=int(os.environ.get("RANK") or 0), loader=self.number, steps=0)
+        self._report(steps=0)
 
     @property
     def progress(self) -> PassProgress:
@@ -110,10 +111,7 @@ class PassTimer:
         self._last = now
         if self.trains and self.batches > self._told:
             self._told = self.batches
-            session.tell(
-                "loader",
-                rank=int(os.environ.get("RANK") or 0),
-                loader=self.number,
+            self._report(
                 steps=self.batches,
                 samples=self.samples,
                 wait_s=round(self.wait_s, 4),
@@ -121,3 +119,10 @@ class PassTimer:
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),
             )
+
+    def _report(self, steps: int, **figures: float) -> None:
+        rank = int(os.environ.get("RANK") or 0)
+        event = kinds.LoaderProgress.model_validate(
+            {"rank": rank, "loader": self.number, "steps": steps, **figures}
+        )
+        session.tell(event.event, **event.values())

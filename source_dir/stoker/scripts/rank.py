@@ -18,6 +18,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import ScriptError
+from stoker.events import kinds
 from stoker.hosts import machine
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
@@ -57,9 +58,11 @@ def run_script(settings: dict[str, Any]) -> None:
 
     supervisor, rank = settings["coordinator"], ray.train.get_context().get_world_rank()
     node = ray.get_runtime_context().get_node_id()
-    supervisor.log.remote("train_worker", {"rank": rank, "node": node})
+    started: list[kinds.Event] = [kinds.TrainWorkerStarted(rank=rank, node=node)]
     if rank == 0:
-        supervisor.log.remote("phase", {"phase": "train workers started"})
+        started.append(kinds.PhaseDone(phase="train workers started"))
+    for event in started:
+        supervisor.log.remote(event.event, event.values())
     settings = {**settings, "run_dir": run_dir_on(node, settings)}
     config: Config = settings["config"]
     path = find_script(config)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.events import kinds
+
 GRACE_S = 3.0
 """Time between the first failure and stopping the other ranks, which may report the cause themselves."""
 
@@ -56,7 +58,7 @@ class Supervisor:
         """Start CPU utilisation reports from every host."""
         from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
 
-        self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}))
+        self._agents = Agents(lambda used: self._tell(kinds.HostCpu(hosts=used)))
 
     def report(self, report: Report) -> RankCommand:
         """Train worker's call, several times a second."""
@@ -65,7 +67,7 @@ class Supervisor:
         if report.attempt != self.attempts[-1]:
             return RankCommand(stop="the train workers have restarted", soon=True, over=True)
         if report.output:
-            self.log("output", {"rank": report.rank, "text": report.output})
+            self._tell(kinds.ScriptOutput(rank=report.rank, text=report.output))
         for event in report.events:
             self.unfed = self.unfed and event["event"] != "loader"
             self.events.append(_finite(event))
@@ -78,7 +80,7 @@ class Supervisor:
         self.exits, self.failed_at = [], math.inf
         if len(self.attempts) > 1:
             text = f"restarting the script on all train workers (start {len(self.attempts)})"
-            self.log("note", {"text": text})
+            self._tell(kinds.Note(text=text))
 
     def _ended(self, end: Exit) -> None:
         # After a stop request, ranks that stop may make others fail.
@@ -87,10 +89,10 @@ class Supervisor:
         if end.failed and not stopped:
             self.failed_at = min(self.failed_at, time.monotonic())
         if len(self.exits) == self.workers and all(e.code == 0 and not e.asked for e in self.exits):
-            self.log("complete", {})
+            self._tell(kinds.Completed())
             if self.unfed:
                 why = "the script did not train on a stoker.DataLoader"
-                self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
+                self._tell(kinds.Note(text=f"cluster.cpu_hosts had no effect: {why}"))
 
     def _order(self) -> RankCommand:
         over = len(self.exits) == self.workers
@@ -102,12 +104,16 @@ class Supervisor:
         return RankCommand(self.stop_reason, False, over)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
-        self.events.append({"time": round(time.time(), 3), "event": event, **values})
+        """Train worker's and driver's call."""
+        self._tell(kinds.event_of({"event": event, **values}))
+
+    def _tell(self, event: kinds.Event) -> None:
+        self.events.append(event.record())
 
     def request_stop(self, reason: str) -> None:
         if not self.stop_reason:
             self.stop_reason = reason
-            self.log("stop", {"reason": reason})
+            self._tell(kinds.StopRequested(reason=reason))
 
     def drain(self) -> list[dict[str, Any]]:
         events, self.events = self.events, []
