@@ -9,13 +9,11 @@ from typing import Any
 
 from stoker.figures import count_of, size
 from stoker.protocol import Shard
+from stoker.serve.items import Numbered
 
 LOOK_AHEAD = 256
 """Number of shards to search for one that the host caches."""
 ALL_FIT = 0.999
-
-Numbered = tuple[int, Shard, int]
-"""As returned by `Passes.shards`."""
 
 
 class CacheAffinity:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import SchemaError
-from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
+from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedSource
 from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock
@@ -290,10 +290,10 @@ class Passes:
             homes=start.plan.homes if start else self._homes(split),
         )
 
-    def shards(self, plan: PassPlan, start: DataCursor | None) -> deque[tuple[int, Shard, int]]:
+    def shards(self, plan: PassPlan, start: DataCursor | None) -> deque[Numbered]:
         """(number, shard, blocks to skip) of the rest of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
-        left: deque[tuple[int, Shard, int]] = deque()
+        left: deque[Numbered] = deque()
         source = self.sources[plan.split]
         homes = {"homes": plan.homes} if isinstance(source, IndexedSource) else {}
         for number, shard in enumerate(source.shards(plan.block_records, order, **homes)):
@@ -302,7 +302,7 @@ class Passes:
                 left.append((number, shard, begun[0]))
         return left
 
-    def blocks(self, plan: PassPlan) -> Iterator[tuple[int, Shard, int]]:
+    def blocks(self, plan: PassPlan) -> Iterator[Numbered]:
         """Like `shards`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"
@@ -310,7 +310,7 @@ class Passes:
             yield number, shard, 0
 
 
-def pack_work(shards: list[tuple[int, Shard, int]], store: list[bool], stop: int | None = None) -> list[Work]:
+def pack_work(shards: list[Numbered], store: list[bool], stop: int | None = None) -> list[Work]:
     """Shards in the form that a chain worker takes, and whether its host caches their records.
 
     Args:

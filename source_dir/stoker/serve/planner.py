@@ -268,7 +268,7 @@ class Planner:
         pass_ = item.pass_
         if self.affinity is not None:
             self.affinity.used(by.node, made.cache_usage)
-        self.recovery.took(pass_.plan.split, by.node, report)
+        self.recovery.patience.took(pass_.plan.split, by.node, report.seconds)
         shard = next((shard for n, shard, _ in item.shards if n == report.shard), None)
         block = ReadyBlock(report, by.node, made.file, shard)
         if item.stop is not None:

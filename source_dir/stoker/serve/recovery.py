@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from stoker.errors import DataError
-from stoker.protocol import BlockReport, Failure, ItemStart
+from stoker.protocol import Failure, ItemStart
 from stoker.read.sources import reread_wait_s
 from stoker.serve.items import Item, Numbered
 from stoker.serve.pool import Pool, others
@@ -212,24 +212,15 @@ class Recovery:
             DataError: it has failed for good.
         """
         item.failures += 1
-        what = self.what(item.pass_.plan.split, item.shards)
-        hosts = {*item.tried, item.node}
-        return self._retry(what, item.node, hosts, item.failures, failure, self._elsewhere(item))
-
-    def took(self, split: str, node: str, report: BlockReport) -> None:
-        """Learn how long a block takes to make."""
-        self.patience.took(split, node, report.seconds)
-
-    def _retry(
-        self, what: str, node: str, hosts: set[str], failures: int, failure: Failure, how: str
-    ) -> float:
         if not failure.may_pass:
             raise DataError(failure.text)
-        if failures > failure.tries:
-            names = ", ".join(sorted(map(self.pool.name, hosts)))
-            raise DataError(f"{what}: failed {failures} times, on {names}: {failure.text}")
-        wait_s = reread_wait_s(OSError(), failures - 1) or 0.0
-        self.attempt.note(f"host {self.pool.name(node)}: {what}: {failure.text}; {how} in {wait_s:.0f} s")
+        what = self.what(item.pass_.plan.split, item.shards)
+        if item.failures > failure.tries:
+            names = ", ".join(sorted(map(self.pool.name, {*item.tried, item.node})))
+            raise DataError(f"{what}: failed {item.failures} times, on {names}: {failure.text}")
+        wait_s, how = reread_wait_s(OSError(), item.failures - 1) or 0.0, self._elsewhere(item)
+        host = self.pool.name(item.node)
+        self.attempt.note(f"host {host}: {what}: {failure.text}; {how} in {wait_s:.0f} s")
         return wait_s
 
     def overdue(
