@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stoker.events import prices
-from stoker.events.bottleneck import dearest, family
 from stoker.events.prices import Machine, PriceList
 from stoker.sizing.model import (
     ClusterShape,
@@ -418,12 +419,18 @@ def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
 
 
 def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
-    name, cost, kinds = dearest(stages)
-    if cost < DEAR * total or kinds < 2 or name in AROUND:
+    """The most expensive stage, or family of stages that differ in their number."""
+    costs: defaultdict[str, list[float]] = defaultdict(list)
+    for stage in stages:
+        name = str(stage.get("stage", ""))
+        costs[re.sub(r"[\s#_-]*\d+$", "", name) or name].append(_ms(stage))
+    name, each = max(costs.items(), key=lambda item: sum(item[1]))
+    if sum(each) < DEAR * total or len(costs) < 2 or name in AROUND:
         return []
-    count = sum(family(str(stage["stage"])) == name for stage in stages)
-    several = f" in {count} stages" if count > 1 else ""
-    return [f"{name} takes {100 * cost / total:.0f} % of the chain, {cost:.1f} ms per sample{several}"]
+    several = f" in {len(each)} stages" if len(each) > 1 else ""
+    return [
+        f"{name} takes {100 * sum(each) / total:.0f} % of the chain, {sum(each):.1f} ms per sample{several}"
+    ]
 
 
 def _conversions(stages: list[dict[str, Any]]) -> list[str]:

@@ -52,21 +52,7 @@ class TestInputBound:
             "input-bound: 38 % of each step waits for data; the CPU hosts are the bottleneck;"
             " 1 more ml.c5.4xlarge would bring up to 1,129 samples/s instead of 700"
         )
-        assert found.details[0] == (
-            "that would cost $0.75 instead of $0.88 per 1M samples (estimated, prices of 2026-11)"
-        )
-
-    def test_names_the_dear_stage_counting_numbered_ones_together(self) -> None:
-        found = judged(waits={"wait_production": 38.0})
-        assert any(
-            line.startswith("blur takes 80 % of the chain's CPU time (20.0 ms") for line in found.details
-        )
-
-    def test_says_so_where_more_hosts_would_not_pay(self) -> None:
-        dear = {**cpu_host(2, "ml.m5.4xlarge"), "cpus": 16}
-        found = judged(waits={"wait_production": 15.0}, compute=85.0, hosts=(GPU_HOST, dear))
-        assert "1 more ml.m5.4xlarge" in found.headline
-        assert found.details[0].startswith("that would not pay off: $")
+        assert found.details == ["`stoker size JOB --from RUN` tells at what cost"]
 
     def test_without_cpu_hosts_it_proposes_small_ones_beside_a_known_gpu_host(self) -> None:
         found = judged(waits={"wait_production": 50.0}, compute=50, rate=115, hosts=(GPU_HOST,))
@@ -110,26 +96,14 @@ class TestInputBound:
         spread = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 1, "longest_wait_s": 1})
         assert spread.binds == "cpu"
 
-    def test_prices_of_the_run_go_before_the_table(self) -> None:
-        cost = {"usd": 1.0, "usd_per_hour": 11.0, "usd_per_million_samples": 3.0, "prices_as_of": "2026-11"}
-        own = {"ml.g5.xlarge": 1.0, "ml.c5.4xlarge": 10.0}
-        found = judged(waits={"wait_production": 38.0}, compute=62, cost=cost | {"usd_per_hour_by_type": own})
-        assert found.details[0].startswith("that would not pay off: $5.17 instead of $4.37")
-        assert found.details[-1] == (
-            "$3.00 per 1M samples at the steady rate, $1.00 for this run (estimated, prices of 2026-11)"
-        )
-
     def test_network(self) -> None:
-        floats = {"stage": "ToDtype", "cpu_ms_per_sample": 1.0, "bytes_out": 4 * 150_528}
         found = judged(
-            waits={"wait_transfer": 30.0, "wait_production": 5.0},
-            chain=(*BLURS, floats),
-            speed={"bytes_per_sample": 602_112},
+            waits={"wait_transfer": 30.0, "wait_production": 5.0}, speed={"bytes_per_sample": 602_112}
         )
         assert found.binds == "network"
         assert found.headline.endswith("the network to the GPU hosts is the bottleneck")
         assert "602 kB" in found.details[0]
-        assert "ToDtype makes samples 4 times larger: move it to on_device()" in found.details[1]
+        assert found.details[1] == "send uint8 and convert on the GPU (on_device), or crop earlier"
 
     def test_slow_storage_is_not_taken_for_a_slow_network(self) -> None:
         """The run has found that its hosts' CPUs idle while blocks are waited for."""
@@ -164,10 +138,7 @@ class TestFedWell:
             {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0} for n in (2, 3, 4, 5)
         ]
         found = judged(hosts=hosts, host_cpu=used)
-        assert found.details == [
-            "the CPU hosts were only 20 % busy: 1 instead of 4 would do and save $2.45 an hour"
-            " (estimated, prices of 2026-11)"
-        ]
+        assert found.details == ["the CPU hosts were only 20 % busy: 1 instead of 4 would do"]
 
     def test_no_word_of_fewer_where_all_are_needed(self) -> None:
         used = [{"host": "algo-2", "group": "cpu", "mean_pct": 92.0, "max_pct": 99.0}]

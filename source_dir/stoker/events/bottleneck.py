@@ -2,19 +2,18 @@
 
     print(verdict(summary).headline)
 
-Advice is limited to what the summary supports: a run of a few steps gets none, and dollar figures
-appear only if every host's price is known.
+Advice is limited to what the summary supports: a run of a few steps gets none. What other clusters would
+bring and cost, and which stages to make cheaper, `stoker size JOB --from RUN` tells.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stoker.errors import where_raised
 from stoker.events import prices
@@ -37,8 +36,6 @@ RECOVERY_S = 60.0
 """How long a run may wait for each lost host: Ray takes about 20 s to notice, then its work is redone."""
 IDLE_HOSTS = 0.5
 """Below this mean CPU use of the CPU hosts, fewer of them are considered."""
-DEAR_STAGE = 0.4
-"""From this share of the chain's CPU time on, a stage is mentioned."""
 TAKEN_OVER = 0.2
 """From this share of a train host's CPUs on, CPU hosts are a way to free them."""
 HEADROOM = 0.9
@@ -211,23 +208,6 @@ class _Run:
     def cpu_hosts(self) -> list[Host]:
         return [h for h in self.summary.cluster.at_once() if h not in self.train_hosts]
 
-    @property
-    def label(self) -> str:
-        dated = (self.summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF
-        return f"estimated, prices of {dated}"
-
-    def price(self, instance_type: str) -> float | None:
-        """The price that the run's own cost was computed with, or that of the table."""
-        own = (self.summary.cost or {}).get("usd_per_hour_by_type") or {}
-        about = prices.machine(instance_type)
-        found: float | None = own.get(instance_type, about.price_per_hour_usd if about else None)
-        return found
-
-    def usd_per_hour(self, hosts: list[Host]) -> float | None:
-        each = [self.price(host.type or "") for host in hosts]
-        known = [price for price in each if price is not None]
-        return sum(known) if known and len(known) == len(each) else None
-
 
 def verdict(summary: Summary) -> Verdict:
     if summary.script is not None and not summary.speed.steady_samples_per_s:
@@ -245,7 +225,7 @@ def verdict(summary: Summary) -> Verdict:
         who = "the GPUs are the bottleneck" if on_gpus else "training itself is the bottleneck"
         share = f"only {percent}" if run.waits >= 0.01 else "less than 1 %"
         head = f"well fed: {who}; {share} of each step waits for data"
-        return Verdict(head, "gpu", [*_fewer_hosts(run), *_cost(summary)])
+        return Verdict(head, "gpu", _fewer_hosts(run))
     if run.binds == "one_wait" and (one := _without_one_wait(summary)):
         what = "the first batch of each epoch" if one.first else "one batch"
         took = f"{one.seconds:.1f} s" if one.seconds >= 0.1 else f"{1000 * one.seconds:.0f} ms"
@@ -254,7 +234,7 @@ def verdict(summary: Summary) -> Verdict:
             f" {one.rest_pct:.0f} % of each step waits for data"
         )
         help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
-        return Verdict(head, "one_wait", [*([help_] if one.first else []), *_cost(summary)])
+        return Verdict(head, "one_wait", [help_] if one.first else [])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(run)}"
     advice: dict[Bottleneck, Callable[[_Run], list[str]]] = {
         "cpu": _more_cpus,
@@ -267,7 +247,7 @@ def verdict(summary: Summary) -> Verdict:
     if run.binds == "cpu" and details and "would bring" in details[0]:
         head += f"; {details[0]}"
         details = details[1:]
-    return Verdict(head, run.binds, [*details, *_dear_stage(run), *_cost(summary)])
+    return Verdict(head, run.binds, details)
 
 
 def judged(summary: Summary) -> Verdict:
@@ -317,7 +297,7 @@ def _more_cpus(run: _Run) -> list[str]:
         return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
     count = math.ceil(lacking / kind.vcpus)
     more = "more " if run.cpu_hosts else ""
-    return [f"{count} {more}{kind.type} would {target}", *_worth_it(run, kind, count)]
+    return [f"{count} {more}{kind.type} would {target}", "`stoker size JOB --from RUN` tells at what cost"]
 
 
 def _kind_to_add(run: _Run) -> prices.Machine | None:
@@ -329,33 +309,14 @@ def _kind_to_add(run: _Run) -> prices.Machine | None:
     return prices.machine("ml.c5.xlarge") if known else None
 
 
-def _worth_it(run: _Run, kind: prices.Machine, count: int) -> list[str]:
-    """Whether the additional hosts pay for themselves, if all prices are known."""
-    now, each = run.usd_per_hour([*run.train_hosts, *run.cpu_hosts]), run.price(kind.type)
-    if now is None or each is None:
-        return []
-    before = now / run.rate / 3600 * 1e6
-    after = (now + count * each) / run.unhindered / 3600 * 1e6
-    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({run.label})"
-    if after < before:
-        return [f"that would cost {figures}"]
-    return [f"that would not pay off: {figures}; a cheaper chain is the better investment"]
-
-
 def _less_network(run: _Run) -> list[str]:
     if run.reads_slowly:
         return [
             "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
             " fewer and larger files; more hosts help if the storage serves each of them equally fast"
         ]
-    chain = run.summary.chain
     size = run.summary.speed.bytes_per_sample
     text = f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help"
-    sizes = [float(stage.get("bytes_out", 0)) for stage in chain]
-    grown = next((i for i in range(1, len(sizes)) if sizes[i] >= 3.5 * sizes[i - 1] > 0), None)
-    if grown is not None and sizes[-1] >= 3.5 * sizes[grown - 1]:
-        name, factor = chain[grown].get("stage"), sizes[grown] / sizes[grown - 1]
-        return [text, f"stage {name} makes samples {factor:.0f} times larger: move it to on_device()"]
     return [text, "send uint8 and convert on the GPU (on_device), or crop earlier"]
 
 
@@ -389,46 +350,6 @@ def _fewer_hosts(run: _Run) -> list[str]:
     enough = math.ceil(count * busy / HEADROOM)
     if busy >= IDLE_HOSTS or enough >= count:
         return []
-    text = f"the CPU hosts were only {100 * busy:.0f} % busy: {enough or 'none'} instead of {count} would do"
-    saved = run.usd_per_hour(run.cpu_hosts)
-    if saved is not None:
-        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({run.label})"
-    return [text]
-
-
-def _dear_stage(run: _Run) -> list[str]:
-    """The most expensive stage, or series of stages with the same name."""
-    if run.chain_s <= 0 or run.binds != "cpu":
-        return []
-    name, cost, kinds = dearest(run.summary.chain)
-    share = cost / (1000 * run.chain_s)
-    if share < DEAR_STAGE or kinds < 2:
-        return []
     return [
-        f"{name} takes {100 * share:.0f} % of the chain's CPU time ({cost:.1f} ms per sample):"
-        " make it cheaper first"
-    ]
-
-
-def dearest(stages: list[dict[str, Any]]) -> tuple[str, float, int]:
-    """The most expensive family of stages, its ms per sample, and the number of families."""
-    costs: defaultdict[str, float] = defaultdict(float)
-    for stage in stages:
-        costs[family(str(stage.get("stage", "")))] += float(stage.get("cpu_ms_per_sample", 0))
-    name = max(costs, key=lambda family: costs[family])
-    return name, costs[name], len(costs)
-
-
-def family(stage: str) -> str:
-    """A stage's name without its number, so that `blur 1` … `blur 10` count as one."""
-    return re.sub(r"[\s#_-]*\d+$", "", stage) or stage
-
-
-def _cost(summary: Summary) -> list[str]:
-    cost = summary.cost or {}
-    if cost.get("usd_per_million_samples") is None:
-        return []
-    return [
-        f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate,"
-        f" ${cost['usd']:.2f} for this run (estimated, prices of {cost.get('prices_as_of')})"
+        f"the CPU hosts were only {100 * busy:.0f} % busy: {enough or 'none'} instead of {count} would do"
     ]
