@@ -25,9 +25,6 @@ class DecodeMask(RecordTransform):
 
     Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
     more than 8 bits are refused, since they hold no class numbers.
-
-    Args:
-        columns: columns that hold masks.
     """
 
     random = False

@@ -73,9 +73,7 @@ class DecodeImage(RecordTransform):
 class CheckLabel(RecordTransform):
     """Quarantines a record whose `label` is not an integer in 0 … classes-1.
 
-    Args:
-        classes: number of classes.
-        names: of the classes; a label that is text becomes the number of its name.
+    With the `names` of the classes, a label that is text becomes the number of its name.
     """
 
     random = False
@@ -100,11 +98,7 @@ class CheckLabel(RecordTransform):
 
 
 class Rename(RecordTransform):
-    """Renames columns.
-
-    Args:
-        columns: new name = old name.
-    """
+    """Renames columns: `Rename(new="old")`."""
 
     random = False
     uses_random = False
@@ -119,11 +113,7 @@ class Rename(RecordTransform):
 
 
 class Drop(RecordTransform):
-    """Drops columns that are not used for training; a record may lack them.
-
-    Args:
-        columns: their names.
-    """
+    """Drops columns that are not used for training; a record may lack them."""
 
     random = False
     uses_random = False
@@ -237,11 +227,7 @@ class Resize(ImageTransform):
 
 
 class ShrinkLarger(ImageTransform):
-    """Shrinks larger images with antialiasing; others are unchanged.
-
-    Args:
-        size: the shorter side of the result, pixels; the longer one in proportion.
-    """
+    """Shrinks images whose shorter side is above `size` pixels, with antialiasing; others are unchanged."""
 
     random = False
 
@@ -255,11 +241,7 @@ class ShrinkLarger(ImageTransform):
 
 
 class CenterCrop(ImageTransform):
-    """Crops the centre of the image; a smaller image gets black margins.
-
-    Args:
-        size: height and width, pixels; a number for both.
-    """
+    """Crops the centre to `size` pixels (a number, or height and width); smaller images get black margins."""
 
     random = False
 
@@ -276,11 +258,7 @@ class CenterCrop(ImageTransform):
 
 
 class RandomHorizontalFlip(ImageTransform):
-    """Mirrors left and right, at random.
-
-    Args:
-        p: probability, 0 to 1.
-    """
+    """Mirrors left and right, with the probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = p

@@ -33,14 +33,7 @@ UNINTERESTING = ("output_dir",)
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """The run directories under the given paths, each once, in the order given.
-
-    Args:
-        paths: run directories, or folders that contain some, such as `runs`.
-
-    Returns:
-        (run directories, one line for each path that is not one).
-    """
+    """The run directories among or below these paths, each once, and a line for each path that has none."""
     found: dict[Path, None] = {}
     passed_over = []
     for path in map(Path, paths):
@@ -56,10 +49,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
-    """One row per run, indexed by the run's name.
-
-    Args:
-        paths: run directories, or folders that contain some.
+    """One row per run, indexed by the run's name; `paths` are run directories, or folders that contain some.
 
     Returns:
         Columns: status, place, started, hosts, train_workers, seconds, epochs, steps, samples_per_s

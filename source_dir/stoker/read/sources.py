@@ -120,14 +120,9 @@ def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
 
 
 def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-    """Divide the permuted indices 0 … n-1 into shards of `records`.
+    """Divide the indices 0 … n-1, permuted by `order`, into shards of `records`.
 
-    Args:
-        n: number of indices.
-        records: per shard.
-        order: permutes them; None: keep their order.
-        homes: permute within this many fixed random parts, then permute the shards of all parts; 0: permute
-            all indices together.
+    With `homes`, permute within this many fixed random parts, then the shards of all parts.
     """
     import numpy as np
 

@@ -50,9 +50,7 @@ def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
 class DeviceCopies:
     """A thread that takes loaded batches in order and starts their copies.
 
-    Args:
-        device: the GPU.
-        take: returns the next loaded batch, None after the last, or raises.
+    `take` returns the next loaded batch, None after the last, or raises.
     """
 
     def __init__(self, device: Any, take: Callable[[], Any]) -> None:
@@ -71,11 +69,7 @@ class DeviceCopies:
         threading.Thread(target=self._work, name="feed-copies", daemon=True).start()
 
     def take(self) -> Any:
-        """The next batch, on its way to the device; None after the last.
-
-        Raises:
-            whatever the feed failed with.
-        """
+        """The next batch, on its way to the device; None after the last. Raises what the feed failed with."""
         item = self._ready.get()
         self._room.release()
         if isinstance(item, BaseException):

@@ -184,11 +184,7 @@ def fails_alone(
 
 
 def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list[str]]:
-    """Evaluate a few records, so that no epoch is lost to a validation that fails. Collective.
-
-    Returns:
-        (metrics, notes on what is not shown).
-    """
+    """Metrics of a few records, and notes: no epoch is lost to a validation that fails. Collective."""
     import torch
 
     evaluation = Evaluation(worker, None)

@@ -104,13 +104,7 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
 
 
 def read_example(worker: Worker) -> Example | None:
-    """Read and preprocess a few records here.
-
-    Used if a resumed run has nothing left to train, so that no batch arrives.
-
-    Returns:
-        None if every record is bad.
-    """
+    """A few records, read here, for a resumed run that has nothing left to train; None: all are bad."""
     from stoker.serve.opening import open_data
     from stoker.serve.shards import DatasetSource
     from stoker.train.feed import as_one_batch
@@ -345,11 +339,7 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
 
 
 def write_one(exports: Exports, form: str, draft: Path) -> float:
-    """Write one format into `draft`, load it again and compare.
-
-    Returns:
-        The largest absolute difference from the model, over all batch sizes and outputs.
-    """
+    """Write one format into `draft`, and load it again: its largest difference from the model's outputs."""
     import torch
 
     with warnings.catch_warnings(), torch.no_grad():

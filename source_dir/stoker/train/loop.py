@@ -99,11 +99,7 @@ def train(settings: dict[str, Any]) -> None:
 def run_epochs(
     worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
 ) -> bool:
-    """Run the epochs from `first` on, each with its validation and checkpoint.
-
-    Returns:
-        Whether the run was asked to stop.
-    """
+    """Run the epochs from `first` on, each with its validation; returns whether the run was asked to stop."""
     import ray.train
 
     asked, stop = False, ""

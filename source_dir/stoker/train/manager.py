@@ -78,11 +78,7 @@ class CheckpointManager:
         books: list[dict[str, Any]],
         progress: Progress | None = None,
     ) -> str:
-        """Add an epoch's metrics to its checkpoint, or take a checkpoint with them. Collective.
-
-        Returns:
-            Why training should stop, or "".
-        """
+        """Add an epoch's metrics to its checkpoint, or take one; returns why to stop training. Collective."""
         reason = ""
         if progress is None and self.early_stopping:
             self.early_stopping.update(metrics)
@@ -203,10 +199,9 @@ class CheckpointManager:
         return saved
 
     def restore(self, saved: Checkpoint) -> Progress | None:
-        """Restore a checkpoint. Rank 0 reads it for all, as only its host may have it. Collective.
+        """Restore a checkpoint, and the progress in the epoch that it interrupts, if any. Collective.
 
-        Returns:
-            Progress in the interrupted epoch; None if the checkpoint is between two epochs.
+        Rank 0 reads it for all, as only its host may have it.
         """
         worker, meta = self.worker, saved.meta
         content = checkpoint.load_checkpoint(saved) if worker.rank == 0 else None
@@ -370,11 +365,7 @@ def _flat(name: str, tree: Any) -> Iterator[Named]:
 def begin(
     worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
 ) -> Checkpoint | None:
-    """Agree on the attempt and its start, then start the data. Collective.
-
-    Returns:
-        The checkpoint to resume from; None for a start from scratch.
-    """
+    """Agree on the attempt and the checkpoint to resume from, if any, then start the data. Collective."""
     import ray
 
     found: Checkpoint | None = None

@@ -310,11 +310,7 @@ def checkpoint_content(
 
 
 def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
-    """Load a checkpoint into model, optimiser and the rest. Collective.
-
-    Returns:
-        The parts saved by each rank.
-    """
+    """Load a checkpoint into model, optimiser and the rest; returns each rank's part. Collective."""
     weights: dict[str, Any] = {}
     optimizer, averaged, small = None, None, None
     if content is not None:

@@ -104,11 +104,7 @@ def modes(config: Config) -> dict[str, str]:
 
 
 def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
-    """The metric, mode and value by which a checkpoint competes, and the loss, for ties.
-
-    Returns:
-        None if the value is not finite, because it does not compare.
-    """
+    """The metric, mode and value by which a checkpoint competes, and the loss, for ties; None: not finite."""
     best = monitors(config)[1]
     name = best.monitor
     if name == "auto":
