@@ -132,8 +132,7 @@ def status(run_id: str) -> int:
 def standing(run_dir: Path) -> list[str]:
     """The verdict and figures of a finished or running run on this machine."""
     from stoker.events.bottleneck import judged
-    from stoker.events.prices import cost_row
-    from stoker.events.summary import read_summary
+    from stoker.events.summary import number, read_summary
 
     # A rehearsal's head holds the files until the rehearsal ends.
     inside = ("hosts/*/ml/output/data/summary.json", "hosts/gcs/*/*/run/summary.json")
@@ -152,8 +151,8 @@ def standing(run_dir: Path) -> list[str]:
     found, speed = judged(summary), summary.speed
     lines = [found.headline, *found.details]
     lines.append(f"{speed.steady_samples_per_s:.0f} samples/s, input wait {speed.input_wait_pct:.0f} %")
-    if cost := cost_row(summary):
-        lines.append(f"cost: {cost[1]}")
+    if (per := number((summary.cost or {}).get("usd_per_million_samples"))) is not None:
+        lines.append(f"${per:.2f} per 1M samples at the steady rate (estimated)")
     if (path.parent / "report.html").is_file():
         lines.append(f"report: {path.parent / 'report.html'}")
     return lines
