@@ -25,12 +25,14 @@ from launcher.advise.check.timeline import (
 )
 from stoker.errors import UsageError
 from stoker.events import prices
-from stoker.events.bottleneck import DEAR_STAGE, INPUT_BOUND
+from stoker.events.bottleneck import INPUT_BOUND
 from stoker.figures import count_of, duration
 
 UNSURE, UNCERTAIN = 0.05, 0.15
 """A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
 promise anything between 1.5 and 2.9 times the speed."""
+DEAR_STAGE = 0.4
+"""From this share of the time on, decoding or a stage is mentioned."""
 ADVISED_STEPS = 1000
 AROUND = ("__getitem__", "collate")
 """Stages of every loader."""
