@@ -126,6 +126,13 @@ def test_the_way_of_an_image_can_be_followed() -> None:
             assert not part or re.search(rf"(?:class|def) {part}\b", text), f"{file}: {part}"
 
 
+def test_the_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    names = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)\b", page)}
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert names - tests - {path.name for path in modules().values()} == set()
+
+
 def test_private_calls_of_ray_stand_in_one_file() -> None:
     private = re.compile(r"ray\.(_private|_raylet|data\._internal)|\._max_num_blocks|_create_executor")
     found = {
