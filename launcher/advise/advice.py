@@ -33,7 +33,7 @@ RECEIVE_S, FEED_S = 0.00002, 0.0003
 RECEIVE_BYTES = 150_528
 ASSUMED_SPREAD = 0.5
 RUN_SPREAD = 0.1
-"""Of figures from a run: throughput of the same job varies this much between runs."""
+"""Uncertainty of figures from a run: throughput of the same job varies this much between runs."""
 ALIKE = 0.01
 """Costs that differ by less count as equal; then the faster cluster is preferred."""
 MAX_CPU_HOSTS = 32
@@ -147,7 +147,7 @@ class Candidate:
     usd_per_hour: float
     usd_per_million_samples: float
     hours: float | None
-    """Of the whole job; None if its length is unknown."""
+    """Duration of the whole job; None if its length is unknown."""
     usd: float | None
 
     @property
@@ -172,7 +172,7 @@ class Wanted:
     configured: tuple[str, str | None, int] | None = None
     """GPU type, CPU type and count in the configuration; always in the table."""
     speed: float = 1.0
-    """Of the instances' vCPUs, relative to a core of the measuring machine."""
+    """Speed of the instances' vCPUs, relative to a core of the measuring machine."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ DEFAULT_GPU = "ml.g5.xlarge"
 DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")
 SHOWN = 14
 RUN_SECONDS = 45.0
-"""Of training; with the start of Ray and the end of the run about a minute."""
+"""Seconds of training; with the start of Ray and the end of the run, about a minute."""
 LONGEST_S = 900.0
 """For a job whose steps take longer: until there are enough of them."""
 CLOSING_S = 120.0

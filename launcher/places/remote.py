@@ -199,7 +199,7 @@ class CloudRequest(ABC):
     @property
     @abstractmethod
     def code_uri(self) -> str:
-        """Of the archive with the staged code; ending with `/`, of its files."""
+        """URI of the archive with the staged code; ending with `/`, of its files."""
 
     @property
     def archive(self) -> str:

@@ -195,7 +195,7 @@ class ImageClassification(Recipe):
         from stoker.chain.transforms import CheckLabel, DecodeImage, Rename, ShrinkLarger
 
         columns = {"image": self.image_column, "label": self.label_column}
-        # Of a CSV file, the source has named them.
+        # The source of a CSV file has named the columns.
         renamed = {new: old for new, old in columns.items() if new != old and self.labels is None}
         chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
         if self.num_classes and not self.multi_label:

@@ -1,7 +1,7 @@
 """Every value that crosses a process boundary, in order of travel.
 
-source  →  Shard, PassPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
-coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  coordinator
+source  →  Shard, PassPlan, Work, Claim  →  chain worker  →  BlockReport  →  service
+service  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  service
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Reply(NamedTuple):
 
 
 class ItemStart(NamedTuple):
-    """Coordinator → chain worker: how to begin."""
+    """Service → chain worker: how to begin."""
 
     wait_s: float
     names: bool
@@ -220,7 +220,7 @@ class StageCost:
 
 @dataclass
 class BlockReport:
-    """Chain worker → coordinator: what happened to the records of one block."""
+    """Chain worker → service: what happened to the records of one block."""
 
     shard: int = -1
     """Position of the shard in the epoch's order; -1: the dataset has no shards."""
@@ -272,7 +272,7 @@ class Failure(NamedTuple):
 
 
 class BlockSlice(NamedTuple):
-    """Coordinator → train worker: rows start … stop-1 of a block."""
+    """Service → train worker: rows start … stop-1 of a block."""
 
     block: str
     """Name of the block's file."""
@@ -285,7 +285,7 @@ class BlockSlice(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Coordinator → train worker: the block server of a host."""
+    """Service → train worker: the block server of a host."""
 
     agent: Any
     """Handle of the actor that runs it."""
@@ -299,14 +299,14 @@ class Directory(NamedTuple):
     run: str
     """Names the folders of the run's blocks."""
     secret: bytes
-    """Of the run's block connections."""
+    """The secret of the run's block connections."""
     servers: dict[str, Server]
     """By Ray node; none if the head is the only one."""
 
 
 @dataclass
 class StepAssignment:
-    """Coordinator → train worker: the rows of one step."""
+    """Service → train worker: the rows of one step."""
 
     blocks: list[BlockSlice]
     padded: int = 0

@@ -236,7 +236,7 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
 
 
 def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
-    """Every host: a recipe's parameters, in which texts have become what its fields say, with paths expanded.
+    """Every host: a recipe's parameters, with texts converted to the types of its fields and paths expanded.
 
     Raises:
         UsageError: a path that cannot be expanded.

@@ -68,7 +68,7 @@ class ColumnStatistics:
     low: float = math.inf
     high: float = -math.inf
     highest_class: int = 0
-    """Of integer arrays with two dimensions, which may be masks: the highest number but IGNORED_CLASS."""
+    """Highest number but IGNORED_CLASS in integer arrays with two dimensions, which may be masks."""
     nans: int = 0
     """Number of values that contain NaN or infinity."""
     flat: int = 0

@@ -46,7 +46,7 @@ class Tile:
 
 
 Corners = tuple[float, float, float, float]
-"""Of a box, in pixels: left, top, right, bottom."""
+"""Left, top, right and bottom of a box, in pixels."""
 IGNORED = 255
 
 

@@ -1,4 +1,4 @@
-"""`submit.py peek`: shows a job's data before a run; for one batch of a run, see `run.py`."""
+"""`submit.py peek`: shows a job's data before a run; for one batch of a run, see `peek_run.py`."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class LoggedAttempt:
     """One start of training in a run."""
 
     about: dict[str, Any]
-    """What the coordinator logged at the start; see `stoker.serve.cursor.about`."""
+    """What the service logged at the start; see `stoker.serve.cursor.about`."""
     trains: bool = True
     """Whether its train workers have started; until then, steps are those of the attempt before."""
     first_step: int = 0

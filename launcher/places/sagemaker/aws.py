@@ -18,7 +18,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError
 
 ATTEMPTS = 9
-"""Of one call, by boto3; a run that is watched has ten minutes besides."""
+"""boto3's attempts per call; a watcher continues for ten minutes besides."""
 NO_CREDENTIALS = (
     "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none, but"
     " sagemaker.s3_uri)"
@@ -290,7 +290,7 @@ def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[Row]:
 
 
 def _values(names: set[str], region: str) -> dict[str, float]:
-    """Those of these names that AWS lists."""
+    """The values of those names that AWS lists."""
     deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
     with readable_errors("quotas"):
         pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")

@@ -41,9 +41,9 @@ class Partition:
     """The longest time limit; None: unlimited."""
     nodes: int
     cpus: int
-    """Of its largest node."""
+    """CPUs of its largest node."""
     gpus: int
-    """Of the node with most."""
+    """GPUs of the node with most."""
 
 
 @dataclass(frozen=True)

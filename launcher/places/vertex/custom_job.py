@@ -124,7 +124,7 @@ class VertexRequest(CloudRequest):
         return spec
 
     def copy_command(self, source: Path, target: str) -> list[str]:
-        # It follows links to files when told so, and never those to folders.
+        # It can follow links to files, but not to folders.
         links = (path for path in source.rglob("*") if path.is_symlink() and path.is_dir())
         if link := next(links, None):
             raise UsageError(f"--request: {link} is a link to a folder, which gcloud leaves out; copy it")

@@ -1,6 +1,6 @@
 """Chain worker: video files → clips, exactly the frames asked for, decoded by PyAV (FFmpeg).
 
-Which frames a file has is told by its packets, which costs no decoding. Then decoding begins at the last key
+The packet headers list a file's frames, so that needs no decoding. Decoding then begins at the last key
 frame before the clip and ends with its last frame. One thread decodes: there is a chain worker per CPU.
 """
 
@@ -102,7 +102,7 @@ def decode_clip(
 
 
 def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
-    """FFmpeg reads what is left of a truncated file without a word; most formats say how long it was."""
+    """FFmpeg decodes truncated files without an error, so compare with the duration in the header."""
     filled = [packet for packet in packets if packet.size]
     if not filled:
         raise ValueError("cannot be decoded: the video holds no frame")
@@ -143,7 +143,7 @@ def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float
 
 
 def _nearest(moments: list[int], moment: Fraction) -> int:
-    """Of two that are equally near, the earlier."""
+    """Index of the nearest moment; ties go to the earlier one."""
     at = bisect_left(moments, moment)
     return min(moments[max(0, at - 1) : at + 1], key=lambda one: abs(one - moment))
 

@@ -353,7 +353,7 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 
 def _channels(shape: tuple[int, ...]) -> int:
-    """Of an image; 0 without a dimension for them, negative where they come first."""
+    """Number of channels of an image; 0 without such a dimension, negative if it comes first."""
     return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
 
 

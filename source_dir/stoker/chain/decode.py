@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     bits: int
     kind: str
-    """Of the numbers."""
+    """Kind of its numbers."""
     photometric: int
     channels: int
     extra: tuple[int, ...]
@@ -127,7 +127,7 @@ def open_with_pillow(content: bytes, layout: Layout | None) -> Any:
 
 MOST_PIXELS = 100_000_000
 MOST_TEXT_BYTES = 16 * 2**20
-"""Of a colour profile or a text in a PNG; Pillow refuses the whole image if it holds more than 1 MiB."""
+"""Limit of a colour profile or text in a PNG; by default, Pillow refuses an image with more than 1 MiB."""
 
 _of_process = {"most": MOST_PIXELS}
 

@@ -143,7 +143,7 @@ _DRAWN = {
     *("RandomVerticalFlip", "RandomZoomOut", "ScaleJitter"),
 }
 _POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
-"""They rotate and shear among other things, and torchvision has none of them for masks."""
+"""Transforms that may rotate and shear; torchvision does not apply them to masks."""
 
 
 def refuse_image_alone(chains: Iterable[Chain]) -> None:

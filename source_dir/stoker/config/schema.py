@@ -31,7 +31,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,6
 
 
 def tracking_uri(uri: str) -> str:
-    """Rejects what is no server, and a URI with credentials, which would be in files and logs."""
+    """Rejects what is not a server URI, and URIs with credentials, which would end up in logs."""
     if re.match(r"[\w.-]+:\d+(/|$)", uri):
         raise ValueError(f"must be an address: http://{uri}")
     if "@" in uri.partition("://")[2].partition("/")[0]:

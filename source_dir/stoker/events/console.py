@@ -19,7 +19,7 @@ from stoker.session import metrics_line
 
 EVERY_S = 10.0
 MOST_PARTS = 6
-"""Of metrics with several values, such as one per class, on a line or in the closing table."""
+"""Values of a metric, such as one per class, on a line or in the closing table."""
 
 
 class Console(Sink):

@@ -188,7 +188,7 @@ def run_cost(
 
 
 def _hours(summary: Summary) -> float:
-    """Of this start."""
+    """Hours of this start of the run."""
     return (summary.cluster.formed_s + summary.seconds - summary.earlier_s) / 3600
 
 

@@ -46,7 +46,7 @@ class Host(SummaryPart):
     type: str | None = None
     """Instance type; None if unknown, as on a laptop."""
     node_id: str = ""
-    """Of its Ray node."""
+    """Id of its Ray node."""
     scaled: bool = False
     """Whether the cluster's autoscaler added it."""
     since: float = 0.0
@@ -71,7 +71,7 @@ class Cluster(SummaryPart):
 
 class Records(SummaryPart):
     read: int = 0
-    """Of the passes that were begun; with what is left where a limit or an interruption ends one."""
+    """Records of the passes that have begun, including those left unread by a limit or an interruption."""
     trained: int = 0
     quarantined: int = 0
     remainder: int = 0
@@ -123,7 +123,7 @@ class Speed(SummaryPart):
     steady_samples_per_s: float = 0.0
     input_wait_pct: float = 0.0
     steps: int = 0
-    """Those that these figures are of, as are the two below."""
+    """Number of steps that these figures cover, as do the two below."""
     first_wait_s: float = 0.0
     """The input wait for the first batch of each pass."""
     longest_wait_s: float = 0.0
@@ -190,9 +190,9 @@ class Summary(BaseModel):
     started: str = ""
     """When its first start began."""
     seconds: float = 0.0
-    """Of all starts, without the pauses between them."""
+    """Duration of all starts, without the pauses between them."""
     earlier_s: float = 0.0
-    """Of these, before the last start."""
+    """The part of `seconds` before the last start."""
     earlier_usd: float | None = None
     """Cost of the starts before the last one; None: not known."""
     steps: int = 0
@@ -205,7 +205,7 @@ class Summary(BaseModel):
     speed: Speed = Speed()
     chain: list[dict[str, Any]] = []
     operators: list[dict[str, Any]] = []
-    """Of Ray Data's execution: name, tasks, rows, bytes, cpu_s, wall_s."""
+    """Ray Data's operators: name, tasks, rows, bytes, cpu_s, wall_s."""
     chain_tasks_by_host: dict[str, int] = {}
     train_workers_by_host: dict[str, int] = {}
     metrics: Metrics = Metrics()

@@ -125,7 +125,7 @@ GROUP_LABEL = "stoker.group"
 TRAIN_RESOURCE = "stoker_train"
 """A custom resource of the hosts that train; Ray Train selects hosts by label only since Ray 2.53."""
 MOST_TRAIN_WORKERS = 10_000
-"""Of a host: how much of `TRAIN_RESOURCE` it has."""
+"""How much of `TRAIN_RESOURCE` a host has."""
 
 
 def label(name: str) -> str:

@@ -99,13 +99,13 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = self._superseded = False
         self._records = loader.batch_size or 1
-        """Of the last batch; a full one of an iterable dataset, 1 with `batch_size=None`."""
+        """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
         self._sizes: deque[int] = deque()
-        """Of the batches that were submitted and not taken yet."""
+        """Records of each batch that was submitted and not taken yet."""
         self._ready: deque[Any] = deque()
         """Batches of the last block that the script has not taken yet."""
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
-        """Of each worker of an iterable dataset: how many batches the script has, and their digest."""
+        """By worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()

@@ -32,7 +32,7 @@ class LoaderPass(Pass):
 
     ready: dict[Place, ReadyBlock] = field(default_factory=dict)
     given: dict[Place, ReadyBlock] = field(default_factory=dict)
-    """Those that the script is fetching."""
+    """Blocks that the script is fetching."""
     failed: dict[Place, str] = field(default_factory=dict)
     next: Place = (0, 0)
     """Next block for the script."""

@@ -155,7 +155,7 @@ class LoaderService(DataService):
             return references, [each for each in loaded if "/" in each and each not in needed]
 
     def enter(self, me: Any, job: str) -> None:
-        """Called by scripts, first of all: without this call, nothing would end a detached actor."""
+        """Called by scripts first: registers the job whose end terminates this detached actor."""
         with self.changed:
             if not self._jobs and not self._over:
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()

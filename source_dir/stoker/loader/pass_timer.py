@@ -19,7 +19,7 @@ class PassProgress(NamedTuple):
     batches: int = 0
     elapsed_s: float = 0.0
     wait_s: float = 0.0
-    """Of these, waiting for batches."""
+    """The part of `elapsed_s` spent waiting for batches."""
 
 
 _numbers = itertools.count()
@@ -100,7 +100,7 @@ class PassTimer:
 
     @property
     def progress(self) -> PassProgress:
-        """Of training; validation counts nothing."""
+        """Progress of training; a validation has none."""
         if not self.trains or self.batches < 2:
             return PassProgress()
         return PassProgress(self.batches - 1, self._latest - self._first, self.wait_s)

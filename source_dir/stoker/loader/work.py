@@ -37,7 +37,7 @@ class Failed(NamedTuple):
     words: str
     """The traceback."""
     chain: tuple[int, int] = (0, 0)
-    """Of a stream: digests of its batches before this one, and with it; see digests.py."""
+    """Digests of its stream's batches without this one, and with it."""
 
 
 class MadeBatch(NamedTuple):

@@ -226,7 +226,7 @@ def in_statistics(
     """Columns that hold NULLs, or may, by the statistics of some row groups."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
-        # Of {bytes, path} structs, only the bytes are read.
+        # Only the bytes of {bytes, path} structs are read.
         if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
             leaves[number] = path[0]
     found: dict[str, NullCount] = {}

@@ -134,7 +134,7 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
 
 
 def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
-    """Of the files of a split those of one kind, and a line that counts what is not read.
+    """The files of a split that have one format, and a line that counts what is not read.
 
     Only files whose suffix is unknown are opened.
     """

@@ -54,7 +54,7 @@ class Labels(NamedTuple):
     splits: dict[str, list[tuple[Any, Any]]]
     """File and label: a number, or a tuple of numbers if an image may have several labels."""
     names: list[str]
-    """Of the classes, in the order of their numbers."""
+    """Names of the classes, in the order of their numbers."""
     notes: tuple[str, ...]
 
 

@@ -45,7 +45,7 @@ class Naming:
         """The first member that names its column."""
         self._stem: str | None = None
         self._columns: dict[str, str] = {}
-        """Of the current record: column → member."""
+        """Column → member, in the current record."""
 
     def place(self, member: str) -> tuple[str, str, str] | None:
         """Stem, column and suffix of the next member; None for a hidden file."""
@@ -120,7 +120,7 @@ def place_of_one(values: list[Any]) -> int:
 
 
 LABEL_KEYS = ("label", "cls", "class", "target")
-"""Of a `.json` member that may hold the label."""
+"""Fields of a `.json` member that may hold the label."""
 FOLDER, JSON, TEXT = "folder", "json", "text"
 
 
@@ -134,7 +134,7 @@ class Values:
     numbers: set[int] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     lengths: set[int] = field(default_factory=set)
-    """Of one-hot lists."""
+    """Lengths of one-hot lists."""
     odd: str = ""
     """The first that is neither number nor text."""
 
@@ -188,7 +188,7 @@ class Rule(NamedTuple):
     place: str = ""
     """A column, or FOLDER; empty: nowhere."""
     name: str = ""
-    """Of its values in a survey."""
+    """Name of its values in a survey."""
     texts: bool = False
     why: str = ""
     """Why folders are no classes."""
@@ -203,7 +203,7 @@ class Survey:
     columns: dict[str, str] = field(default_factory=dict)
     """Column → the first suffix."""
     values: dict[str, Values] = field(default_factory=lambda: defaultdict(Values))
-    """Of columns with numbers; and of places for labels."""
+    """Values of columns with numbers, and of places for labels."""
     folders: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Folder of images → shards that have it."""
     dotted: str = ""

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Source(ABC):
-    """The records of one split."""
+    """The records of one split; a subclass defines `shards`, `read` and `count`."""
 
     random: bool = True
     """False: reading draws no random numbers. Otherwise the global generators of `random`, NumPy and torch
@@ -54,11 +54,13 @@ class Source(ABC):
 
     @abstractmethod
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
-        """Divide the split into shards of about `records` records, permuted by `order`."""
+        """Divide the split into shards of about `records` records, permuted by `order`; None: as they are."""
 
     @abstractmethod
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """The records of a shard; a record that cannot be read becomes a BadRecord.
+        """The records of a shard, each with a unique `key`, permuted by `order`; None: as they are.
+
+        A record that cannot be read becomes a BadRecord.
 
         Raises:
             OSError: accessing the data failed; the head retries the shard, on another host if possible.

@@ -29,7 +29,7 @@ MOST_ZEROS = 64 * 1024
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _LISTING, _VOLUME = b"D", b"V"
-"""Of GNU tar: the names in a folder, in an incremental archive; and the name of the archive."""
+"""Types of GNU tar: the names in a folder, in an incremental archive, and the name of the archive."""
 _KINDS = {
     b"M": "the rest of a file that begins in another volume",
     b"N": "a list of long names as old tars wrote it",
@@ -199,7 +199,7 @@ class Ahead(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._chunk and self._coming:
-            # One that failed stays where it is: whoever reads again is told again.
+            # A failed chunk stays at the front, so that a second read raises the same error.
             self._chunk = self._coming[0].result()
             self._coming.popleft()
             self._ask()

@@ -196,7 +196,7 @@ class ChainCosts:
 
     records: int = 0
     seconds: float = 0.0
-    """Of the chain workers, reading included."""
+    """Time of all chain workers together, reading included."""
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)

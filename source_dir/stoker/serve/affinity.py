@@ -17,7 +17,7 @@ ALL_FIT = 0.999
 
 
 class CacheAffinity:
-    """One per run; the planner queries it, the coordinator updates it with its lock held.
+    """One per run; the planner queries it, the service updates it with its lock held.
 
     Args:
         kind: `data.cache`.

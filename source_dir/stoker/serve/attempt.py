@@ -30,7 +30,7 @@ class Locks(NamedTuple):
     """Conditions of the service's one lock."""
 
     changed: threading.Condition
-    """Those that decide what to produce wait on it."""
+    """Threads that decide what to produce wait on it."""
     has_work: threading.Condition
     """Chain workers wait on it for work."""
     ready: threading.Condition

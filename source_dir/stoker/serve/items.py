@@ -52,7 +52,7 @@ class Item:
     store: list[bool]
     """For each shard, whether the host caches its records."""
     number: int = -1
-    """Of its present claim."""
+    """Number of its present claim; -1: none."""
     by: Process = NOBODY
     """The chain worker that has it, or had it last."""
     stop: int | None = None
@@ -136,7 +136,7 @@ class ReadyBlock:
 class Holdings:
     """The files of all blocks that somebody needs, and by host those that nobody does any more.
 
-    A block goes with the last reference to it: whoever drops it need not know.
+    A block is dropped with the last reference to it.
     """
 
     def __init__(self) -> None:

@@ -252,7 +252,7 @@ class Passes:
         return homes_of(self.sources[split].count(), self.config.data.block_records)
 
     def agree(self, split: str, found: tuple[Schema, ...]) -> Schema:
-        """The schema that every block of a split must have; call with the coordinator's lock held.
+        """The schema that every block of a split must have; call with the service's lock held.
 
         Raises:
             SchemaError: the block has a different one.

@@ -65,9 +65,9 @@ class Planner:
         self.affinity, self.holdings = attempt.keeping, holdings
         self.recovery = Recovery(attempt, pool)
         self.passes: list[Pass] = []
-        """Those that are being produced."""
+        """Passes that are being produced."""
         self.open: list[Pass] = []
-        """Those whose blocks may still be needed."""
+        """Passes whose blocks may still be needed."""
         self.again: list[Item] = []
         """Items to retry, on another host if possible."""
         self.active: dict[str, Item] = {}
@@ -172,7 +172,7 @@ class Planner:
         """Passes that can start work of a chain worker now, most urgent first."""
         passes = list(self.passes)
         if not self.attempt.in_order:
-            # Of those that are equally far behind their consumers, the one that got work the longest ago.
+            # Of passes equally far ahead of their consumers, the one that got work longest ago is first.
             passes.sort(key=lambda each: (each.rows_ahead + each.shards_under_way, each.served))
         for pass_ in passes:
             listed = self._listed(pass_)

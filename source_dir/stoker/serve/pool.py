@@ -307,14 +307,14 @@ class Scaled:
         return decision
 
     def send(self, now: float) -> None:
-        """Send or renew the request; the coordinator's lock is not held."""
+        """Send or renew the request; the service's lock is not held."""
         if now - self._sent >= RENEW_S:
             self._sent = now
             self.request.send(self.scaler.count, EXPIRES_S)
 
 
 class Elastic:
-    """Part of the coordinator; decides which hosts get work and which are about to leave.
+    """Part of the service; decides which hosts get work and which are about to leave.
 
     Args:
         event: receives (event, values).
@@ -347,7 +347,7 @@ class Elastic:
         attempt: Attempt | None,
         bound: Collection[str] = (),
     ) -> list[ChainHost]:
-        """The hosts that stay; called with the coordinator's lock held.
+        """The hosts that stay; called with the service's lock held.
 
         Args:
             hosts: that may preprocess.
@@ -379,7 +379,7 @@ class Elastic:
         self.closing |= set(unneeded)
         if decision is not None:
             self._event("cpu_hosts", count=decision.count, reason=decision.reason)
-        # Those that have left meanwhile stay in the list: that is how the others tell them from lost ones.
+        # Released hosts stay in the list, to distinguish them from lost ones.
         left = [node for node in self._let_go if node not in scaled.known]
         if {*left, *unneeded} != {*self._let_go}:
             self._let_go = left + unneeded

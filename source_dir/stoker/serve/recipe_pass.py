@@ -201,7 +201,7 @@ class Splitter:
 
 
 Used = tuple[int, int, int]
-"""Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""
+"""What one rank has used: rows (including padded ones), sum of their ids, number of padded rows."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -52,7 +52,7 @@ class Suspect:
     doing: str = "starting"
     """Its last reported activity."""
     ended: bool = False
-    """It is complete; Ray restarts it only if its blocks were lost with their host."""
+    """The work is complete; it starts again only if its blocks were lost with their host."""
 
 
 class Suspects:

@@ -58,7 +58,7 @@ class ChainProcess(NamedTuple):
 
     by: Process
     handle: Any
-    """Of its actor."""
+    """Handle of its actor."""
     seen: float
     """`time.monotonic()` of its last call."""
 
@@ -108,7 +108,7 @@ class DataService(ABC):
         """Reference of the Setup of each split."""
         self.holdings = Holdings()
         self.numbers = count()
-        """Of claims and work."""
+        """Numbers claims and work items."""
         self.workers: dict[str, ChainProcess] = {}
         """Chain workers that hold a lease, by id."""
         self.over = False

@@ -134,9 +134,9 @@ class Stamps(NamedTuple):
     produced: float
     """Its blocks existed."""
     arrived: float
-    """Its rows were on this host."""
+    """When its rows were on this host."""
     collated: float
-    """It was one batch in this host's memory."""
+    """When it was one batch in this host's memory."""
 
 
 def exposed(since: float, until: float, stamps: Stamps) -> list[float]:

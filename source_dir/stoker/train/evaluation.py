@@ -205,7 +205,7 @@ def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list
 
 
 MOST_SCALARS = 100
-"""Of one metric: each is a curve. A larger one has a table only."""
+"""Curves of one metric; a metric with more values has only a table."""
 MOST_CELLS = 10_000
 
 

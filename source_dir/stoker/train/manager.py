@@ -264,8 +264,8 @@ class CheckpointManager:
 
 
 SMALLEST_SCALE = 2.0**-20
-"""Of the fp16 gradient scaler, which starts at 2**16 and halves with every overflow. Below this the last
-steps were all skipped, and all further ones will be."""
+"""The scale of fp16 gradients starts at 2**16 and halves with every overflow. Below this, the last steps were
+all skipped, and all further ones will be."""
 
 
 def check_state(worker: Worker, progress: Progress) -> None:

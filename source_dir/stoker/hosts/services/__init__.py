@@ -36,7 +36,7 @@ class Service:
     name: str
     """`place` in summary.json, unless the launcher has set another."""
     resource: Callable[[], Mapping[str, Any] | None]
-    """The job's hosts and groups as `topology.resolve` takes them; None if this is no host of the service.
+    """The job's hosts and groups as `topology.resolve` takes them; None if this is not a host of the service.
 
     Raises TopologyError if the service says so only in part.
     """

@@ -22,7 +22,7 @@ NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
 """The head's, for jobs that set none: above those of Ray's workers, below the kernel's ephemeral ones."""
 STORE_SHARE, LEAST_STORE_MB = 0.3, 80
-"""Of a node that is shared, the share of the job's memory that Ray's object store may take."""
+"""On a shared node, Ray's object store takes this share of the job's memory, and at least so many MB."""
 MOST_HOSTS = 65_536
 CODE = Path(__file__).resolve().parents[3]
 """The folder of train.py."""
@@ -145,7 +145,7 @@ def _components(variables: Mapping[str, str], size: str) -> list[dict[str, Any]]
         )
     gpus = [_gpus(variables, end, len(hosts)) for end, hosts in zip(ends, lists, strict=True)]
     if not any(gpus):
-        # Whoever requests GPUs by --gres tells no other component; cluster.gpu_group can name the group.
+        # GPUs requested with --gres are not visible to other components; set cluster.gpu_group.
         return [
             {"instance_group_name": f"component-{number}", "hosts": hosts}
             for number, hosts in enumerate(lists)

@@ -88,7 +88,7 @@ def _has_room(parent: Path, size: int) -> bool:
 def _write(root: Path, name: str, parts: list[Any]) -> str:
     root.mkdir(mode=0o700, exist_ok=True)
     if root.stat().st_uid != os.getuid():
-        # Whoever has seen the run's folder in shared memory may have made this one.
+        # Another user who has seen the run's folder in shared memory may have made this one.
         raise PermissionError(f"{root} belongs to another user")
     draft = root / f"{name}.new"
     try:
