@@ -158,11 +158,11 @@ def run(
     raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx), arguments))
 
 
-Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, or an id: ray:…, sagemaker:…")]
+RunName = Annotated[str, typer.Argument(help="a run directory, runs/latest, or an id: ray:…, sagemaker:…")]
 
 
 @app.command(epilog="Example: python launcher/submit.py status runs/latest")
-def status(run: Run = "runs/latest") -> None:
+def status(run: RunName = "runs/latest") -> None:
     """Show the status of a run."""
     from launcher import commands
 
@@ -171,7 +171,7 @@ def status(run: Run = "runs/latest") -> None:
 
 @app.command(epilog="Example: python launcher/submit.py logs -f runs/latest")
 def logs(
-    run: Run = "runs/latest",
+    run: RunName = "runs/latest",
     follow: Annotated[bool, Option("--follow", "-f", help="follow the log until the run ends")] = False,
 ) -> None:
     """Show the log of a run; Ctrl-C leaves the run running."""
@@ -181,7 +181,7 @@ def logs(
 
 
 @app.command(epilog="Example: python launcher/submit.py stop runs/latest")
-def stop(run: Run = "runs/latest") -> None:
+def stop(run: RunName = "runs/latest") -> None:
     """Ask a run to write a checkpoint and stop."""
     from launcher import commands
 

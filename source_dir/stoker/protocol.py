@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 Record = dict[str, Any]
 """One record: columns by name, plus its identity under "key"."""
+BlockPlace = tuple[int, int]
+"""Number of a shard in its pass, and number of a block in the shard."""
 
 
 # What is read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -97,17 +98,25 @@ def test_every_module_has_a_room() -> None:
     assert loose == {f"stoker.{name}" for name in named}
 
 
+def types_of(module: ast.Module) -> Iterator[str]:
+    """Names of its classes and of its other types, but for type variables."""
+    yield from (node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef))
+    for node in module.body:
+        if isinstance(node, ast.Assign) and "TypeVar(" not in ast.unparse(node.value):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if re.match("[A-Z][a-z]", name))
+
+
 def test_a_name_has_one_meaning() -> None:
-    """No two files, and no two classes, have the same name."""
+    """No two files, and no two classes or types, have the same name."""
     files: dict[str, list[str]] = {}
     classes: dict[str, list[str]] = {}
     for name, path in modules().items():
         if name.startswith("launcher.projects."):
             continue  # projects for users, each on its own
         files.setdefault(path.name, []).append(name)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(name)
+        for kind in types_of(ast.parse(path.read_text())):
+            classes.setdefault(kind, []).append(name)
     del files["__init__.py"]
     assert {name: found for name, found in (files | classes).items() if len(found) > 1} == {}
 

@@ -183,7 +183,7 @@ def as_array(value: Any) -> Any:
 
 
 @dataclass
-class Point:
+class ChainPoint:
     """A point in the chain: after reading, or after a stage."""
 
     name: str
@@ -225,7 +225,7 @@ class Look:
 
     split: str
     source: str
-    points: list[Point]
+    points: list[ChainPoint]
     samples: list[Sample]
     bad: dict[str, str] = field(default_factory=dict)
     """Key → reason of each quarantined record."""
@@ -246,7 +246,7 @@ class Watched:
     """Wraps a stage to record its output and time."""
 
     stage: Stage
-    point: Point
+    point: ChainPoint
     bad: dict[str, str]
     """Key → reason."""
     last: dict[str, Record]
@@ -277,14 +277,14 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     """Examine a split."""
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
-    seen = Look(split, type(source).__name__, [Point("read")], [])
+    seen = Look(split, type(source).__name__, [ChainPoint("read")], [])
     try:
         data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
     seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
-    seen.points += [Point(stage.name, stage.per) for stage in chain.stages]
+    seen.points += [ChainPoint(stage.name, stage.per) for stage in chain.stages]
     records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
     ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
     while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):

@@ -16,7 +16,7 @@ from stoker.errors import UsageError
 from stoker.figures import count_of, size
 
 if TYPE_CHECKING:
-    from launcher.advise.peek.looking import Look, Point
+    from launcher.advise.peek.looking import ChainPoint, Look
     from launcher.advise.peek.problems import Problem
     from stoker.config.schema import Config
     from stoker.serve.opening import Data
@@ -162,7 +162,7 @@ def headlines(seen: Look, data: Data, name: str) -> list[str]:
     return lines
 
 
-def stage_rows(points: list[Point]) -> list[StageRows]:
+def stage_rows(points: list[ChainPoint]) -> list[StageRows]:
     """The changed columns after each stage, with unchanged columns in one line."""
     found, before = [], dict[str, ColumnAfterStage]()
     for point in points:

@@ -230,10 +230,10 @@ TIMEOUT_S = 4.0
 """For one answer of AWS."""
 LISTING_S = 15.0
 """SageMaker has some thousand quotas, a hundred to a page."""
-Row = tuple[Literal["ok", "note", "FAIL"], str, str, str]
+CheckRow = tuple[Literal["ok", "note", "FAIL"], str, str, str]
 
 
-def findings(config: Config) -> Iterator[Row]:
+def findings(config: Config) -> Iterator[CheckRow]:
     """(mark, what, found, remedy) of identity and quotas; nothing where no job asks for AWS.
 
     Without a job that names instance types, only the identity is looked at, if there are credentials.
@@ -270,7 +270,7 @@ def has_credentials() -> bool:
     )
 
 
-def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[Row]:
+def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[CheckRow]:
     kind = "spot training job" if spot else "training job"
     names = {f"{instance} for {kind} usage": instance for instance in wanted}
     try:

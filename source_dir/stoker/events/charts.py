@@ -13,7 +13,8 @@ from html import escape
 
 from markupsafe import Markup
 
-Point = tuple[float, float]
+from stoker.events.runs import Point
+
 Moment = tuple[float, str]
 """A vertical line: its x, and what it stands for."""
 

@@ -12,12 +12,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from time import time as now
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-Split = Literal["train", "val"]
-Metrics = dict[str, float | None]
+MetricValues = dict[str, float | None]
 
 
 KINDS: dict[str, type[Event]] = {}
@@ -104,7 +103,7 @@ class PassEnded(Event, kind="pass"):
 class EpochEnded(Event, kind="epoch"):
     epoch: int
     step: int
-    metrics: Metrics
+    metrics: MetricValues
     whole: bool = True
 
 
@@ -119,7 +118,7 @@ class MetricTable(Event, kind="table"):
 
 class MetricsLogged(Event, kind="metrics"):
     step: int
-    metrics: Metrics
+    metrics: MetricValues
     rank: int = 0
 
 

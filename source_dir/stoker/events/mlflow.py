@@ -45,7 +45,7 @@ ARTIFACTS = ("config.yaml", "summary.json", "report.html", "quarantine.jsonl")
 NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
 """Characters not allowed in MLflow's names of metrics and parameters."""
 
-Row = tuple[str, float, int, int]
+MetricRow = tuple[str, float, int, int]
 """Name, value, time in ms since 1970, global step."""
 
 
@@ -71,7 +71,7 @@ class MlflowSink(Sink):
         self.model_version: str | None = None
         self.client: Any = None
         self.url: str | None = None
-        self.rows: deque[Row] = deque()
+        self.rows: deque[MetricRow] = deque()
         """Not sent so far."""
         self.failing: str | None = None
         """The last error; None while the server accepts data."""
@@ -279,7 +279,7 @@ class MlflowSink(Sink):
             pairs = [RunTag(key, str(value)[:LONGEST_TAG]) for key, value in tags.items()]
             (client or self.client).log_batch(self.run_id, tags=pairs)
 
-    def _log(self, rows: list[Row]) -> None:
+    def _log(self, rows: list[MetricRow]) -> None:
         from mlflow.entities import Metric
 
         found = [Metric(NOT_ALLOWED.sub("_", name), value, at, step) for name, value, at, step in rows]

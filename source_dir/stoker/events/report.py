@@ -19,9 +19,9 @@ from markupsafe import Markup
 
 from stoker.events import charts
 from stoker.events.bottleneck import chain_limit, judged, near, network_limit
-from stoker.events.charts import Bar, Moment, Point, figure
+from stoker.events.charts import Bar, Moment, figure
 from stoker.events.kinds import MetricTable
-from stoker.events.runs import RunData, figures_of, read_run
+from stoker.events.runs import Point, RunData, figures_of, read_run
 from stoker.events.summary import Summary, less_is_better, number
 from stoker.figures import count_of, duration, size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import cast
 
-from stoker.protocol import PassPlan
+from stoker.protocol import BlockPlace, PassPlan
 from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.items import Held, Holdings, Numbered, ReadyBlock
 from stoker.serve.passes import Pass
@@ -17,8 +17,6 @@ from stoker.serve.recovery import Suspects
 
 STREAM_AHEAD = 4
 """Batches that one worker of an iterable dataset may be ahead."""
-Place = tuple[int, int]
-"""Number of the shard, and number of the block in it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,11 +28,11 @@ class LoaderPass(Pass):
     open, also of other passes, and makes a batch of the one that is needed most.
     """
 
-    ready: dict[Place, ReadyBlock] = field(default_factory=dict)
-    given: dict[Place, ReadyBlock] = field(default_factory=dict)
+    ready: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
+    given: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
     """Blocks that the script is fetching."""
-    failed: dict[Place, str] = field(default_factory=dict)
-    next: Place = (0, 0)
+    failed: dict[BlockPlace, str] = field(default_factory=dict)
+    next: BlockPlace = (0, 0)
     """Next block for the script."""
     known: int = 0
     """Number of submitted shards."""

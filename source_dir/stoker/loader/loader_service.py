@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 from stoker import ray_compat
-from stoker.loader.loader_pass import LoaderAttempt, Place
+from stoker.loader.loader_pass import LoaderAttempt
 from stoker.loader.pass_timer import PassProgress
 from stoker.loader.work import LoaderChain, LoaderSource
-from stoker.protocol import Made, Process, Reply, Shard
+from stoker.protocol import BlockPlace, Made, Process, Reply, Shard
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.pool import ChainHost, Scaling
@@ -225,7 +225,7 @@ class LoaderService(DataService):
             if self.attempt is not None:
                 self.attempt.submit(key, shards, total)
 
-    def take(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
+    def take(self, key: str, places: list[BlockPlace]) -> list[tuple[str, Any]]:
         """Called by scripts: return the blocks of these places that are ready, in order.
 
         Waits a few seconds for the first one, then returns nothing.
@@ -244,7 +244,7 @@ class LoaderService(DataService):
                     return given
                 self.ready.wait(left)
 
-    def _ready(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
+    def _ready(self, key: str, places: list[BlockPlace]) -> list[tuple[str, Any]]:
         attempt = self.attempt
         pass_ = attempt.passes.get(key) if attempt else None
         if attempt is None or attempt.failure or pass_ is None:

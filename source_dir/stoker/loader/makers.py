@@ -32,7 +32,7 @@ from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
-from stoker.protocol import BlockSlice, Shard
+from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import unpack
 from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
@@ -52,9 +52,7 @@ LOADED = 4
 """Blocks to fetch ahead."""
 THREAD = "stoker-batches"
 FIGURES_EVERY_S = 2.0
-Place = tuple[int, int]
-"""Number of the shard, and number of the block in it."""
-Arrival = tuple[Place, str, Any]
+Arrival = tuple[BlockPlace, str, Any]
 """"block" and what the service or the script needs of it, "end", or "failed" and why."""
 
 
@@ -94,7 +92,7 @@ class ClusterMaker:
         split = name if keeps == "" else f"{name}/{keeps or key}"
         about = (streams, bool(keeps), node, job, told)
         self._look(service.open.remote(service, key, split, *about))
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
         self._prefetcher = Prefetcher(
@@ -113,7 +111,7 @@ class ClusterMaker:
         """See the module."""
         self._service.submit.remote(self._key, shards, total)
 
-    def want(self, place: Place) -> None:
+    def want(self, place: BlockPlace) -> None:
         """See the module."""
         self._places[self._wanted] = place
         self._wanted += 1
@@ -296,14 +294,14 @@ class ProcessMaker:
         self._pages, self._copies = pages, copies
         self._shards: dict[int, tuple[Shard, int]] = {}
         self._running: dict[int, Iterator[Any]] = {}
-        self._wanted: deque[Place] = deque()
+        self._wanted: deque[BlockPlace] = deque()
         self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """See the module."""
         self._shards |= {number: (shard, skip) for number, shard, skip in shards}
 
-    def want(self, place: Place) -> None:
+    def want(self, place: BlockPlace) -> None:
         """See the module."""
         self._wanted.append(place)
 

@@ -26,7 +26,7 @@ from stoker.serve.passes import Pass
 KEPT_STEPS = 4096
 """Steps before the slowest train worker's next one for which a position can be asked: more than it may have
 requested and not used."""
-Step = tuple[int, bool, int]
+StepKey = tuple[int, bool, int]
 """(epoch, whether in the validation that follows its training, step of the pass)."""
 
 
@@ -34,13 +34,13 @@ class Pace:
     """The latest step that each rank has requested."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, Step] = {}
+        self.asked: dict[int, StepKey] = {}
 
     def ask(self, rank: int, epoch: int, step: int, val: bool = False) -> None:
         """A rank requests a step."""
         self.asked[rank] = (epoch, val, step)
 
-    def first_unasked(self) -> Step:
+    def first_unasked(self) -> StepKey:
         """The first step that no rank has requested; it may lie beyond the end of its pass."""
         epoch, val, step = max(self.asked.values(), default=(0, False, -1))
         return epoch, val, step + 1
@@ -50,7 +50,7 @@ class Signal:
     """A request that every rank sees from the same step on."""
 
     def __init__(self) -> None:
-        self.since: Step | None = None
+        self.since: StepKey | None = None
 
     def request(self, pace: Pace) -> None:
         """Make the request; a pending one stays as it is."""
