@@ -50,9 +50,9 @@ unit: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" tests/unit
 
 long: setup
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests/unit
 
-old: setup  ## digits and a lost host on the oldest Ray
+old: setup  ## a small job and a lost host on the oldest Ray
 	@bash scripts/versions.sh old
 
 test-versions: setup  ## a selection on the oldest, a middle and the newest Ray, Python 3.11 to 3.13, PyTorch from 2.6

@@ -14,7 +14,7 @@ run() {
   [ $code = 0 ] || [ $code = 5 ] || failed=1
 }
 bash scripts/places.sh || failed=1
-# One after the other, because test files of two parts may have the same name.
+# One after the other: what fails is told by its part.
 for part in unit integration rehearsal e2e; do
   run "long-$part" -m soak "tests/$part"
 done

@@ -44,6 +44,8 @@ TOGETHER = {
     "demo": ("test_local", "test_notebook"),
 }
 """Files whose tests share what is slow to start: they run in one process, one after the other."""
+FIRST = (*TOGETHER["nodes"], "test_schema_of_a_split", "test_init", "test_site", "test_loader_streams")
+"""They take longest, so they start first: at the end, the other processes would wait for them."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -64,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark each test with its part; leave the long ones to `make soak`."""
     for item in items:
         item.add_marker(getattr(pytest.mark, part_of(item.path)))
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     if "soak" in (config.option.markexpr or ""):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]

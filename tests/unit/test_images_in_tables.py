@@ -225,7 +225,7 @@ def test_a_struct_that_is_no_image_keeps_its_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("struct", [False, True])
+@pytest.mark.parametrize("struct", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_row_group_of_more_than_2_gb_is_read_in_batches(struct: bool, tmp_path: Path) -> None:
     big, rows, step = bytes(range(256)) * 4096, 2100, 300
     part: Any = pa.array([big, big[::-1]] * (step // 2), pa.binary())

@@ -161,7 +161,7 @@ def test_passes_of_persistent_workers_are_torchs(kind: str, workers: int, persis
 
 
 @pytest.mark.long
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(KINDS),
     workers=st.integers(0, 3),

@@ -273,7 +273,6 @@ def test_pages_and_pictures_beyond_the_first_are_named(form: str, tmp_path: Path
 
 RGB = (U16[..., :3] >> 8).astype(np.uint8)
 GREY = RGB[..., 0]
-AS_GREY = np.asarray(Image.fromarray(RGB).convert("L"))
 FORMS: dict[str, tuple[Any, Any]] = {
     "a picture": (Image.fromarray(RGB), RGB),
     "an opened file": (Image.open(io.BytesIO(saved(Image.fromarray(RGB)))), RGB),

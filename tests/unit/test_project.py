@@ -100,3 +100,9 @@ def test_names_of_hosts_and_folders_of_a_machine_stay_out() -> None:
         path = ROOT / name
         if path.is_file() and path.suffix in (".py", ".md", ".txt", ".toml", ".yaml", ".sh"):
             assert "files.pythonhosted" not in path.read_text() or path == Path(__file__), name
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest would not collect them together."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert {name for name in names if names.count(name) > 1} <= {"conftest.py", "__init__.py"}

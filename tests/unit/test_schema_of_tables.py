@@ -20,7 +20,7 @@ from stoker.read.sources import record_id
 
 pytestmark = pytest.mark.long
 
-EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "2000")) // 10
+EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "1000")) // 10
 
 KINDS: dict[str, Any] = {
     "int": (pa.int32(), lambda i: i - 3, [7, "keep"], 0),

@@ -1,6 +1,6 @@
 """`--on slurm` on a login node: the script that it submits and what it makes of a job's states.
 
-Slurm's commands are faked; tests/e2e/test_slurm.py runs the real ones.
+Slurm's commands are faked; tests/e2e/test_slurm_jobs.py runs the real ones.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str,
 
 @pytest.mark.long
 @given(TEXTS)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
 def test_text_stays_itself_on_the_way_through_a_staged_job(tmp_path_factory: Any, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()
     first = load(None, [f"params.text={text}", f"params.maybe={text}", f"tracking.mlflow.tags.x={text}"])
