@@ -46,6 +46,8 @@ BLOCKED = 0.2
 """From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
 QUEUED = 0.1
 """From this share of a fetch on, queueing means that there are too few CPUs here."""
+DEAR_STAGE = 0.4
+"""From this share of the chain's CPU time on, a stage is mentioned."""
 CACHEABLE = 0.2
 SLOW_START = 0.05
 """From this share of an epoch on, its start is mentioned."""
