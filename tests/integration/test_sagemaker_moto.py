@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -75,7 +77,7 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "1.tar").write_bytes(b"x" * 100)
     (tmp_path / "shards" / "linked").symlink_to(tmp_path / "far")
-    job = make_job({"params.data": str(tmp_path / "shards")})
+    job = make_job({"params.data": str(tmp_path / "shards"), "sagemaker.max_retries": "2"})
     request = sagemaker.plan(job)
     submitted = sagemaker.submit(request, quiet)
     described = submitted.describe()
@@ -124,6 +126,17 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
     assert "data: 4 B uploaded" in told[-2]
 
 
+def test_script_mode_archive_has_its_files_at_the_root() -> None:
+    request = sagemaker.plan(make_job({"sagemaker.entry": "script-mode"}))
+    sagemaker.submit(request, quiet)
+    uri = request.body["HyperParameters"]["sagemaker_submit_directory"]
+    body = boto3.client("s3").get_object(Bucket=BUCKET, Key=uri.removeprefix(f"s3://{BUCKET}/"))["Body"]
+    with tarfile.open(fileobj=io.BytesIO(body.read()), mode="r:gz") as tar:
+        found = set(tar.getnames())
+        assert {"train.py", "requirements.txt", "job.yaml", ".ray-token", "stoker/recipe.py"} <= found
+        assert tar.getmember(".ray-token").mode & 0o777 == 0o600
+
+
 def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
     key = boto3.client("kms", region_name=REGION).create_key()["KeyMetadata"]["KeyId"]
     (tmp_path / "x.bin").write_bytes(b"1")
@@ -145,14 +158,14 @@ def test_absent_buckets_and_prefixes_are_named_together() -> None:
                 {
                     "sagemaker.s3_uri": "s3://no-such-bucket-here/x",
                     "sagemaker.channels": f"{{train: {{uri: 's3://{BUCKET}/nothing'}}}}",
-                    "sagemaker.request": "{RetryStrategy: {MaximumRetryAttempts: 50}}",
+                    "sagemaker.max_retries": "50",
                 }
             )
         )
     text = "\n".join(caught.value.problems)
     assert "aws s3 mb s3://no-such-bucket-here" in text
     assert "sagemaker.channels.train.uri: nothing there" in text
-    assert "RetryStrategy.MaximumRetryAttempts: at most 30" in text
+    assert "sagemaker.max_retries: at most 30" in text
 
 
 def test_bucket_in_another_region_is_refused() -> None:

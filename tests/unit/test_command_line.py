@@ -179,6 +179,7 @@ vertex:
 """
 REQUESTS = {
     "sagemaker": ("job.json", []),
+    "sagemaker's script mode": ("job.json", ["sagemaker.entry=script-mode"]),
     "vertex": ("job.json", ["params.data=gs://bucket/x"]),
     "ray": ("job.zip", ["--address", "http://localhost:8265"]),
     "slurm": ("job.sh", []),
@@ -195,8 +196,9 @@ def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
     text = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n"
     Path("requested.py").write_text(text)
     Path("job.yaml").write_text(PLANNED.replace("RUNS", str(tmp_path / "runs")))
+    on = place.partition("'")[0]
     for number in (1, 2):
-        command = ["job.yaml", "--on", place, "--offline", *words, "--request", f"{number}-{file}"]
+        command = ["job.yaml", "--on", on, "--offline", *words, "--request", f"{number}-{file}"]
         code, lines, shown = type_command(command, capsys)
         assert code == 0, lines
         assert f"{number}-{file}" in shown

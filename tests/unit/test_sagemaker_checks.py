@@ -88,6 +88,7 @@ WRONG: list[tuple[str, str, str]] = [
     # hosts and groups
     (f"{NO_PAIR}", "gpu.type", "name an instance type"),
     ("gpu.type=ml.g5.3xlarge", "gpu.type", "did you mean ml.g5."),
+    ("gpu.type=g5.xlarge", "gpu.type", "begin with ml."),
     ("gpu.type=ml.c5.xlarge", "gpu.type", "has no GPU"),
     ("cpu.type=ml.g5.xlarge", "cpu.type", "would idle"),
     ("gpu.type=ml.trn1.2xlarge", "gpu.type", "Trainium"),
@@ -106,14 +107,22 @@ WRONG: list[tuple[str, str, str]] = [
     # times
     ("max_wait_s=90000", "max_wait_s", "only spot jobs wait"),
     ("spot=true; max_wait_s=60", "max_wait_s", "at least max_runtime_s"),
+    ("keep_alive_s=600", "keep_alive_s", "several instance groups"),
+    ("cpu.type=null; keep_alive_s=600; spot=true", "keep_alive_s", "spot"),
+    ("cpu.type=null; keep_alive_s=30000", "keep_alive_s", "at most 21,600"),
+    ("max_retries=0", "max_retries", "at least 1"),
+    ("max_retries=31", "max_retries", "at most 30"),
+    ("request={RetryStrategy: {MaximumRetryAttempts: 3}}", "request.RetryStrategy", "sagemaker.max_retries"),
     ("max_runtime_s=300", "cluster.join_timeout_s", "not below sagemaker.max_runtime_s"),
     # disks, keys, network
+    ("volume_kms_key=alias/mine", "volume_kms_key", "NVMe"),
     ("kms_key=my key", "kms_key", "key id"),
     ("subnets=[subnet-1]", "security_groups", "together"),
     ("security_groups=[sg-1]", "subnets", "together"),
     ("subnets=[subnet-1]; security_groups=[sg-1, sg-2, sg-3, sg-4, sg-5, sg-6]", "security_groups", "at most 5"),
     ("network_isolation=true; params.data=s3://b/train", "params.data", "sagemaker.channels.data.uri"),
     ("network_isolation=true", "network_isolation", "put a wheels/ folder"),
+    ("network_isolation=true; entry=script-mode", "entry", "downloads the code from S3"),
     # what has no key of its own
     ("request={ResourceConfig: {TrainingPlan: x}}", "request.ResourceConfig.TrainingPlan", "did you mean TrainingPlanArn"),
     ("request={ResourceConfig: {TrainingPlanArn: mine}}", "request.ResourceConfig.TrainingPlanArn", "at least 50"),
@@ -182,12 +191,12 @@ def test_all_problems_at_once() -> None:
     problems = refusal(
         {
             "sagemaker.role": "null",
-            "sagemaker.request": "{RetryStrategy: {MaximumRetryAttempts: 99}}",
+            "sagemaker.max_retries": "99",
             "sagemaker.cpu.count": "0",
             "sagemaker.environment": "{HF_TOKEN: x}",
         }
     )
-    for key in ("sagemaker.role", "MaximumRetryAttempts", "sagemaker.cpu.count", "HF_TOKEN"):
+    for key in ("sagemaker.role", "sagemaker.max_retries", "sagemaker.cpu.count", "HF_TOKEN"):
         assert any(key in line for line in problems), problems
 
 
@@ -199,6 +208,7 @@ def test_right_request_field_by_field() -> None:
             "sagemaker.security_groups": "[sg-1]",
             "sagemaker.encrypt_traffic": "true",
             "sagemaker.kms_key": "alias/mine",
+            "sagemaker.max_retries": "3",
             "sagemaker.hyperparameters": "{train.lr: 0.1, train.epochs: 3}",
             "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [gpu], input_mode: FastFile}}",
             "params.train": "anything",
@@ -230,6 +240,7 @@ def test_right_request_field_by_field() -> None:
         "S3OutputPath": "s3://my-bucket/stoker",
         "KmsKeyId": "alias/mine",
     }
+    assert body["RetryStrategy"] == {"MaximumRetryAttempts": 3}
     assert request.data_at == {"train": "/opt/ml/input/data/train"}
     assert request.job.resolved.config.cluster.gpu_group == "gpu"
     assert "token" not in request.to_json().lower()
@@ -247,7 +258,6 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
     more = {
         "ResourceConfig": {"TrainingPlanArn": plan},
         "StoppingCondition": {"MaxPendingTimeInSeconds": 7200},
-        "RetryStrategy": {"MaximumRetryAttempts": 3},
         "InputDataConfig": [{"ChannelName": "fsx", "DataSource": {"FileSystemDataSource": lustre}}],
         "AlgorithmSpecification": {"TrainingImageConfig": {"TrainingRepositoryAccessMode": "Vpc"}},
     }
@@ -260,7 +270,6 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
     body = sagemaker.plan(make_job(changes), offline=True).body
     assert body["ResourceConfig"] == plain["ResourceConfig"] | more["ResourceConfig"]
     assert body["StoppingCondition"] == plain["StoppingCondition"] | more["StoppingCondition"]
-    assert body["RetryStrategy"] == more["RetryStrategy"]
     assert [channel["ChannelName"] for channel in body["InputDataConfig"]] == ["code", "fsx"]
     assert body["InputDataConfig"][1] == more["InputDataConfig"][0]
     assert body["AlgorithmSpecification"]["TrainingImageConfig"] == {"TrainingRepositoryAccessMode": "Vpc"}
@@ -292,7 +301,7 @@ def test_one_group_is_a_homogeneous_job() -> None:
         make_job(
             {
                 "sagemaker.cpu.type": "null",
-                "sagemaker.request": "{ResourceConfig: {KeepAlivePeriodInSeconds: 600}}",
+                "sagemaker.keep_alive_s": "600",
                 "sagemaker.channels": "{train: {uri: 's3://b/x', groups: [gpu]}}",
                 "cluster.gpu_group": "gpu",
             }
@@ -311,6 +320,16 @@ def test_one_group_is_a_homogeneous_job() -> None:
 def test_cpu_hosts_alone_may_train() -> None:
     request = sagemaker.plan(make_job({"sagemaker.gpu.type": "null"}), offline=True)
     assert request.body["ResourceConfig"]["InstanceType"] == "ml.c5.4xlarge"
+
+
+def test_script_mode_form() -> None:
+    request = sagemaker.plan(make_job({"sagemaker.entry": "script-mode"}), offline=True)
+    parameters = request.body["HyperParameters"]
+    assert parameters["config"] == "job.yaml"
+    assert parameters["sagemaker_program"] == "train.py"
+    assert parameters["sagemaker_submit_directory"].endswith("/code/sourcedir.tar.gz")
+    assert "ContainerEntrypoint" not in request.body["AlgorithmSpecification"]
+    assert "InputDataConfig" not in request.body
 
 
 def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def _groups(request: SageMakerRequest) -> Iterator[str]:
             yield f"{group.key}.count: at least 1 (got {group.count}); to have none, remove the group"
         if group.type.startswith("ml.trn"):
             yield (f"{group.key}.type: Trainium has no CUDA (got {group.type!r}); use a type with GPUs")
+        if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
+            yield (f"{group.key}.type: must begin with ml. (got {group.type!r}); use ml.{group.type}")
     if (
         settings.gpu.type
         and not settings.gpu.type.startswith("ml.trn")
@@ -119,13 +121,22 @@ def _times(request: SageMakerRequest) -> Iterator[str]:
             f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
             f" (got {settings.max_wait_s}); it counts waiting and running together"
         )
+    if settings.keep_alive_s and len(request.groups) > 1:
+        yield "sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it"
+    if settings.keep_alive_s and settings.spot:
+        yield "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
 
 
 def _disks(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
     need_gb = sum(item.bytes for item in request.data) / 1e9
-    without_nvme = [group for group in request.groups if not prices.has_nvme(group.type)]
-    if need_gb > 0.9 * settings.volume_gb and without_nvme:
+    with_nvme = [group.type for group in request.groups if prices.has_nvme(group.type)]
+    if settings.volume_kms_key and with_nvme:
+        yield (
+            f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
+            " are encrypted by the hardware; remove it"
+        )
+    if need_gb > 0.9 * settings.volume_gb and len(with_nvme) < len(request.groups):
         yield (
             f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
             f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
@@ -184,6 +195,11 @@ def _request(request: SageMakerRequest) -> Iterator[str]:
     names = [channel.get("ChannelName") for channel in request.body.get("InputDataConfig", [])]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"sagemaker.request.InputDataConfig: two channels are named {name!r}; rename one"
+    if request.settings.network_isolation and request.settings.entry == "script-mode":
+        yield (
+            "sagemaker.entry: AWS's toolkit downloads the code from S3, which network_isolation forbids; use"
+            " container"
+        )
     source, image = request.job.source_dir, request.settings.image or IMAGE_ACCOUNT
     wheels = source is not None and (source / "wheels").is_dir()
     if request.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:

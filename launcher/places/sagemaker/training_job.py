@@ -28,6 +28,7 @@ from stoker.recipe import load_recipe, metric_names
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
+ARCHIVE = "sourcedir.tar.gz"
 CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
 
 ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
@@ -63,6 +64,8 @@ REMEDIES: dict[str, tuple[str, str]] = {
     ),
     "ResourceConfig.InstanceGroups": ("sagemaker.groups", "merge groups of one type"),
     "ResourceConfig.VolumeSizeInGB": ("sagemaker.volume_gb", "a number of gigabytes"),
+    "ResourceConfig.VolumeKmsKeyId": ("sagemaker.volume_kms_key", "a key id, key ARN or alias/<name>"),
+    "ResourceConfig.KeepAlivePeriodInSeconds": ("sagemaker.keep_alive_s", "six hours at most"),
     "StoppingCondition.MaxRuntimeInSeconds": ("sagemaker.max_runtime_s", "a number of seconds"),
     "StoppingCondition.MaxWaitTimeInSeconds": ("sagemaker.max_wait_s", "a number of seconds"),
     "VpcConfig.Subnets": (
@@ -73,6 +76,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
         "sagemaker.security_groups",
         "name subnets and security groups together: sg-…",
     ),
+    "RetryStrategy.MaximumRetryAttempts": ("sagemaker.max_retries", "1 to 30"),
     "Tags": ("sagemaker.tags", "letters, digits, spaces and _.:/=+-@"),
 }
 
@@ -117,14 +121,14 @@ class SageMakerRequest(CloudRequest):
 
     @property
     def code_uri(self) -> str:
-        return f"{self.base_uri}/code/"
+        return f"{self.base_uri}/code/{ARCHIVE if self.settings.entry == 'script-mode' else ''}"
 
     @property
     def settings(self) -> SageMakerConfig:
         return self.job.resolved.config.sagemaker
 
     def title(self) -> str:
-        return f"SageMaker training job {self.name} in {self.region}"
+        return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
 
     def costs(self) -> str:
         settings, known = self.settings, prices.price_list(self.settings.prices)
@@ -168,7 +172,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         "TrainingJobName": name,
         "RoleArn": settings.role,
         "AlgorithmSpecification": _algorithm(job, settings, region),
-        "HyperParameters": _hyperparameters(settings),
+        "HyperParameters": _hyperparameters(settings, code_uri),
         "Environment": {
             name: Keyed(value, f"sagemaker.environment.{name}")
             for name, value in settings.environment.items()
@@ -181,6 +185,8 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         },
         "ResourceConfig": {
             "VolumeSizeInGB": settings.volume_gb,
+            "VolumeKmsKeyId": settings.volume_kms_key,
+            "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
             **_instances(groups),
         },
         "StoppingCondition": {
@@ -194,6 +200,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         "EnableManagedSpotTraining": settings.spot,
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
         "EnableNetworkIsolation": settings.network_isolation,
+        "RetryStrategy": {"MaximumRetryAttempts": settings.max_retries},
         "Tags": [
             Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
             for name, value in {"stoker-job": config.name, **settings.tags}.items()
@@ -209,7 +216,7 @@ def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, An
     return {
         "TrainingImage": settings.image or default_image(region),
         "TrainingInputMode": "File",
-        "ContainerEntrypoint": list(ENTRYPOINT),
+        "ContainerEntrypoint": list(ENTRYPOINT) if settings.entry == "container" else None,
         "EnableSageMakerMetricsTimeSeries": True,
         "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
     }
@@ -232,8 +239,11 @@ def metrics_of(job: Job) -> dict[str, str]:
     return found
 
 
-def _hyperparameters(settings: SageMakerConfig) -> dict[str, Any]:
+def _hyperparameters(settings: SageMakerConfig, code_uri: str) -> dict[str, Any]:
     found: dict[str, Any] = {"config": COMMAND[-1]}
+    if settings.entry == "script-mode":
+        found["sagemaker_program"] = COMMAND[1]
+        found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
     for key, value in settings.hyperparameters.items():
         text = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
         # SageMaker's tuning takes no dots in names; `__` is equivalent.
@@ -252,9 +262,11 @@ def is_json(text: str) -> bool:
 def _channels(
     settings: SageMakerConfig, data: tuple[DataUpload, ...], code_uri: str, groups: tuple[HostGroup, ...]
 ) -> list[Keyed]:
-    asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **settings.channels}
-    origins = {name: f"sagemaker.channels.{name}" for name in settings.channels}
-    origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
+    asked = dict(settings.channels)
+    origins = {name: f"sagemaker.channels.{name}" for name in asked}
+    if settings.entry == "container":
+        asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **asked}
+        origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
     for item in data:
         asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
         origins[item.parameter] = f"params.{item.parameter}"

@@ -98,7 +98,12 @@ class SageMakerConfig(Section):
     )
     spot: bool = key(False, "use managed spot instances; the job restarts from the last checkpoint")
     max_wait_s: int | None = key(None, "spot: limit for waiting plus running; default: twice max_runtime_s")
+    max_retries: int | None = key(
+        None, "times that SageMaker restarts the job after an internal error (1 to 30)"
+    )
+    keep_alive_s: int = key(0, "keep instances warm for the next job (one group only); idle time is billed")
     volume_gb: int = key(100, "disk size of hosts without NVMe; must hold the data channels", ge=1, le=16_384)
+    volume_kms_key: str | None = key(None, "KMS key for these disks")
     kms_key: str | None = key(None, "KMS key for code, uploaded data, model and output")
     subnets: list[str] = key([], "VPC subnets; requires security_groups")
     security_groups: list[str] = key([], "VPC security groups; one must allow all TCP traffic from itself")
@@ -124,8 +129,11 @@ class SageMakerConfig(Section):
     )
     request: dict[str, Any] = key(
         {},
-        "members to add to CreateTrainingJob that have no key here, such as a training plan, retries, warm"
-        " hosts, FSx or a private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
+        "members to add to CreateTrainingJob that have no key here, such as a training plan, FSx or a"
+        " private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
+    )
+    entry: Literal["container", "script-mode"] = key(
+        "container", "container: plain entrypoint, any image; script-mode: the toolkit in AWS images"
     )
 
 
