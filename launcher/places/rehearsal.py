@@ -15,18 +15,22 @@ import launcher
 from launcher import run_directory
 from launcher.job import stage
 from launcher.places import Place
-from launcher.rehearsal import running
+from launcher.rehearsal import running, sagemaker_hosts
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, masked_folders, plan, rate_arguments
 from launcher.rehearsal.running import Display, RehearsalRun
 
 LINGER_S = 30.0
 """How long hosts may outlive the head before the rehearsal kills them and reports it."""
 STOP_GRACE_S = 120.0
+TOOLKIT_STOP_GRACE_S = 10.0
+"""Under the toolkit SIGTERM does not reach train.py, so there is nothing to wait for."""
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     """Build the upload, create the hosts and start them."""
     unshare = running.unshare_command()
+    if request.entry == "toolkit":
+        sagemaker_hosts.toolkit_folder()  # installed before the rehearsal leaves anything
     try:
         request.run_dir.mkdir(parents=True)
     except FileExistsError:  # another rehearsal started in the same second
@@ -67,7 +71,7 @@ def _world_spec(request: RehearsalRequest, folder: Path) -> dict[str, Any]:
         "faults": [asdict(fault) for fault in request.faults],
         "linger_s": LINGER_S,
         "timeout_s": config.rehearsal.timeout_s,
-        "stop_grace_s": STOP_GRACE_S,
+        "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
     }
 
 
@@ -87,7 +91,7 @@ def _host_spec(request: RehearsalRequest, host: PlannedHost, number: int, folder
         "rate": rate_arguments(config.rehearsal.link_mbps),
         "shm_mb": config.rehearsal.shm_mb,
         "channels": [{"source": str(c.source), "target": c.path_on_host} for c in request.channels],
-        "kept": [str(path) for path in (sys.prefix, sys.base_prefix)],
+        "kept": [str(path) for path in (sys.prefix, sys.base_prefix, sagemaker_hosts.cache_folder())],
         "masked": masked_folders(request.job),
         **request.shape.prepare(request, host, folder),
     }

@@ -70,6 +70,10 @@ class RehearsalRequest:
         """The service whose hosts are emulated."""
         return shape_of(self.job.resolved.config)
 
+    @property
+    def entry(self) -> str:
+        return self.job.resolved.config.rehearsal.entry if self.shape.toolkit else "container"
+
     def render(self) -> str:
         settings = self.job.resolved.config.rehearsal
         rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
@@ -80,7 +84,9 @@ class RehearsalRequest:
             late = "never comes" if host.delay_s == float("inf") else late
             columns = (host.name, host.group, host.instance_type, host.address, role, late)
             lines.append("  " + "".join(f"{column:<16}  " for column in columns).rstrip())
-        lines.append(f"  link       {rate}")
+        container = f"train.py is process 1, as on {self.shape.service}"
+        starter = f"{self.shape.toolkit} starts train.py" if self.entry == "toolkit" else container
+        lines += [f"  entry      {starter}", f"  link       {rate}"]
         lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
         lines += [f"  checkpoint {path}" for path in self.checkpoints]
         lines += [f"  fault      {text}" for text in settings.faults]
@@ -110,6 +116,8 @@ class ServiceShape:
     """Move the outputs to the run directory; returns one line per file that several hosts wrote."""
     failure: Callable[[RehearsalRequest, Path, PlannedHost], str]
     """The cause that a host left; empty without one."""
+    toolkit: str = ""
+    """The service's toolkit that can start the job; empty: it has none."""
 
 
 def shape_of(config: Config) -> ServiceShape:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from stoker.config.redaction import scrub
 from stoker.errors import UsageError
 from stoker.figures import table
 
+HELD_LINES = 20
 END_S = 60.0
 """How long the kernel may take to end the namespaces once all hosts have ended."""
 TOOLS = {
@@ -93,6 +95,8 @@ class RehearsalRun:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
         self._broken = ""
+        self._spoke: set[str] = set()
+        self._held: dict[str, deque[str]] = {}
         self._reader = threading.Thread(target=self._follow, name="rehearsal", daemon=True)
         self._reader.start()
 
@@ -210,8 +214,7 @@ class RehearsalRun:
             line = str(event["text"])
             files[result.name].write(line + "\n")
             files[result.name].flush()
-            own = line.startswith(f"[{result.group} {result.name} ")
-            self._lines.put(line if own else f"[{result.group} {result.name}] {line}")
+            self._show(result, line)
             if self.formed_s is None and world.FORMED in line:
                 self.formed_s = at
             return
@@ -226,8 +229,21 @@ class RehearsalRun:
         if kind == "overdue":
             result.excused = False
         origin = f"[{result.group} {result.name}]"
+        if kind == "exited" and result.exit_code and result.name not in self._spoke:
+            for line in self._held.pop(result.name, ()):
+                self._lines.put(f"{origin} {line}")
         what = f"{kind} {event.get('text') or event.get('code', '')}".strip()
         self._lines.put(f"{origin} -- {what} at {at:.1f} s")
+
+    def _show(self, result: HostResult, line: str) -> None:
+        """Show Stoker's lines at once; hold back those of the toolkit and pip until a host fails silently."""
+        if line.startswith(f"[{result.group} {result.name} "):
+            self._lines.put(line)
+            self._spoke.add(result.name)
+        elif " ERROR " in line:
+            self._lines.put(f"[{result.group} {result.name}] {line}")
+        elif line.strip():
+            self._held.setdefault(result.name, deque(maxlen=HELD_LINES)).append(line)
 
     def _finish(self) -> None:
         folder = self.run_dir / "hosts"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.job import COMMAND, Job
-from launcher.places.sagemaker.training_job import CODE_FOLDER
+from launcher.job import COMMAND, Job, pack
+from launcher.places.sagemaker.training_job import ARCHIVE, CODE_FOLDER
 from launcher.rehearsal.plan import (
     CODE_CHANNEL,
     PlannedHost,
@@ -20,7 +25,18 @@ from launcher.rehearsal.plan import (
 )
 from launcher.rehearsal.running import merge
 from stoker.config.schema import Config
+from stoker.errors import UsageError
 from stoker.hosts.output import FAILURE_CHARACTERS
+
+TOOLKIT_VERSION = "5.1.4"
+TOOLKIT = f"sagemaker-training {TOOLKIT_VERSION}"
+START_TOOLKIT = """
+import sys
+sys.path.append({folder!r})
+from sagemaker_training.cli.train import main
+main()
+"""
+INSTALL_TIMEOUT_S = 600
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
@@ -47,9 +63,14 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
     }
 
 
-def hyperparameters(job: Job) -> dict[str, str]:
+def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     """The content of hyperparameters.json; every value is a JSON string, as SDKs write it."""
     given = {"config": COMMAND[-1], **job.resolved.config.sagemaker.hyperparameters}
+    if entry == "toolkit":
+        given |= {
+            "sagemaker_program": COMMAND[1],
+            "sagemaker_submit_directory": f"{CODE_FOLDER}/{ARCHIVE}",
+        }
     return {key: json.dumps(value) for key, value in given.items()}
 
 
@@ -75,19 +96,30 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
     channel["RecordWrapperType"] = "None"
     settings = {
         "resourceconfig": resource_config(request.hosts, host),
-        "hyperparameters": hyperparameters(request.job),
+        "hyperparameters": hyperparameters(request.job, request.entry),
         "inputdataconfig": dict.fromkeys([CODE_CHANNEL, *(c.parameter for c in request.channels)], channel),
     }
     for name, content in settings.items():
         (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
-    code = ml / "input" / "data" / CODE_CHANNEL
-    shutil.copytree(folder / "staged", code)
     return {
         "mount": {"source": str(ml), "target": "/opt/ml"},
         "folder_in_host": "/opt/ml",
-        "command": [str(Path(sys.executable).parent / "python3"), f"{CODE_FOLDER}/{COMMAND[1]}"],
+        "command": _code(request, folder, ml / "input" / "data" / CODE_CHANNEL),
         "environment": environment(request.job, request.job.resolved.config),
     }
+
+
+def _code(request: RehearsalRequest, folder: Path, channel: Path) -> list[str]:
+    """Put the code into a host's channel; returns the command that starts it."""
+    if request.entry == "container":
+        shutil.copytree(folder / "staged", channel)
+        return [str(Path(sys.executable).parent / "python3"), f"{CODE_FOLDER}/{COMMAND[1]}"]
+    archive = folder / ARCHIVE
+    if not archive.is_file():
+        pack(folder / "staged", archive)
+    channel.mkdir()
+    shutil.copy2(archive, channel)
+    return [sys.executable, "-c", START_TOOLKIT.format(folder=str(toolkit_folder()))]
 
 
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
@@ -117,4 +149,45 @@ SHAPE = ServiceShape(
     prepare=prepare,
     collect=collect,
     failure=failure,
+    toolkit=TOOLKIT,
 )
+
+
+def cache_folder() -> Path:
+    """The cache folder for this toolkit version and this Python version."""
+    root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    base = Path(root).expanduser() if root else Path.home() / ".cache"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return base / "stoker" / f"sagemaker-training-{TOOLKIT_VERSION}-{python}"
+
+
+def toolkit_folder() -> Path:
+    """Install the toolkit if it is missing; returns the folder to append to `sys.path`."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
+            return Path(str(metadata.distribution("sagemaker-training").locate_file("")))
+    folder = cache_folder()
+    if not (folder / "complete").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two rehearsals may start at once
+            if not (folder / "complete").is_file():
+                _install_toolkit(folder)
+    return folder
+
+
+def _install_toolkit(folder: Path) -> None:
+    print(f"installing {TOOLKIT} into {folder} (once)", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target", str(folder)]
+    command.append(f"sagemaker-training=={TOOLKIT_VERSION}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        reason = f"pip took more than {INSTALL_TIMEOUT_S} s"
+    if reason:
+        raise UsageError(
+            f"rehearsal.entry: cannot install {TOOLKIT}: {reason}; rehearsal.entry=container works without it"
+        )
+    (folder / "complete").touch()

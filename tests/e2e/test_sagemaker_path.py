@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -94,8 +96,9 @@ def rehearse(
     source: Path,
     data: dict[str, Path],
     output: Path,
+    entry: str,
 ) -> tuple[RehearsalRun, dict[str, Any]]:
-    hosts = ["rehearsal.hosts=gpu=1,cpu=1", "rehearsal.shm_mb=200"]
+    hosts = ["rehearsal.hosts=gpu=1,cpu=1", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
     settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
     settings += ["sagemaker.environment={RAY_worker_niceness: '0'}"]  # beside what else computes here
     resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=900"])
@@ -127,9 +130,37 @@ def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
     assert "epoch 1/1 done" in (run.run_dir / "logs" / "algo-1.log").read_text()
 
 
-def test_the_uploaded_code_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
+def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
+    environment: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    """A rehearsal of the code channel in S3; of the archive in soak tests."""
     job = open_job(load(None, overrides(digits)))
     described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
-    check(*rehearse(code, found, tmp_path / "out"))
+    check(*rehearse(code, found, tmp_path / "out", "container"))
+    archive, data = archived(digits, tmp_path)
+    assert files(archive) == files(code)
+    assert data.keys() == found.keys()
+
+
+def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
+    """What a job in script mode leaves in S3: its unpacked archive, its channels."""
+    job = open_job(load(None, [*overrides(digits), "sagemaker.entry=script-mode"]))
+    described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
+    bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
+    body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
+        tar.extractall(folder / "code", filter="data")
+    return folder / "code", channels(described, folder / "script-mode")
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.soak
+def test_uploaded_archive_trains_under_the_toolkit(
+    environment: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    check(*rehearse(*archived(digits, tmp_path), tmp_path / "out", "toolkit"))

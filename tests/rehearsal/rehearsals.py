@@ -17,7 +17,11 @@ from launcher.rehearsal.running import RehearsalRun
 HERE = Path(__file__).parent
 SAME_PRIORITY = "sagemaker.environment={RAY_worker_niceness: '0'}"
 """Ray's workers beside what else computes here; see tests/conftest.py."""
-CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=450", SAME_PRIORITY)
+CHEAP = (
+    *("cluster.object_store_mb=128", "cluster.join_timeout_s=450", SAME_PRIORITY),
+    *("rehearsal.shm_mb=200", "rehearsal.entry=container"),
+)
+"""Without the toolkit, which costs every host some seconds of CPU and takes SIGTERM from train.py."""
 RAY_ALONE = "\nFOR_CHAINS = FOR_TRAINING = Imports(('ray._private.workers.default_worker',))\n"
 """What hosts import ahead: the workers of a stand-in need no more."""
 

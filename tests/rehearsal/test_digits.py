@@ -59,6 +59,8 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     assert (tmp_path / "runs/latest/model/model.safetensors").is_file()
     assert (tmp_path / "runs/latest/logs/algo-2.log").is_file()
     assert "[gpu algo-1 head] epoch 8/8 done" in screen
+    assert "sagemaker-training-toolkit" not in screen
+    assert "sagemaker-training-toolkit" in (tmp_path / "runs/latest/logs/algo-1.log").read_text()
 
 
 @pytest.mark.timeout(1200)
@@ -67,6 +69,7 @@ def test_a_lost_host_and_a_sigterm_cost_no_record_and_fewer_hosts_go_on(tmp_path
     finds the synced folder and is told nothing else: two rehearsals of the real job.
     """
     options = (
+        "rehearsal.entry=container",
         "data.order=exact",
         "data.block_records=32",
         "tracking.record_ids=true",

@@ -18,27 +18,27 @@ from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "code", "cause"),
+    ("behaviour", "entry", "code", "cause"),
     [
-        ("raise", 1, "RuntimeError: the recipe raised this (driver.py:"),
-        ("refuse", 2, "params.behaviour: refuse is refused"),
+        ("raise", "toolkit", 1, "RuntimeError: the recipe raised this (driver.py:"),
+        ("refuse", "container", 2, "params.behaviour: refuse is refused"),
     ],
 )
 def test_a_failure_is_the_jobs_and_tells_its_cause(
-    rehearse: Rehearse, behaviour: str, code: int, cause: str
+    rehearse: Rehearse, behaviour: str, entry: str, code: int, cause: str
 ) -> None:
     """The other ways in which a driver fails: tests/unit/test_bootstrap_parts.py."""
-    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", behaviour=behaviour)
+    done = rehearse(f"rehearsal.entry={entry}", "rehearsal.hosts=gpu=1,cpu=1", behaviour=behaviour)
     assert done.code == code
     assert done.run.failure_reason.startswith(f"AlgorithmError: {cause}")
     assert done.codes["algo-2"] == 0
 
 
 def test_worker_hosts_leave_when_train_py_is_killed(rehearse: Rehearse) -> None:
-    """As the kernel kills it when memory runs out: its Ray daemons must not stay either."""
-    crash = "rehearsal.faults=['crash:algo-1@/driver: task 12 done/']"
-    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", crash, then_s=90)
-    assert done.codes == {"algo-1": 137, "algo-2": 0}
+    """SIGKILL to the head's process under the toolkit: its Ray daemons must not stay either."""
+    done = rehearse("rehearsal.entry=toolkit", "rehearsal.hosts=gpu=1,cpu=1", behaviour="killed")
+    assert done.code != 0
+    assert done.codes["algo-2"] == 0
     assert "the head's process ended without an exit code" in done.log("algo-2")
 
 

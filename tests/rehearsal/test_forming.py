@@ -5,8 +5,9 @@ from __future__ import annotations
 from rehearsals import Rehearse
 
 
-def test_three_hosts_form_work_and_leave(rehearse: Rehearse) -> None:
+def test_three_hosts_form_work_and_leave_under_the_toolkit(rehearse: Rehearse) -> None:
     done = rehearse(
+        "rehearsal.entry=toolkit",
         "sagemaker.hyperparameters={train.lr: 0.25}",
         "train.epochs=3",
         task_s=0.3,
@@ -29,6 +30,7 @@ def test_three_hosts_form_work_and_leave(rehearse: Rehearse) -> None:
     assert result["origins"]["train.epochs"] == "command line"
     assert (done.run.run_dir / "model" / "weights").read_bytes() == b"w"
     print(f"cluster formed {done.run.formed_after_last_host_s} s after the last host started")
+    assert "sagemaker-training-toolkit" in done.log("algo-1")
     lines = [line for line in done.log("algo-2").splitlines() if line.startswith("[cpu algo-2 worker] ")]
     assert any("joined the head algo-1" in line for line in lines)
     assert any("leaving: the head has ended with exit code 0" in line for line in lines)

@@ -93,7 +93,7 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "project/train.py", *keys]
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "words.txt").write_text("some words")
-    command += ["params.words=words/", "--on", "rehearsal", "--", "stoker"]
+    command += ["params.words=words/", "rehearsal.entry=container", "--on", "rehearsal", "--", "stoker"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     print(done.stdout, done.stderr)
     assert done.returncode == 0

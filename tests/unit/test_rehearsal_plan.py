@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from launcher.job import Job
+from launcher.places import rehearsal
 from launcher.rehearsal import running, world
 from launcher.rehearsal.plan import plan, plan_hosts
 from launcher.rehearsal.running import merge, results
@@ -33,6 +35,9 @@ def test_hosts_are_numbered_in_order_and_typed_by_group() -> None:
     assert written["current_group_name"] == "cpu"
     text = request.render()
     assert "algo-11" in text and "30 s late" in text and "never comes" in text
+    assert "sagemaker-training 5.1.4 starts train.py" in text
+    assert "train.py is process 1" in plan(job("rehearsal.entry=container")).render()
+    assert "train.py is process 1" in plan(job("rehearsal.like=vertex")).render()
 
 
 def test_a_named_gpu_group_and_given_types() -> None:
@@ -81,7 +86,12 @@ def test_faults_know_their_moment() -> None:
 
 def test_hyperparameters_are_strings_of_json() -> None:
     made = job("sagemaker.hyperparameters={train.lr: 0.1, name: x}")
-    assert hyperparameters(made) == {"config": '"job.yaml"', "train.lr": "0.1", "name": '"x"'}
+    given = {"config": '"job.yaml"', "train.lr": "0.1", "name": '"x"'}
+    assert hyperparameters(made, "container") == given
+    assert hyperparameters(made, "toolkit") == given | {
+        "sagemaker_program": '"train.py"',
+        "sagemaker_submit_directory": '"/opt/ml/input/data/code/sourcedir.tar.gz"',
+    }
 
 
 def test_local_data_becomes_channels(tmp_path: Path) -> None:
@@ -102,6 +112,18 @@ def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch: pytest.Mon
     monkeypatch.setattr(running.shutil, "which", lambda tool: None if tool == "ip" else tool)
     with pytest.raises(UsageError, match="iproute2"):
         running.unshare_command()
+
+
+def test_a_toolkit_that_cannot_be_installed_is_refused_before_anything_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(running, "unshare_command", lambda: ["unshare"])
+    monkeypatch.setattr(metadata, "version", lambda _: "5.1.3")  # another one beside this project
+    with pytest.raises(UsageError, match=r"cannot install sagemaker-training 5\.1\.4: .*entry=container"):
+        rehearsal.submit(plan(job(f"output_dir={tmp_path / 'runs'}")))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:

@@ -215,6 +215,9 @@ class RehearsalConfig(Section):
     hosts: str = key(
         "gpu=1,cpu=2", "emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker"
     )
+    entry: Literal["toolkit", "container"] = key(
+        "toolkit", "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1"
+    )
     cpus: int = key(2, "CPUs per host that Ray may use", ge=1, le=1024)
     link_mbps: float | None = key(
         None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
