@@ -31,8 +31,6 @@ from stoker.figures import count_of, duration
 UNSURE, UNCERTAIN = 0.05, 0.15
 """A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
 promise anything between 1.5 and 2.9 times the speed."""
-DEAR_STAGE = 0.4
-"""From this share of the time on, decoding or a stage is mentioned."""
 ADVISED_STEPS = 1000
 AROUND = ("__getitem__", "collate")
 """Stages of every loader."""
