@@ -30,8 +30,7 @@ class DecodeVideo(RecordTransform):
 
     Args:
         frames: of a clip.
-        rate: its frames per second: of each moment it has the nearest frame of the file, whatever the file's
-            rate. None: neighbouring frames of the file.
+        rate: frames per second of the clip; each is the nearest frame of the file. None: consecutive frames.
         start: "random", drawn from the record's generator, or "centre", the same in every epoch.
         size: height and width to which frames are resized; None: as they are, alike in all files.
         column: that holds the file's bytes, which the clip replaces.

@@ -49,7 +49,7 @@ class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like thi
 
 
 class Door(wire.Listener):
-    """Head: tells every host that comes what it has told the others."""
+    """Head: sends every host that connects what it has sent the others."""
 
     def __init__(self, address: str, port: int) -> None:
         self._lock = threading.Lock()

@@ -90,15 +90,12 @@ class LoaderPass(Pass):
         return bool(self.work and self.work[0][0] == self.next[0])
 
     def is_reader(self, worker: str) -> bool:
-        """As the base's."""
         return bool(self.streams and self.readers.get(self.work[0][0]) == worker)
 
     def far_ahead(self, shard: int) -> bool:
-        """As the base's."""
         return self.ahead_of(shard) >= STREAM_AHEAD
 
     def begin(self, shards: list[Numbered], worker: str = "") -> None:
-        """As the base's."""
         super().begin(shards, worker)
         if self.streams:
             self.readers |= {number: worker for number, _, _ in shards}
@@ -138,7 +135,6 @@ class LoaderAttempt(Attempt):
         return self.idle
 
     def note(self, text: str) -> None:
-        """As the base's."""
         self._note(text)
 
     def fail(self, reason: str) -> None:
@@ -152,7 +148,6 @@ class LoaderAttempt(Attempt):
         return sorted(self.passes.values(), key=lambda each: each.rows_ahead)
 
     def bound(self) -> set[str]:
-        """As the base's."""
         readers = [*self.copies.values(), *(each.readers for each in self.passes.values())]
         return {worker for each in readers for worker in each.values()}
 
@@ -178,7 +173,6 @@ class LoaderAttempt(Attempt):
             self.changed.notify_all()
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
-        """As the base's."""
         report, mine = block.report, cast(LoaderPass, pass_)
         place = report.shard, report.nth
         if report.bad:
@@ -190,5 +184,4 @@ class LoaderAttempt(Attempt):
             self.ready.notify_all()
 
     def produced(self, pass_: Pass) -> None:
-        """As the base's."""
         self.ready.notify_all()

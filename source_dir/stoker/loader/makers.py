@@ -108,11 +108,9 @@ class ClusterMaker:
         _MAKERS.add(self)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """See the module."""
         self._service.submit.remote(self._key, shards, total)
 
     def want(self, place: BlockPlace) -> None:
-        """See the module."""
         self._places[self._wanted] = place
         self._wanted += 1
         self._prefetcher.want()
@@ -136,7 +134,6 @@ class ClusterMaker:
         raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s")
 
     def pace(self, least: int) -> tuple[int, int]:
-        """See the module."""
         slots, batch_s = max(self._slots, 1), self._batch_s
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
@@ -298,15 +295,12 @@ class ProcessMaker:
         self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """See the module."""
         self._shards |= {number: (shard, skip) for number, shard, skip in shards}
 
     def want(self, place: BlockPlace) -> None:
-        """See the module."""
         self._wanted.append(place)
 
     def get(self, deadline: float | None) -> Arrival:
-        """See the module."""
         from torch.utils.data._utils import worker
 
         from stoker.read.sources import drawing
@@ -333,9 +327,7 @@ class ProcessMaker:
         return self._running[number]
 
     def pace(self, least: int) -> tuple[int, int]:
-        """See the module."""
         return 1, least
 
     def close(self) -> None:
-        """See the module."""
         self._running.clear()

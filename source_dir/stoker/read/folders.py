@@ -200,7 +200,7 @@ def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
 
 
 def note_on_unread(root: str, split: str) -> tuple[str, ...]:
-    """A line on folders and files that lie beside the splits, told once, with the training split."""
+    """A line on folders and files beside the splits; empty except for the training split."""
     names = sum(SPLIT_NAMES.values(), ())
     there = children(root) if split == "train" else []
     if any(f.base_name in names for f in there):

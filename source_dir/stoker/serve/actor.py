@@ -64,7 +64,6 @@ class Coordinator(DataService):
         self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
 
     def first_setups(self) -> dict[str, Setup]:
-        """As the base's."""
         return {split: self.passes.setup(split) for split in self.totals}
 
     def new_attempt(self) -> int:

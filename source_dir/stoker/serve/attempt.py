@@ -256,7 +256,6 @@ class RecipeAttempt(Attempt):
         self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, lister, before)
 
     def open_passes(self) -> list[RecipePass]:
-        """As the base's."""
         return list(self.open.values())
 
     @property
@@ -269,7 +268,6 @@ class RecipeAttempt(Attempt):
             self.event("note", text=text)
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
-        """As the base's."""
         report, mine = block.report, self.open[pass_.key]
         with self.changed:
             rows = mine.splitter.rows
@@ -283,7 +281,6 @@ class RecipeAttempt(Attempt):
                 self.ready.notify_all()
 
     def produced(self, pass_: Pass) -> None:
-        """As the base's."""
         mine = self.open[pass_.key]
         with self.changed:
             mine.splitter.end()

@@ -41,7 +41,7 @@ class Pass(ABC):
 
     plan: PassPlan
     number: int
-    """With its split, tells it from all other passes."""
+    """With its split, distinguishes it from all other passes."""
     exact: bool = False
     """Whether blocks are delivered in the order of the shards."""
     has_shards: bool = True

@@ -418,7 +418,7 @@ class Planner:
         return f"{what}: block {report.nth}, which was lost with its host and made again,"
 
     def abandon(self, pass_: Pass) -> None:
-        """Nobody wants the rest of a pass: chain workers that still work on it later are ended."""
+        """The rest of a pass is not needed: end chain workers that still work on it after `ABANDONED_S`."""
         for worker in [worker for worker, item in self.active.items() if item.pass_ is pass_]:
             self.leave(worker)
             self._abandoned[worker] = time.monotonic() + ABANDONED_S

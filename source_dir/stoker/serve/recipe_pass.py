@@ -247,7 +247,6 @@ class RecipePass(Pass):
         return self.splitter.rows - self.slowest * self.step_rows
 
     def clear(self) -> None:
-        """As the base's."""
         super().clear()
         self.blocks.clear()
 

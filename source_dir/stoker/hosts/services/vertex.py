@@ -140,7 +140,7 @@ def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str,
 
 
 def _machines(variables: Mapping[str, str], pools: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """Pool → group, type and number of GPUs, as the launcher tells them; nothing if it tells none."""
+    """Pool → group, type and number of GPUs, as the launcher sets them; empty if it sets none."""
     if not (text := variables.get(POOLS_VARIABLE)):
         return {}
     told = _parsed(POOLS_VARIABLE, text)

@@ -162,7 +162,7 @@ class DirectHosts:
         return RowRequest(self, link, connection, part)
 
     def done(self, part: BlockSlice) -> None:
-        """A block that only this process knows of may go."""
+        """Drop a block that only this process knows of."""
         if (link := self._links.get(part.node)) is not None:
             with self.lock:
                 link.done.append(part.block)
