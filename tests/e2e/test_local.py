@@ -149,38 +149,23 @@ def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path
     assert not list((tmp_path / "runs").glob("*")), "a run that was refused leaves nothing"
 
 
-READS = '''
+SLOW = """
 import time
 
-import ray
-
-from rows import Counting, Numbers
+from stoker.recipe import Recipe
 
 
-class Slow(Counting):
+class Slow(Recipe):
     def read(self, split):
         print("reading", flush=True)
         time.sleep(300)
-
-
-class WithRay(Counting):
-    """Its data come from a Ray task, so they cannot be opened before Ray is there."""
-
-    def read(self, split):
-        return Numbers(ray.get(ray.put(64)))
-'''
-
-
-def own_recipe(folder: Path, name: str) -> None:
-    (folder / "own.yaml").write_text(f"recipe: reads:{name}\n")
-    (folder / "own").mkdir()
-    (folder / "own" / "reads.py").write_text(READS)
-    rows = Path(__file__).resolve().parents[1] / "recipes" / "rows.py"
-    (folder / "own" / "rows.py").write_text(rows.read_text())
+"""
 
 
 def test_ctrl_c_while_data_are_opened_before_ray_is_there(tmp_path: Path) -> None:
-    own_recipe(tmp_path, "Slow")
+    (tmp_path / "own.yaml").write_text("recipe: reads:Slow\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "reads.py").write_text(SLOW)
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "own.yaml", "--source-dir", "own"]
     process = subprocess.Popen(
         command,
@@ -196,14 +181,6 @@ def test_ctrl_c_while_data_are_opened_before_ray_is_there(tmp_path: Path) -> Non
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=180)
     assert (process.returncode, "Traceback" in said) == (130, False), said
-
-
-def test_a_recipe_that_reads_with_ray_is_opened_when_ray_is_there(tmp_path: Path) -> None:
-    own_recipe(tmp_path, "WithRay")
-    keys = ("train.epochs=1", "train.batch_size=16", "tracking.tensorboard=false")
-    done = submit("own.yaml", *keys, "--source-dir", "own", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "64 read = 64 trained" in done.stdout
 
 
 def test_dry_run_writes_nothing_and_show_config_lists_the_recipes_parameters(tmp_path: Path) -> None:

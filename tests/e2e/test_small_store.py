@@ -9,12 +9,19 @@ from tests.e2e.commands import submit
 
 RECIPE = '''
 import numpy as np
+import ray
 
-from rows import Counting
+from rows import Counting, Numbers
 
 
 class Wide(Counting):
-    """Records of 64 KB, so that a block of 128 has 8 MB: sixteen of them are more than the store takes."""
+    """Records of 64 KB, so that a block of 128 has 8 MB: sixteen of them are more than the store takes.
+
+    Their number comes from Ray, so they cannot be opened before Ray is there.
+    """
+
+    def read(self, split):
+        return Numbers(ray.get(ray.put(self.train_records if split == "train" else self.val_records)))
 
     def preprocess(self, split):
         return [("widen", lambda batch: {**batch, "wide": np.zeros((len(batch["x0"]), 65536), np.uint8)})]

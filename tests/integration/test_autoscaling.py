@@ -91,7 +91,7 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
             # 128 records/s need 5 CPUs, of which the head has 2; later half of one is enough.
             params={"records": 1_000_000, "ms": 40, "kb": 200},
             train={"epochs": 1, "batch_size": 32},
-            cluster={"cpu_hosts": {"max": 5, "release_after_s": 5, **PRICES}},
+            cluster={"cpu_hosts": {"max": 2, "release_after_s": 5, **PRICES}},
         )
         try:
             job.wait_for(lambda: len(job.events("host_joined")) > 1)

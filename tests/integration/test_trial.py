@@ -33,24 +33,20 @@ def test_a_validation_that_fails_costs_no_step(ray_cluster: None, tmp_path: Path
 
 
 def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: None, tmp_path: Path) -> None:
-    """Nine images in batches of four; 19 on two train workers."""
-    for images, workers, left in ((9, 1, 1), (19, 2, 3)):
-        folder = tmp_path / str(images)
-        images_of(folder / "data", images)
-        job: dict[str, Any] = {
-            "recipe": "ImageClassification",
-            "params": {"data": str(folder / "data"), "model": "resnet10t", "image_size": 32},
-            "train": {"epochs": 1, "batch_size": 4, "workers": workers, "threads": 1},
-        }
-        refused = run_job(folder, **job)
-        assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), (
-            refused.summary.error
-        )
-        outcome = run_job(folder, "data.remainder=2", run_dir=folder / "again", **job)
-        assert outcome.code == 0, outcome.summary.error
-        records = outcome.summary.records
-        assert (records.read, records.trained, records.remainder) == (images, images - left, left)
-        assert outcome.summary.steps == 2
+    """19 images in batches of four on each of two train workers; on one: tests/unit/test_last_batch.py."""
+    images_of(tmp_path / "data", 19)
+    job: dict[str, Any] = {
+        "recipe": "ImageClassification",
+        "params": {"data": str(tmp_path / "data"), "model": "resnet10t", "image_size": 32},
+        "train": {"epochs": 1, "batch_size": 4, "workers": 2, "threads": 1},
+    }
+    refused = run_job(tmp_path, **job)
+    assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), refused.summary.error
+    outcome = run_job(tmp_path, "data.remainder=2", run_dir=tmp_path / "again", **job)
+    assert outcome.code == 0, outcome.summary.error
+    records = outcome.summary.records
+    assert (records.read, records.trained, records.remainder) == (19, 16, 3)
+    assert outcome.summary.steps == 2
 
 
 def test_a_rank_without_validation_records_mixes_nothing_up(ray_cluster: None, tmp_path: Path) -> None:

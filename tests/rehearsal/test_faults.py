@@ -30,35 +30,29 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
     assert "was still running 30 s after the head's end" in done.run.failure_reason
 
 
-def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse: Rehearse) -> None:
+def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_link(
+    rehearse: Rehearse,
+) -> None:
     """Long: Ray itself must declare the lost machine dead before its tasks are done elsewhere."""
     done = rehearse(
-        "rehearsal.hosts=gpu=1,cpu=1",
-        "rehearsal.faults=['kill:algo-2@/joined the head/', 'return:algo-2@/driver: task 1 done/', "
-        "'slow:algo-2@/driver: task 2 done/', 'fast:algo-2@/driver: task 4 done/']",
-        until_hosts=2,
+        "rehearsal.hosts=gpu=1,cpu=2",
+        "rehearsal.faults=['kill:algo-2@/algo-2 worker. joined the head/', "
+        "'return:algo-2@/driver: task 1 done/', 'slow:algo-2@/driver: task 2 done/', "
+        "'fast:algo-2@/driver: task 4 done/', 'partition:algo-3@/algo-3 worker. joined the head/', "
+        "'heal:algo-3@/trying to rejoin/+2s']",
+        tasks=60,
+        task_s=0.5,  # longer than the host is away
+        until_hosts=3,
     )
-    assert done.codes == {"algo-1": 0, "algo-2": 0}
-    assert done.log("algo-2").count("joined the head") == 2
-    assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
+    assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": 0}
+    for host in ("algo-2", "algo-3"):
+        assert done.log(host).count("joined the head") == 2, host
+    assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2", "algo-3"}
     notes = " ".join(done.run.results["algo-2"].notes)
     assert [word for word in notes.split() if word in ("kill", "return", "slow", "fast")][:2] == [
         "kill",
         "return",
     ]
-
-
-def test_a_host_that_is_cut_off_for_seconds_joins_again(rehearse: Rehearse) -> None:
-    done = rehearse(
-        "rehearsal.hosts=gpu=1,cpu=1",
-        "rehearsal.faults=['partition:algo-2@/joined the head/', 'heal:algo-2@/trying to rejoin/+2s']",
-        tasks=60,
-        task_s=0.5,  # longer than the host is away
-        until_hosts=2,
-    )
-    assert done.codes == {"algo-1": 0, "algo-2": 0}
-    assert done.log("algo-2").count("joined the head") == 2
-    assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
 
 
 def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
