@@ -20,7 +20,7 @@ from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.events.console import MOST_PARTS
-from stoker.events.runs import CONFIG, differing, find_runs, row_of, runs_dataframe
+from stoker.events.runs import CONFIG, differing, find_runs, run_row, runs_dataframe
 from stoker.figures import count_of, duration, table
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ def run(
     from launcher.job import as_overrides, open_job
     from launcher.places.local import LocalRequest
     from launcher.places.remote import follow
-    from launcher.run_directory import continuation, resolve
+    from launcher.run_directory import continuation, resolve_resume
 
     config, own = as_overrides(config, arguments)
     given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
-    resume = resolve(options.resume, place, load(config, given).config)
+    resume = resolve_resume(options.resume, place, load(config, given).config)
     resolved = load(config, [*given, *resume.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, options.source_dir)
@@ -263,7 +263,7 @@ def compare(paths: list[str]) -> int:
     runs = []
     for run in found:
         try:
-            row_of(run)
+            run_row(run)
             runs.append(run)
         except UsageError as error:  # a truncated run must not hide the others
             passed_over += error.problems

@@ -399,7 +399,7 @@ def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
     write_private(folder / TOKEN_FILE, secrets.token_hex(32))
 
 
-def pack(folder: Path, archive: Path) -> None:
+def pack_source(folder: Path, archive: Path) -> None:
     """Pack the staged source as a `.tar.gz` that only its owner can read, with files at the root."""
     descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:

@@ -44,7 +44,7 @@ from launcher.job import (
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
 from launcher.places.local import outlast
-from launcher.run_directory import PROCESS_FILE, PastRun, resolve
+from launcher.run_directory import PROCESS_FILE, PastRun, resolve_resume
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
@@ -198,7 +198,7 @@ def plan(
     given, own, folder = parse_job(config, arguments, Path(source_dir).expanduser() if source_dir else None)
     resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]
-    found = resolve(resume, place, load(given, words, ORIGIN).config)
+    found = resolve_resume(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     script = located(resolved, folder)[1] if resolved.config.script is not None else None

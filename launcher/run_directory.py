@@ -177,7 +177,7 @@ def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterato
 _STEP = re.compile(r"step-\d{8,}")
 
 
-def resolve(asked: str | None, place: Place, config: Config) -> Resume:
+def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given."""
     if asked is None:
         return Resume()

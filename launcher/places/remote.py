@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from launcher.job import DataUpload, Job, files_below, pack, stage
+from launcher.job import DataUpload, Job, files_below, pack_source, stage
 from launcher.places import RemoteRun
 from stoker import figures
 from stoker.config.loading import Resolved
@@ -252,7 +252,7 @@ class CloudRequest(ABC):
         if self.archive:
             archive = path.with_name(f"{path.stem}-{self.archive}")
             archive.unlink(missing_ok=True)
-            pack(code, archive)
+            pack_source(code, archive)
             commands.append(self.copy_command(archive, self.code_uri))
         else:
             commands.append(self.copy_command(code, self.code_uri))
@@ -273,7 +273,7 @@ class CloudRequest(ABC):
             folder, uri = Path(scratch) / "code", self.code_uri
             self.stage(folder)
             if self.archive:
-                pack(folder, Path(scratch) / self.archive)
+                pack_source(folder, Path(scratch) / self.archive)
                 store.send(Path(scratch) / self.archive, uri)
             else:
                 _send_all(store, folder, uri)

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher.job import COMMAND, Job, pack
+from launcher.job import COMMAND, Job, pack_source
 from launcher.places.sagemaker.training_job import ARCHIVE, CODE_FOLDER
 from launcher.rehearsal.plan import (
     CODE_CHANNEL,
@@ -116,7 +116,7 @@ def _code(request: RehearsalRequest, folder: Path, channel: Path) -> list[str]:
         return [str(Path(sys.executable).parent / "python3"), f"{CODE_FOLDER}/{COMMAND[1]}"]
     archive = folder / ARCHIVE
     if not archive.is_file():
-        pack(folder / "staged", archive)
+        pack_source(folder / "staged", archive)
     channel.mkdir()
     shutil.copy2(archive, channel)
     return [sys.executable, "-c", START_TOOLKIT.format(folder=str(toolkit_folder()))]

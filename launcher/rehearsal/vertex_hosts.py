@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.job import pack
+from launcher.job import pack_source
 from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_variable, replicas_by_pool
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, ServiceShape, host_environment
 from launcher.rehearsal.running import merge
@@ -72,7 +72,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
     base = folder / "gcs" / BUCKET / request.run_dir.name
     if not base.is_dir():
         base.mkdir(parents=True)
-        pack(folder / "staged", base / ARCHIVE)
+        pack_source(folder / "staged", base / ARCHIVE)
         for checkpoint in request.checkpoints:
             (base / "checkpoints").mkdir(exist_ok=True)
             copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2

@@ -25,7 +25,7 @@ from stoker.train import resume as resuming
 
 
 def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
-    return launcher.resolve(asked, place_named(on), config)
+    return launcher.resolve_resume(asked, place_named(on), config)
 
 
 def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:
@@ -39,7 +39,7 @@ def plan(run_dir: Path, *overrides: str, where: str = "local") -> tuple[resuming
     synced = where == "sagemaker"
     place = RunPlace(where, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
-    return resuming.plan(load(None, overrides).config, place, said.append), said
+    return resuming.plan_resume(load(None, overrides).config, place, said.append), said
 
 
 def started_from(start: resuming.ResumePoint) -> str:

@@ -204,21 +204,21 @@ def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> Non
 
 def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> None:
     from launcher.places import place_named
-    from launcher.run_directory import resolve
+    from launcher.run_directory import resolve_resume
 
     config, place = job_of("train.py").config, place_named("local")
     run_dir = project / "runs" / "train-20250101-000000"
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "summary.json").write_text('{"status": "interrupted"}')
     with pytest.raises(UsageError, match="holds no checkpoint"):
-        resolve(str(run_dir), place, config)
+        resolve_resume(str(run_dir), place, config)
     (run_dir / "checkpoints" / "last.pt").touch()
     for asked in ("auto", str(run_dir)):
-        assert resolve(asked, place, config).run_dir == run_dir
-    copied = resolve(str(run_dir), place_named("rehearsal"), config)
+        assert resolve_resume(asked, place, config).run_dir == run_dir
+    copied = resolve_resume(str(run_dir), place_named("rehearsal"), config)
     assert copied.checkpoints == (run_dir / "checkpoints" / "last.pt",)
     with pytest.raises(UsageError, match="a script resumes from"):
-        resolve("never", place, config)
+        resolve_resume("never", place, config)
 
 
 def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:

@@ -65,12 +65,12 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
     runs, problems = find_runs(paths)
     if problems:
         raise UsageError(*problems)
-    frame = pandas.DataFrame([row_of(run) for run in runs], index=[run.name for run in runs])
+    frame = pandas.DataFrame([run_row(run) for run in runs], index=[run.name for run in runs])
     frame.index.name = "run"
     return frame
 
 
-def row_of(run_dir: Path) -> dict[str, Any]:
+def run_row(run_dir: Path) -> dict[str, Any]:
     """One run as a row; see `runs_dataframe`."""
     summary = read_summary(run_dir / "summary.json")
     row = figures_of(summary)

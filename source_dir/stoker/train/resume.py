@@ -61,7 +61,7 @@ def find_start(
     """Find the start of the run and check it against the checkpoint it resumes from."""
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     check_monitors(config, recipe, "val" in data.sources)
-    start = plan(config, place, log)
+    start = plan_resume(config, place, log)
     if start.start is not None:
         start = replace(start, start=awaiting(start.start, config.train.max_steps))
     if start.start is not None:
@@ -70,7 +70,7 @@ def find_start(
     return start
 
 
-def plan(config: Config, place: RunPlace, log: Callable[[str], Any]) -> ResumePoint:
+def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> ResumePoint:
     """Find the checkpoint to resume from, as set by `checkpoint.resume`.
 
     A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same

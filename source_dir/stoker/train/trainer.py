@@ -159,7 +159,7 @@ class Rendezvous(Backend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(refuse_unusable_gpu, backend_config.backend)
         alone = len(worker_group) == 1
-        agreed = worker_group.execute_single(0, free_address if alone else open_store)
+        agreed = worker_group.execute_single(0, free_address if alone else open_rank_store)
         worker_group.execute(set_variables, {**agreed, ATTEMPT_VARIABLE: secrets.token_hex(4)})
 
 
@@ -180,7 +180,7 @@ class ProcessGroup(TorchConfig().backend_cls):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(refuse_unusable_gpu, backend_config.backend)
-        agreed = worker_group.execute_single(0, open_store) if len(worker_group) > 1 else {}
+        agreed = worker_group.execute_single(0, open_rank_store) if len(worker_group) > 1 else {}
         worker_group.execute(enter_group, backend_config, agreed)
 
 
@@ -201,7 +201,7 @@ def refuse_unusable_gpu(backend: str) -> None:
         )
 
 
-def open_store() -> dict[str, str]:
+def open_rank_store() -> dict[str, str]:
     """Train worker of rank 0: open PyTorch's store; returns the variables with which ranks enter it."""
     from ray.util import get_node_ip_address
 
@@ -238,7 +238,7 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
-    """Open the process group; `agreed` is of `open_store`, or empty for a single one."""
+    """Open the process group; `agreed` is of `open_rank_store`, or empty for a single one."""
     from ray.train import get_context
     from ray.train.torch import get_device
 
