@@ -126,7 +126,6 @@ COMMANDS = {
     "-- --lr 3": "args: args require a script",
     "--dryrun": "No such option: --dryrun (Possible options: --dry-run)",
     "--address http://h:1": "--address: is not supported with --on",
-    "--hosts gpu=1": "--hosts: write rehearsal.hosts=gpu=1,cpu=2",
     "--on ray": "--address: needed with --on ray",
     "--on ray --address head:8265": "use http://<head>:8265",
     "--on rehearsal rehearsal.hosts=gpu": "'gpu' is not group=count",
