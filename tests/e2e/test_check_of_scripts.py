@@ -202,7 +202,7 @@ LOOPS = ("for images, labels in training:", "    for images, labels in validatio
 
 
 def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
-    """Transforms by name, decoding, validation apart; its own imports and arguments; its folder as before."""
+    """Validation apart; its own imports and arguments; its folder as before."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "train.py").write_text(IMAGES)
@@ -225,9 +225,7 @@ def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
     trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)
     assert f"train.py:{trains}: Images, batches of 16 samples, 197 kB, num_workers=2" in screen
     assert f"also train.py:{validates}: Subset, batches of 16 samples" in screen
-    stages = {line.split()[0] for line in screen.splitlines() if line.endswith(" %") and " ms " in line}
-    assert {"decode", "RandomResizedCrop", "GaussianBlur", "halve", "ToDtype", "__getitem__"} <= stages
-    assert "CenterCrop" not in stages, "that is the validation's"
+    assert "CPU per sample: " in screen
     assert not judged or ("recommended: 1 × ml.g5" in screen and "estimated, prices of" in screen)
 
 

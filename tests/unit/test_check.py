@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import stoker
 from launcher.advise.advice import Wanted, advise
-from launcher.advise.check import fetching as fetching_module
+from launcher.advise.check.fetching import Fetching, observe_fetchers
 from launcher.advise.check.timeline import (
     Loader,
     Take,
@@ -146,80 +146,34 @@ def test_when_it_has_seen_enough_behind_the_warm_up(
     assert ends is None or enough(steps[:ends], TRAINS, wanted)
 
 
-class Work:
-    """CPU seconds by decree, so that what is booked where can be told exactly."""
+class Rows:
+    """A dataset whose records cost 32 s, with a loader of its own inside; CPU seconds are by decree."""
 
     spent = 0.0
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __call__(self, value: object) -> object:
-        Work.spent += self.seconds
-        return value
-
-
-class Resize(Work):
-    pass
-
-
-class Compose:
-    def __init__(self, *transforms: Any) -> None:
-        self.transforms = list(transforms)
-
-    def __call__(self, value: object) -> object:
-        Work.spent += 1
-        for transform in self.transforms:
-            value = transform(value)
-        return value
-
-
-def flip(value: object) -> object:
-    Work.spent += 4
-    return value
-
-
-class Rows:
-    """A dataset whose records cost 32 s by itself, with a loader of its own inside."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform, self.inner = transform, torch.arange(3)
 
     def __len__(self) -> int:
         return 60
 
-    def __getitem__(self, index: int) -> object:
-        Work.spent += 32 + sum(len(batch) for batch in DataLoader(self.inner, 1)) - 3  # type: ignore[arg-type]
-        return self.transform(index)
+    def __getitem__(self, index: int) -> int:
+        Rows.spent += 32 + sum(len(batch) for batch in DataLoader(torch.arange(3), 1)) - 3  # type: ignore[arg-type]
+        return index
 
 
-def test_each_stage_is_booked_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose in Compose, a function, two transforms of a class, a dataset in a Subset, a loader within."""
+def test_a_fetch_is_booked_with_the_loaders_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data.dataloader import _DatasetKind
 
-    monkeypatch.setattr(fetching_module, "DECODERS", {})
     monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
-    monkeypatch.setattr(Work, "spent", 0.0)
-    counted = fetching_module.Fetching(tmp_path / "fetch.json", 0, lambda: Work.spent)
-    fetching_module.observe_fetchers(lambda: counted)
-    rows: Any = Rows(Compose(Resize(8), Compose(flip, Resize(16))))
+    monkeypatch.setattr(Rows, "spent", 0.0)
+    counted = Fetching(tmp_path / "fetch.json", 0, lambda: Rows.spent)
+    observe_fetchers(lambda: counted)
+    rows: Any = Rows()
     for _ in range(2):
         assert [len(batch) for batch in DataLoader(Subset(rows, range(40)), 4)] == [4] * 10
     counted.write()
     found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
     assert found is not None
     assert found.batches == 19, "the first is counted apart, and those of the loader within not at all"
-    assert found.samples_per_batch == 4 and found.cpu_s == pytest.approx(62)
-    own = {
-        "Resize": 8,
-        "flip": 4,
-        "Resize 2": 16,
-        "Compose": 1,
-        "Compose 2": 1,
-        "__getitem__": 32,
-        "collate": 0,
-    }
-    assert found.stages == pytest.approx(own)
+    assert found.samples_per_batch == 4 and found.cpu_s == pytest.approx(32)
 
 
 def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
@@ -268,10 +222,9 @@ def one(
     share: float = 0.5,
     spread: float = 0.01,
     step_s: float = 0.08,
-    **stages: float,
 ) -> Checked:
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
-    cost = FetchCost(cpu, blocked, queued, stages or {"__getitem__": cpu}, 8, 50)
+    cost = FetchCost(cpu, blocked, queued, 8, 50)
     loader = replace(TRAINS, num_workers=2, prefetch=2)
     return Checked(0, loader, 50, TimeShare(share, spread), step_s, 8, 8 * 150_528, None, cost, False)
 
@@ -328,13 +281,6 @@ CANNOT = "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up,
 def test_what_more_workers_would_do(cost: tuple[float, ...], cpus: float, idle: float, said: str) -> None:
     (found,) = help_here(one(*cost), cpus, idle)
     assert found.startswith(said)
-
-
-def test_what_could_be_cached_and_what_decodes() -> None:
-    stages = {"decode": 0.012, "Resize": 0.004, "RandomCrop": 0.001, "Normalize": 0.003, "collate": 0.0001}
-    said = help_here(one(0.02, **stages), 2, 0.9)
-    assert said[1].startswith("decoding takes 60 % of the CPU time")
-    assert said[2].startswith("a cache: decode, Resize take 80 % of the CPU time"), "up to what is random"
 
 
 class TestHosts:
@@ -415,16 +361,15 @@ def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> Non
 def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:
     worker = {"loader": 0, "fetches": 10, "samples": 80, "cpu_s": 0.8, "wall_s": 1.6, "delay_s": 0.4}
     sums = [
-        {**worker, "stages": {"collate": 0.2, "__getitem__": 0.6}},
-        {**worker, "stages": {"collate": 0.4}},
-        {**worker, "loader": 1, "stages": {}},
-        {**worker, "cpu_s": 99.0, "stages": {}, "first": True},
+        worker,
+        worker,
+        {**worker, "loader": 1},
+        {**worker, "cpu_s": 99.0, "first": True},
     ]
     (found,) = checked(seen(epoch(50, 0.1, 0.1), TRAINS), sums, "t.py")
     assert found.fetched is not None
     assert found.fetched.cpu_s == pytest.approx(0.01), "a first fetch counts only where there is no other"
     assert found.fetched.blocked_s == pytest.approx(0.005) == found.fetched.queued_s
-    assert found.fetched.stages == {"collate": pytest.approx(0.00375), "__getitem__": pytest.approx(0.00375)}
     alone = fetched_of(sums[3:])
     assert alone is not None and alone.cpu_s == pytest.approx(99 / 80)
 

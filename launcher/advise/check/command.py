@@ -28,7 +28,6 @@ from stoker.hosts.raynode import end_with_parent
 
 CLOSING_S = 30.0
 """How long the script may take to exit once enough steps are measured or it is interrupted."""
-ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,7 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
     for other in loaders[1:]:
         waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
         line(f"  also {loader_line(other)}{waits}")
-    for text in fetching(first):
-        line(text)
+    line(fetching(first))
     helpful = judging.help_here(first, seen["cpus"], seen["idle"])
     for title, texts in (
         ("what would help on this machine", helpful),
@@ -215,21 +213,15 @@ def loader_line(one: judging.Checked) -> str:
     return f"{loader.place}: {loader.dataset}, batches of {size}, num_workers={loader.num_workers}"
 
 
-def fetching(one: judging.Checked) -> list[str]:
-    """The cost of a sample by stage."""
+def fetching(one: judging.Checked) -> str:
+    """The cost of a sample."""
     fetched = one.fetched
     if fetched is None:
-        return ["CPU per sample: not measured; this loader does not fetch in torch's own workers"]
-    head = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
+        return "CPU per sample: not measured; this loader does not fetch in torch's own workers"
+    text = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
     if fetched.blocked_s > judging.BLOCKED * fetched.whole_s:
-        head += f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
-    total = sum(fetched.stages.values()) or 1.0
-    ordered = sorted(fetched.stages.items(), key=lambda item: -item[1])
-    rows = ordered[:ROWS]
-    if others := ordered[ROWS:]:
-        rows.append(("others", sum(spent for _, spent in others)))
-    width = max(len(name) for name, _ in rows)
-    return [head, *(f"  {n:<{width}} {1000 * s:9.3f} ms {100 * s / total:4.0f} %" for n, s in rows)]
+        text += f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
+    return text
 
 
 def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +30,6 @@ UNSURE, UNCERTAIN = 0.05, 0.15
 """A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
 promise anything between 1.5 and 2.9 times the speed."""
 ADVISED_STEPS = 1000
-AROUND = ("__getitem__", "collate")
-"""Stages of every loader."""
-DRAWS = ("random", "jitter", "augment", "trivial", "augmix", "erasing", "elastic", "mixup", "cutmix", "noise")
-"""Words in the names of random transforms."""
 SLACK = 1.05
 """Spare workers, because batches vary."""
 FAIR = 0.5
@@ -44,9 +38,6 @@ BLOCKED = 0.2
 """From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
 QUEUED = 0.1
 """From this share of a fetch on, queueing means that there are too few CPUs here."""
-DEAR_STAGE = 0.4
-"""From this share of the chain's CPU time on, a stage is mentioned."""
-CACHEABLE = 0.2
 SLOW_START = 0.05
 """From this share of an epoch on, its start is mentioned."""
 
@@ -60,8 +51,6 @@ class FetchCost:
     """Neither computing nor queueing for a CPU: storage, network, locks, sleeping."""
     queued_s: float
     """Ready to compute while all CPUs were busy."""
-    stages: dict[str, float]
-    """CPU-seconds per sample by stage, in the order of their first run."""
     samples_per_batch: float
     batches: int
 
@@ -119,11 +108,8 @@ def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
     )
     if not samples:
         return None
-    stages: defaultdict[str, float] = defaultdict(float)
-    for name, spent in itertools.chain.from_iterable(one["stages"].items() for one in sums):
-        stages[name] += spent / samples
     blocked_s, queued_s = max(wall - cpu - queued, 0.0) / samples, queued / samples
-    return FetchCost(cpu / samples, blocked_s, queued_s, dict(stages), samples / fetches, int(fetches))
+    return FetchCost(cpu / samples, blocked_s, queued_s, samples / fetches, int(fetches))
 
 
 def checked(
@@ -262,7 +248,7 @@ def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
     """What would help without further hosts."""
     fetched = one.fetched if one.waits else None
     workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
-    return [*workers, *_restarts(one), *(_cheaper(fetched.stages) if fetched else [])]
+    return [*workers, *_restarts(one)]
 
 
 def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
@@ -311,34 +297,3 @@ def _restarts(one: Checked) -> list[str]:
         f"each epoch of {length} batches spends {duration(start)} on starting workers,"
         f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
     ]
-
-
-def _cheaper(stages: Mapping[str, float]) -> list[str]:
-    """What would make fetching itself cheaper."""
-    total = sum(stages.values())
-    if total <= 0:
-        return []
-    lines, decode = [], stages.get("decode", 0.0)
-    own = {name: spent for name, spent in stages.items() if name not in (*AROUND, "decode")}
-    if decode >= DEAR_STAGE * total:
-        lines.append(
-            f"decoding takes {100 * decode / total:.0f} % of the CPU time: a faster decoder (simplejpeg,"
-            " torchvision.io), or files no larger than the script needs"
-        )
-    fixed = [*(["decode"] if decode else []), *itertools.takewhile(lambda name: not draws(name), own)]
-    share = sum(stages[name] for name in fixed) / total
-    if share >= CACHEABLE:
-        takes, names = ("take", "their names, they draw") if fixed[1:] else ("takes", "its name, it draws")
-        lines.append(
-            f"a cache: {', '.join(fixed)} {takes} {100 * share:.0f} % of the CPU time; judging by {names}"
-            " nothing random, so the result is the same in every epoch"
-        )
-    name = max(own, key=lambda n: own[n], default="")
-    if name and own[name] >= DEAR_STAGE * total:
-        lines.append(f"{name} takes {100 * own[name] / total:.0f} % of the CPU time: make it cheaper first")
-    return lines
-
-
-def draws(stage: str) -> bool:
-    """Guess from its name whether a transform is random."""
-    return any(word in stage.lower() for word in (*DRAWS, "lambda", "dropout", "gaussianblur"))

@@ -234,7 +234,7 @@ class RehearsalConfig(Section):
 
 class SlurmNodesConfig(Section):
     partition: str | None = key(None, "partition; null: the cluster's default")
-    nodes: int = key(0, "number of nodes")
+    nodes: int = key(0, "number of nodes", ge=0)
     cpus: int | None = key(None, "CPUs per node; null: whole nodes (--exclusive)", ge=1)
     memory_gb: int | None = key(
         None, "memory per node; null: all of whole nodes, else the cluster's default", ge=1
@@ -245,7 +245,7 @@ class SlurmNodesConfig(Section):
 
 
 class SlurmGpuNodesConfig(SlurmNodesConfig):
-    nodes: int = key(1, "number of nodes")
+    nodes: int = key(1, "number of nodes", ge=1)
     gpus: int = key(1, "GPUs per node")
     gpu_type: str | None = key(None, "type of GPU as the cluster names it, such as a100")
 
@@ -255,9 +255,11 @@ class SlurmConfig(Section):
     cpu: SlurmNodesConfig = key(SlurmNodesConfig(), "nodes that preprocess: group `cpu`")
     account: str | None = key(None, "account to charge")
     max_runtime_s: int | None = key(
-        None, "time limit of each start; null: the partition's, at which Slurm kills the job"
+        None, "time limit of each start; null: the partition's, at which Slurm kills the job", ge=1
     )
-    stop_before_s: int = key(180, "how long before the time limit the run writes a checkpoint and stops")
+    stop_before_s: int = key(
+        180, "how long before the time limit the run writes a checkpoint and stops", ge=1, le=65_535
+    )
     restarts: int = key(
         20,
         "times that the job requeues itself at its time limit, to resume; 0: do not requeue, not even after"
