@@ -56,6 +56,11 @@ class PassPlan:
     homes: int = 0
     """Number of parts that the records are divided into and permuted within; 0: not divided."""
 
+    @property
+    def alike(self) -> str:
+        """Names passes whose blocks take about as long: those of a split, or of a loader."""
+        return self.split.partition("/")[0]
+
 
 class Work(NamedTuple):
     """Head → chain worker: a shard to read."""

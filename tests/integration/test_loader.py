@@ -466,6 +466,54 @@ def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
     assert equal(list(loader), list(TorchLoader(Records(), batch_size=6)))
 
 
+class Endless(IterableDataset[Any]):
+    """Goes on where the pass before ended."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(4):
+            self.at += 1
+            yield self.at - 1
+
+
+def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_next_pass_says() -> None:
+    from stoker.loader import connection
+
+    loader = DataLoader(Endless(), batch_size=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
+    ray.kill(ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker"))
+    with pytest.raises(RuntimeError, match="lost with the service"):
+        list(loader)
+
+
+FORKS = """
+import os, sys
+from stoker import DataLoader
+
+loader = DataLoader(list(range(8)), batch_size=4)
+assert len(list(loader)) == 2
+child = os.fork()
+if child == 0:
+    try:
+        list(loader)
+    except Exception as error:
+        print(error, flush=True)
+        os._exit(3)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert len(list(loader)) == 2
+"""
+
+
+def test_a_fork_of_a_process_that_has_begun_a_pass_is_refused_at_once() -> None:
+    done = run_script(FORKS)
+    assert done.returncode == 0, done.stderr
+    assert "this process was forked" in done.stdout and "spawn" in done.stdout
+
+
 def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
     import ray
 

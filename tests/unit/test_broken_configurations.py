@@ -92,6 +92,7 @@ FILES = {
     "cluster: {min_cpu_hosts: -2}": "cluster.min_cpu_hosts: input should be",
     "checkpoint: {keep: 0}": "checkpoint.keep: input should be greater than or",
     "checkpoint: {every_steps: 0}": "checkpoint.every_steps: input should be greater",
+    "vertex: {boot_disk_gb: 5}": "vertex.boot_disk_gb: input should be greater",
     "checkpoint: {dir: ''}": "checkpoint.dir: must not be empty",
     "checkpoint: {mode: lower}": "checkpoint.mode: input should be 'auto', 'min' or",
     "tracking: {mlflow: {uri: 'http://me:secret@host'}}": "mlflow.uri: contains a user name or password",

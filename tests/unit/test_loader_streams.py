@@ -334,3 +334,28 @@ def test_digests_of_values_that_differ_somewhere_differ() -> None:
         ["1"],
     ]
     assert len({batch_digest(value) for value in values}) == len(values)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_of_a_dataset_go_on_also_after_the_folder_and_the_module_path_have_changed(
+    workers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"batch_size": 4, "num_workers": workers, "persistent_workers": workers > 0}
+    ours, theirs = DataLoader(Counts(), **shape), TorchLoader(Counts(), **shape)
+    for number in range(4):
+        if number == 2:
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.syspath_prepend(str(tmp_path))  # as importing a package may do
+        assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
+def test_a_batch_sampler_may_fill_the_same_list_again() -> None:
+    class Same(Sampler[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            batch = [0, 0]
+            for first in range(0, 8, 2):
+                batch[:] = [first, first + 1]
+                yield batch
+
+    loader = DataLoader(Numbers(), batch_sampler=Same())
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -140,6 +140,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("channels={code: {uri: 's3://b/x'}}", "channels.code", "choose another"),
     ("channels={'my data': {uri: 's3://b/x'}}", "channels.my data", "letters, digits"),
     ("channels={train: {uri: /data/train}}", "channels.train.uri", "s3://"),
+    ("channels={train: {uri: 'https://b.s3.amazonaws.com/x'}}", "channels.train.uri", "s3://"),
     ("channels={train: {uri: 's3://b/x', groups: [data]}}", "channels.train.groups", "the job has gpu, cpu"),
     (f"channels={many('cN: {uri: s3://b/N}', 20)}", "channels", "at most 20"),
     ("params.data=./no/such/folder", "params.data", "not found on this machine"),

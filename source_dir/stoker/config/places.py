@@ -74,7 +74,9 @@ class GroupConfig(Section):
 
 
 class ChannelConfig(Section):
-    uri: str = Field(description="s3:// prefix that SageMaker mounts as a folder on the hosts")
+    uri: str = Field(
+        description="s3:// prefix that SageMaker mounts as a folder on the hosts", pattern="^s3://[^/]"
+    )
     input_mode: Literal["File", "FastFile"] = key(
         "File", "File: copy before the job starts; FastFile: stream"
     )
@@ -163,7 +165,7 @@ class VertexConfig(Section):
     pools: list[VertexPoolConfig] = key(
         [], "your own worker pools, [{name, machine_type, …}], instead of gpu and cpu"
     )
-    boot_disk_gb: int = key(100, "disk size of every host")
+    boot_disk_gb: int = key(100, "disk size of every host", ge=100, le=64_000)
     boot_disk_type: str = key("pd-ssd", "disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
     max_runtime_s: int = key(86_400, "Vertex AI stops the job after this time, which bounds its cost", ge=1)
     spot: bool = key(False, "use Spot VMs; the job restarts from the last checkpoint")

@@ -43,6 +43,8 @@ WITH_THE_SCRIPT = (
 )
 """Imported once before forking if the script has imported them, instead of once per chain worker."""
 CONNECT_S = 10.0
+_CONNECTED: dict[str, int] = {}
+"""Connection to Ray → the process that made it; a fork inherits the connection, which does not work there."""
 
 
 def connect(address: str | None) -> None:
@@ -52,12 +54,18 @@ def connect(address: str | None) -> None:
         address: address of a cluster; None: see the module.
 
     Raises:
-        UsageError: no cluster answers there, or the Ray to connect with is too old.
+        UsageError: no cluster answers there, the Ray to connect with is too old, or this is a fork of a
+            process that is connected.
     """
     from stoker.hosts.cluster import refuse_old_ray
 
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
+        if _CONNECTED.setdefault(_connection(), os.getpid()) != os.getpid():
+            raise UsageError(
+                "stoker.DataLoader: this process was forked after its parent had begun a pass, and Ray does"
+                " not work in forks; start it by multiprocessing's spawn"
+            )
         return
     refuse_old_ray()
     address = address or os.environ.get("RAY_ADDRESS")
@@ -68,6 +76,13 @@ def connect(address: str | None) -> None:
             _with_other_ranks()
         else:
             _start()
+    _CONNECTED[_connection()] = os.getpid()
+
+
+def _connection() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_worker_id())
 
 
 @contextlib.contextmanager

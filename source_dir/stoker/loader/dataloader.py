@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import os
 import secrets
 import sys
@@ -169,8 +168,10 @@ class DataLoader(TorchDataLoader[Item]):
         return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
 
     def _maker(self) -> tuple[Any, PassTimer]:
-        pages, watch = self._packed(), PassTimer()
-        self.kept.content(hashlib.sha256(b"".join(part.tobytes() for part in pages)).hexdigest()[:32])
+        pages, watch = (
+            self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps),
+            PassTimer(),
+        )
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages, self.kept.copies), watch
         import ray
@@ -192,11 +193,14 @@ class DataLoader(TorchDataLoader[Item]):
         streams = max(1, self.num_workers) if iterable else 0
         keeps = self.kept.token if self._keeps else "" if self.persistent_workers else None
         pinned = bool(self.pin_memory and torch.cuda.is_available())
+        if self._keeps:
+            self.kept.served_by(service)
         if keeps and not self.kept.served:
             weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
         return ClusterMaker(service, transport, name, streams, keeps, pinned, self.stall_timeout_s, watch)
 
-    def _packed(self) -> tuple[Any, Any]:
+    def _packed(self) -> tuple[Any, Any, Any]:
+        """Packed: where the script runs, the modules that it has loaded again, and its workers' work."""
         folder, path = str(Path.cwd()), [str(Path(each).resolve()) for each in sys.path]
         work = LoaderWork(
             dataset=self.dataset,
@@ -211,7 +215,8 @@ class DataLoader(TorchDataLoader[Item]):
             keeps=self._keeps,
         )
         try:
-            return pack([(folder, path, reloaded())]), pack([work])
+            modules = reloaded()
+            return pack([(folder, path, modules)]), pack([modules]), pack([work])
         except Exception as error:
             raise UsageError(
                 f"stoker.DataLoader: the dataset cannot be sent to other processes: {type(error).__name__}:"

@@ -5,6 +5,7 @@ torch's sampler chooses the indices here, chain workers make the batches, and a 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
 import time
@@ -35,7 +36,13 @@ class Kept:
     base: dict[str, Any] = field(default_factory=dict)
     """What torch's own iterator consists of."""
     name: str = ""
-    """Content of the loader that the copies of an iterable dataset were made from."""
+    """Names what the loader has sent: its work, and where the script ran."""
+    work: str = ""
+    """Digest of the content that the copies of an iterable dataset were made from."""
+    where: Any = None
+    """Packed: the script's folder and module path when they were made."""
+    service: Any = None
+    """Weak reference to the service that has them."""
     token: str = ""
     """Names these copies."""
     served: int = 0
@@ -43,10 +50,38 @@ class Kept:
     copies: dict[int, Any] = field(default_factory=dict)
     """Without a cluster, the copies."""
 
-    def content(self, name: str) -> None:
-        """Begin new copies if the content of the loader is another than in the pass before."""
-        if name != self.name:
-            self.name, self.token, self.served, self.copies = name, secrets.token_hex(8), 0, {}
+    def content(self, where: Any, modules: Any, work: Any, stays: bool) -> tuple[Any, Any]:
+        """Begin new copies if the content of the loader is another than in the pass before.
+
+        Args:
+            where: packed: the script's folder, module path and reloaded modules.
+            modules: packed: the reloaded modules.
+            work: packed: the loader's work.
+            stays: whether workers serve all passes: they stay where the first one began, as torch's do.
+
+        Returns:
+            What to send: where the workers run, and their work.
+        """
+        content = _digest(modules, work)
+        if content != self.work:
+            self.work, self.token, self.served, self.copies = content, secrets.token_hex(8), 0, {}
+        elif stays:
+            where = self.where  # an import may have changed the module path since
+        self.where, self.name = where, _digest(where, work)
+        return where, work
+
+    def served_by(self, service: Any) -> None:
+        """Remember the service of the copies.
+
+        Raises:
+            RuntimeError: it is another one than that of earlier passes, so the copies are lost.
+        """
+        if self.served and self.service is not None and self.service() is not service:
+            raise RuntimeError(
+                "DataLoader: the copies of the dataset that served the passes before were lost with the"
+                " service of this job, so records would be lost or repeated; make another DataLoader"
+            )
+        self.service = weakref.ref(service)
 
     def opened(self, iterator: ClusterIterator, persistent: bool) -> None:
         """Count a pass."""
@@ -54,6 +89,10 @@ class Kept:
         if persistent:
             self.base, self.seed = iterator.base, iterator.base["_base_seed"]
             self.passes = iterator.passes + 1
+
+
+def _digest(*pages: Any) -> str:
+    return hashlib.sha256(b"".join(page.tobytes() for page in pages)).hexdigest()[:32]
 
 
 class ClusterIterator(_BaseDataLoaderIter):
@@ -69,6 +108,7 @@ class ClusterIterator(_BaseDataLoaderIter):
     def __init__(
         self, loader: Any, maker: Any, watch: PassTimer, start: dict[str, Any] | None = None
     ) -> None:
+        finish = weakref.finalize(self, maker.close)  # also if what follows fails
         self.passes = passes = start["passes"] if start else loader.kept.passes
         if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
             vars(self).update(loader.kept.base)
@@ -89,7 +129,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             shared_seed=shared_seed or 0,
             ranks=(self._world_size, self._rank),
         )
-        self._finish = weakref.finalize(self, maker.close)
+        self._finish = finish
         self._watch = watch
         weakref.finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -174,6 +214,8 @@ class ClusterIterator(_BaseDataLoaderIter):
             while len(batches) < together:
                 try:
                     indices = next(self._sampler_iter)
+                    if isinstance(indices, list):
+                        indices = [*indices]  # a batch sampler may fill the same list again
                     batches.append((self._submitted, indices))
                     batched = self._auto_collation and hasattr(indices, "__len__")
                     self._sizes.append(len(indices) if batched else 1)

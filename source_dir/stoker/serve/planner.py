@@ -243,7 +243,7 @@ class Planner:
     def _most(self, pass_: Pass, left: int) -> int:
         if pass_.streams:
             return 1
-        return items.shards_per_item(left, self.pool.slots, self.shard_s.get(pass_.plan.split))
+        return items.shards_per_item(left, self.pool.slots, self.shard_s.get(pass_.plan.alike))
 
     def _wanted(self, pass_: Pass) -> bool:
         short = pass_.rows_ahead + pass_.shards_under_way * pass_.plan.block_records < 2 * pass_.step_rows
@@ -268,7 +268,7 @@ class Planner:
         pass_ = item.pass_
         if self.affinity is not None:
             self.affinity.used(by.node, made.cache_usage)
-        self.recovery.patience.took(pass_.plan.split, by.node, report.seconds)
+        self.recovery.patience.took(pass_.plan.alike, by.node, report.seconds)
         shard = next((shard for n, shard, _ in item.shards if n == report.shard), None)
         block = ReadyBlock(report, by.node, made.file, shard)
         if item.stop is not None:
@@ -345,13 +345,13 @@ class Planner:
         if item.stop is not None:
             self._refuse_not_remade(item)
             return
-        pass_, split = item.pass_, item.pass_.plan.split
+        pass_, alike = item.pass_, item.pass_.plan.alike
         pass_.under_way -= 1
         pass_.shards_under_way -= item.count
         for shard, _, _ in item.shards:
             self._close(pass_, shard)
         seconds = item.seconds / item.count
-        self.shard_s[split] = max(0.8 * self.shard_s.get(split, seconds) + 0.2 * seconds, 1e-6)
+        self.shard_s[alike] = max(0.8 * self.shard_s.get(alike, seconds) + 0.2 * seconds, 1e-6)
 
     def failed(self, by: Process, number: int, failure: Failure) -> None:
         """A chain worker failed at its work.

@@ -270,7 +270,7 @@ class Recovery:
         return item.late > 0 and self._limit_s(item, node) > left_s
 
     def _limit_s(self, item: Item, node: str) -> float:
-        return self.patience.deadline_s(item.pass_.plan.split, node, item.late)
+        return self.patience.deadline_s(item.pass_.plan.alike, node, item.late)
 
     def late(self, item: Item) -> None:
         """Work missed its deadline: avoid its host and report it."""

@@ -74,7 +74,8 @@ class ForkServer:
         self.socket = str(Path(tempfile.mkdtemp(prefix="forks-", dir=folder)) / "socket")
         what = json.dumps([self.socket, os.getpid(), imports.first, imports.later])
         command = [sys.executable, str(SERVER), what]
-        self.pid = os.posix_spawn(sys.executable, command, {**os.environ, **_environment()})
+        # In a session of its own from its first line on: a terminal's Ctrl-C is not for it.
+        self.pid = os.posix_spawn(sys.executable, command, {**os.environ, **_environment()}, setsid=True)
 
     def stop(self) -> None:
         """Kill the process, after Ray has stopped; say so if it ended before."""

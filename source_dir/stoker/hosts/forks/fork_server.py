@@ -27,7 +27,6 @@ def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[
     """
     folder = Path(path).parent
     try:
-        os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(null, number)
