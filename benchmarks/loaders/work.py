@@ -78,13 +78,14 @@ class Consumer:
     def seen(self) -> Seen:
         """The statistics after the last batch."""
         first, second = (WINDOW[0], MIDDLE), (MIDDLE, WINDOW[1])
+        (began, _), (ended, _) = ends(self.times, self.total, WINDOW)
         return Seen(
             self.first_at,
             self.rows,
             self.sums / max(self.rows, 1),
             rate(self.times, self.total),
             (rate(self.times, self.total, first), rate(self.times, self.total, second)),
-            tuple(at for at, _ in ends(self.times, self.total, WINDOW)),  # type: ignore[arg-type]
+            (began, ended),
             json.dumps(dict(sorted(self.labels.items()))),
         )
 
