@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def one_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         server.stop()
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 @dataclass

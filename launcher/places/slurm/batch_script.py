@@ -102,7 +102,11 @@ def _quoted(option: str) -> str:
 
 def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
     own = "" if config.setup or config.image else str(Path(sys.executable).parent)
-    epilog = f'rm -rf "${{TMPDIR:-/tmp}}/{OWN_FOLDER}" "/tmp/{OWN_FOLDER}"'
+    # A process of Ray that is still starting when its host dies would create the folder again.
+    epilog = (
+        f'grep -lsz "^TMPDIR=.*/{OWN_FOLDER}$" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9;'
+        f' rm -rf "${{TMPDIR:-/tmp}}/{OWN_FOLDER}" "/tmp/{OWN_FOLDER}"'
+    )
     return [
         f"export {PLACE_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',

@@ -22,6 +22,7 @@ from stoker.hosts import machine
 from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
 from stoker.hosts.topology import MOST_TRAIN_WORKERS, TRAIN_RESOURCE
 from stoker.ray_compat import COMMAND_LINE, NOT_FORKED
+from stoker.storage.checkpoint_store import own
 
 if TYPE_CHECKING:
     import psutil
@@ -51,7 +52,9 @@ def private_folder() -> Path:
     if len(os.fsencode(base)) > LONGEST_TEMP_DIR or not Path(base).is_absolute():
         base = "/tmp"  # noqa: S108 - what is created in it is private
     Path(base).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    own(folder)
+    return folder
 
 
 class ClusterError(RuntimeError):

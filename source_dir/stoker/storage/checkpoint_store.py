@@ -363,11 +363,7 @@ class Cleaner:
 
     def __init__(self, folder: Path, prefix: str) -> None:
         sweep(folder.parent, prefix, folder)
-        draft = folder / f"{OWNER}.new"
-        self._lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks, on which nothing is swept
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        draft.rename(folder / OWNER)  # locked from its first moment
+        own(folder)
         shell = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "stoker-cleaner", str(folder)],
             stdin=subprocess.PIPE,
@@ -378,6 +374,15 @@ class Cleaner:
         )
         shell.wait(30)
         self._pipe = shell.stdin
+
+
+def own(folder: Path) -> None:
+    """Keep the cleaners of others from removing a folder while this process lives."""
+    draft = folder / f"{OWNER}.new"
+    lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)  # stays open until the process ends
+    with contextlib.suppress(OSError):  # a file system without locks, on which nothing is swept
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    draft.rename(folder / OWNER)  # locked from its first moment
 
 
 def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
