@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -187,6 +189,58 @@ def test_a_block_for_which_shared_memory_has_no_room_lies_in_the_temporary_folde
     assert folder.columns(name)["__id"].tolist() == [0, 1, 2, 3]
     folder.remove([name])
     assert not (tmp_path / "disk" / name).exists()
+
+
+USES_ITS_MEMORY_AGAIN = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from stoker.serve.blocks import folder
+
+folder.SHARE = 0.0
+folder = folder.BlockFolder("test", "far")
+folder.roots = [Path(sys.argv[1]) / "memory", Path(sys.argv[1]) / "disk"]
+write = lambda value: folder.write({"rows": np.full((2048, 1024), value, np.uint8)})
+files = lambda: sorted(path.suffix for path in folder.roots[0].iterdir())
+alike = lambda rows, value: bool((rows == value).all())
+
+first = folder.take(write(1))["rows"]
+first[0] = 9
+view = first[1000:1001]
+del first
+second = write(2)
+folder.recycle([second])  # as the taker's is still in use, the only spare
+third, fourth = write(3), write(4)
+assert alike(view, 1) and alike(folder.columns(third)["rows"], 3) and alike(folder.columns(fourth)["rows"], 4)
+assert files() == ["", "", ".taken"], files()
+del view
+assert files() == ["", "", ".spare"], "the last view is gone"
+fifth = write(5)
+assert alike(folder.columns(fifth)["rows"], 5), "also where the taker had written"
+small = folder.write({"rows": np.zeros(10, np.uint8)})
+folder.recycle([small])
+assert files() == ["", "", ""], "a small file is not worth it"
+
+shared = folder.take(fifth)["rows"]
+if not (child := os.fork()):
+    while not (Path(sys.argv[1]) / "written").exists():
+        pass
+    os._exit(0 if alike(shared, 5) else 1)
+del shared
+folder.recycle([third])
+for value in range(6, 16):
+    write(value)
+(Path(sys.argv[1]) / "written").touch()
+assert os.waitpid(child, 0)[1] == 0, "a fork's memory has changed"
+"""
+
+
+def test_memory_of_a_block_is_written_again_only_when_nobody_reads_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", USES_ITS_MEMORY_AGAIN, str(tmp_path)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ class LocalCluster:
     def __init__(self, config: Config, imports: forks.Imports) -> None:
         # A single machine is never preempted in part, so there is nothing to watch.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        # By default Ray's workers run at nice 15, and would starve beside whatever else runs on a laptop.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         self._dashboard = config.cluster.dashboard
         self._token_file = local_place().run_dir / TOKEN_FILE
         self._address = f"{LOOPBACK}:{raynode.free_port()}"

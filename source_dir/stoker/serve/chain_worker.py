@@ -83,7 +83,7 @@ class ChainWorker:
 
     def _next(self) -> Reply:
         reply: Reply = self._ask("claim", self._me)
-        self._folder.remove(reply.unused)
+        self._folder.recycle(reply.unused)
         return reply
 
     def _work(self, claim: Claim) -> None:
@@ -138,7 +138,7 @@ class ChainWorker:
         file = self._folder.write(columns) if columns else ""
         made = Made(report, file, loaded.cache.usage if loaded.cache else None)
         reply: Reply = self._ask("block_made", self._me, claim.number, made)
-        self._folder.remove(reply.unused)
+        self._folder.recycle(reply.unused)
         self._sums[claim.plan.split] += [1, report.records, report.bytes_out, report.seconds]
         return reply.go_on
 

@@ -26,10 +26,12 @@ from stoker.protocol import TEXT, BlockSlice, Column, Directory, Schema, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool, refuse_other_block
 from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
+from stoker.serve.blocks.packing import PAGE, PAGES, SCHEMA, unpack
 
 KEPT_BLOCKS = 8
 """Number of mapped blocks of this host to keep, because adjacent batches share blocks."""
+MAPPED_FROM_BYTES = 2**20
+"""A process may have 65,530 mappings, and a script may keep all its batches."""
 ASK_AGAIN_S = 5.0
 """Minimum interval between queries for new block servers."""
 AGENT_S, SERVICE_S = 60.0, 60.0
@@ -274,7 +276,18 @@ class Transport:
         return Fetched(batch.finish(), arrived or time.perf_counter())
 
     def objects(self, block: BlockSlice) -> tuple[list[Any], float]:
-        """What was packed into a block, and when its last byte arrived; raises as `fetch`."""
+        """What was packed into a block, and when its last byte arrived; raises as `fetch`.
+
+        The caller is the block's only user. A large one of this host is not copied, unless it must lie in
+        pinned memory.
+        """
+        size = block.of * PAGE
+        if block.node == self._node and size >= MAPPED_FROM_BYTES and not self.buffers.pinned:
+            with contextlib.suppress(OSError):  # `fetch` asks where it is
+                columns = self.folder().take(block.block)
+                refuse_other_block(block, SCHEMA, schema_of(columns), min(map(len, columns.values())))
+                self.bytes_by["own"] += size
+                return unpack(columns[PAGES]), time.perf_counter()
         fetched = self.fetch([block], SCHEMA)
         return unpack(fetched.columns[PAGES]), fetched.arrived
 

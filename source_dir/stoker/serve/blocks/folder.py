@@ -4,6 +4,9 @@ A chain worker writes a block and reports its name; the host's block server, and
 else runs on this host, maps it. The service decides when it goes. Removing a file never takes memory from a
 reader, and a full memory is an error of the writer alone. What shared memory has no room for lies in the
 temporary folder.
+
+Memory that is written again costs half of what new memory does, so the files of large blocks that nobody uses
+any more stay as spares for the next ones.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import re
 import secrets
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,10 @@ PREFIX = "stoker-blocks-"
 NAME = re.compile(r"[0-9a-f]{24}")
 SHARE = 0.5
 """Share of a host's shared memory that stays free of blocks: for Ray's object store and others."""
+SPARE, SPARE_FROM_BYTES = ".spare", 2**20
+_forks: list[None] = []
+"""One for each fork of this process."""
+os.register_at_fork(after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None))
 
 
 def here(run: str) -> BlockFolder:
@@ -47,6 +55,7 @@ class BlockFolder:
         if SHARED_MEMORY.is_dir():
             parents.insert(0, SHARED_MEMORY)
         self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
+        self.most_spares = 2 * len(os.sched_getaffinity(0))
 
     def write(self, columns: dict[str, Any]) -> str:
         """Store a block; returns its name.
@@ -55,11 +64,18 @@ class BlockFolder:
             OSError: there is no room for it.
         """
         name, parts = secrets.token_hex(12), block_parts(columns)
+        size = sum(map(len, parts))
         for root in self.roots[:-1]:
-            if _has_room(root.parent, sum(map(len, parts))):
+            draft = root / f"{name}.new"
+            for spare, has in self._spares(root) if size >= SPARE_FROM_BYTES else ():
                 with contextlib.suppress(OSError):  # another has just taken it
-                    return _write(root, name, parts)
-        return _write(self.roots[-1], name, parts)
+                    if size <= has <= 2 * size:
+                        spare.rename(draft)
+                        return _write(draft, parts, "r+b")
+            if _has_room(root.parent, size):
+                with contextlib.suppress(OSError):  # another has just taken it
+                    return _write(draft, parts)
+        return _write(self.roots[-1] / f"{name}.new", parts)
 
     def columns(self, name: str) -> dict[str, Any]:
         """A block as NumPy columns: views of its file, which stay valid when that is removed.
@@ -68,9 +84,55 @@ class BlockFolder:
             FileNotFoundError: it is not here, or no more.
         """
         for root in self.roots:
-            with contextlib.suppress(FileNotFoundError), (root / name).open("rb") as file:
-                return block_columns(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            with contextlib.suppress(FileNotFoundError):
+                return block_columns(_mapped(root / name, mmap.ACCESS_READ))
         raise FileNotFoundError(f"block {name} is not on this host")
+
+    def take(self, name: str) -> dict[str, Any]:
+        """Like `columns`, for the only user of a block, who may write into it: a page written to is copied.
+
+        Its file is a spare when the last view is gone.
+        """
+        for root in self.roots:
+            with contextlib.suppress(FileNotFoundError):
+                content, taken = _mapped(root / name, mmap.ACCESS_COPY), root / f"{name}.taken"
+                (root / name).rename(taken)
+                weakref.finalize(content, self._give_back, taken, len(_forks)).atexit = False
+                return block_columns(content)
+        raise FileNotFoundError(f"block {name} is not on this host")
+
+    def _give_back(self, taken: Path, forks: int) -> None:
+        with contextlib.suppress(OSError):  # the run is over
+            # A fork may still use what this process does not, or the other way round.
+            if len(_forks) > forks:
+                taken.unlink()
+            else:
+                self._spare(taken)
+
+    def recycle(self, names: Iterable[str]) -> None:
+        """Keep the files of blocks that nobody reads any more as spares, or remove them."""
+        for name in names:
+            for root in self.roots:
+                with contextlib.suppress(FileNotFoundError):
+                    self._spare(root / name)
+                    break
+
+    def _spare(self, file: Path) -> None:
+        fits = file.stat().st_size >= SPARE_FROM_BYTES and file.parent != self.roots[-1]
+        if fits and len(self._spares(file.parent)) < self.most_spares:
+            file.rename(file.with_suffix(SPARE))
+        else:
+            file.unlink()
+
+    def _spares(self, root: Path) -> list[tuple[Path, int]]:
+        """Spare files and their sizes."""
+        found = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(root) as files:
+            for each in files:
+                if each.name.endswith(SPARE):
+                    with contextlib.suppress(FileNotFoundError):  # another has just taken it
+                        found.append((Path(each.path), each.stat().st_size))
+        return found
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -80,24 +142,31 @@ class BlockFolder:
                     break
 
 
+def _mapped(file: Path, access: int) -> mmap.mmap:
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=access)
+
+
 def _has_room(parent: Path, size: int) -> bool:
     about = os.statvfs(parent)
     return about.f_bavail * about.f_frsize - size >= SHARE * about.f_blocks * about.f_frsize
 
 
-def _write(root: Path, name: str, parts: list[Any]) -> str:
+def _write(draft: Path, parts: list[Any], mode: str = "wb") -> str:
+    """Write a file, with mode r+b into its memory; returns its name, without the draft's suffix."""
+    root = draft.parent
     root.mkdir(mode=0o700, exist_ok=True)
     if root.stat().st_uid != os.getuid():
         # Another user who has seen the run's folder in shared memory may have made this one.
         raise PermissionError(f"{root} belongs to another user")
-    draft = root / f"{name}.new"
     try:
-        # Not mapped: a full memory would be a signal that ends the process.
-        with draft.open("wb") as file:
+        # Not mapped: a full memory would be a signal that ends the process. A spare may stay longer than its
+        # content, which knows its length.
+        with draft.open(mode) as file:
             file.writelines(parts)
-        draft.rename(root / name)
+        draft.rename(draft.with_suffix(""))
     except BaseException:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-    return name
+    return draft.stem
