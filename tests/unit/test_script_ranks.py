@@ -246,7 +246,7 @@ def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child]
 
 
 def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
-    """SIGKILL to a train worker leaves no script that trains on alone."""
+    """SIGKILL to a train worker leaves no script that trains on alone, and no files."""
     (tmp_path / "train.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(600)\n")
     text = (
         "import os, sys, time; from pathlib import Path\n"
@@ -255,13 +255,14 @@ def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
         "while not (said := c.output()): time.sleep(0.02)\n"
         "print(said, flush=True); os.kill(os.getpid(), 9)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "source_dir")}
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "source_dir"), "TMPDIR": str(tmp_path / "tmp")}
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while runs(int(done.stdout)):
+    while runs(int(done.stdout)) or any((tmp_path / "tmp").iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -31,6 +31,7 @@ from stoker.session import (
     EVENTS_VARIABLE,
     JOB_VARIABLE,
 )
+from stoker.storage.checkpoint_store import Cleaner
 
 POLL_S = 0.2
 STOP_S = 60.0
@@ -174,6 +175,7 @@ PART_EVERY_S = 10.0
 PIPE_S = 2.0
 """How long to wait for output of leftover processes after the script has ended."""
 TAIL_CHARACTERS = 1 << 16
+PREFIX = "stoker-script-"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -182,7 +184,8 @@ class Child:
     """The user's script and all processes that it starts."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="stoker-script-")
+        self._scratch = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._cleaner = Cleaner(Path(self._scratch.name), PREFIX)  # if this process is killed
         self._events = Path(self._scratch.name) / "events.jsonl"
         self._events.touch()
         self._events_read = 0
