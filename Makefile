@@ -32,7 +32,7 @@ demo: $(READY)  ## train a model on real images on this machine
 check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
 test: setup  ## all tests except `make soak`; continues after a failed part
-	@bash scripts/test.sh lint types unit long slow old
+	@bash scripts/test.sh lint types long slow old
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -49,8 +49,8 @@ types: $(READY)  ## mypy --strict
 unit: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" tests/unit
 
-long: setup
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests/unit
+long: setup  ## all unit tests, the long ones included
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/unit
 
 old: setup  ## a small job and a lost host on the oldest Ray
 	@bash scripts/versions.sh old
