@@ -185,11 +185,10 @@ class DataLoader(TorchDataLoader[Item]):
             return self._cluster_maker(pages, watch), watch
 
     def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
-        from stoker.loader.loader_service import forget, register
+        from stoker.loader.loader_service import forget, setup_of
 
         service, transport = service_of_script(self.stall_timeout_s)
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
-        register(service, pages, name, self._id, iterable)
         streams = max(1, self.num_workers) if iterable else 0
         keeps = self.kept.token if self._keeps else "" if self.persistent_workers else None
         pinned = bool(self.pin_memory and torch.cuda.is_available())
@@ -197,11 +196,25 @@ class DataLoader(TorchDataLoader[Item]):
             self.kept.served_by(service)
         if keeps and not self.kept.served:
             weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
-        return ClusterMaker(service, transport, name, streams, keeps, pinned, self.stall_timeout_s, watch)
+        setup, pace = setup_of(pages, iterable), self.kept.batch_time
+        return ClusterMaker(
+            service,
+            transport,
+            name,
+            self._id,
+            setup,
+            streams,
+            keeps,
+            pinned,
+            self.stall_timeout_s,
+            watch,
+            pace,
+        )
 
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where the script runs, the modules that it has loaded again, and its workers' work."""
-        folder, path = str(Path.cwd()), [str(Path(each).resolve()) for each in sys.path]
+        folder = str(Path.cwd())
+        path = _resolved(folder, *sys.path)
         work = LoaderWork(
             dataset=self.dataset,
             collate=self.collate_fn,
@@ -320,6 +333,12 @@ class DataLoader(TorchDataLoader[Item]):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
+
+
+@functools.lru_cache(1)
+def _resolved(folder: str, *path: str) -> list[str]:
+    """A module path without relative folders."""
+    return [str(Path(folder, each).resolve()) for each in path]
 
 
 _stock_iter = TorchDataLoader.__iter__

@@ -17,12 +17,15 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from stoker.loader.makers import BatchTime
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoadRequest
 from stoker.protocol import Shard
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
+RAMP = 10
+"""The first block of a pass has this fraction of the usual batches, the next one twice as many, and so on."""
 END = object()
 
 
@@ -49,6 +52,7 @@ class Kept:
     """Passes that they have served."""
     copies: dict[int, Any] = field(default_factory=dict)
     """Without a cluster, the copies."""
+    batch_time: BatchTime = field(default_factory=BatchTime)
 
     def content(self, where: Any, modules: Any, work: Any, stays: bool) -> tuple[Any, Any]:
         """Begin new copies if the content of the loader is another than in the pass before.
@@ -211,7 +215,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         together, most = self._maker.pace(self._ahead)
         while not self._exhausted and self._submitted - self._number < most:
             batches: list[tuple[int, Any]] = []
-            while len(batches) < together:
+            # The script waits for the first blocks of a pass, so they are smaller.
+            size = max(1, together * min(self._groups + 1, RAMP) // RAMP)
+            while len(batches) < size:
                 try:
                     indices = next(self._sampler_iter)
                     if isinstance(indices, list):

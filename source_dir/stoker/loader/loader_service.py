@@ -109,20 +109,19 @@ class LoaderService(DataService):
             with contextlib.suppress(OSError):  # that script has ended
                 append(self._events, event, values)
 
-    def knows(self, name: str, loader: str) -> bool:
-        """Called by scripts: whether a loader with this content is registered; drops what it had before."""
-        with self.changed:
-            self._superseded |= {self._latest.get(loader, name)} - {name}
-            self._latest[loader] = name
-            for old in self._superseded - {*self._latest.values(), *self._used()}:
-                self.setups.pop(old, None)
-                for split in [split for split in self._copies if split.partition("/")[0] == old]:
-                    del self._copies[split]
-                self._superseded.discard(old)
-            known = self.setups.pop(name, None)
-            if known is not None:
-                self.setups[name] = known  # most recently used
-            return known is not None
+    def _knows(self, name: str, loader: str) -> bool:
+        """Whether a loader with this content is registered; drops what it had before."""
+        self._superseded |= {self._latest.get(loader, name)} - {name}
+        self._latest[loader] = name
+        for old in self._superseded - {*self._latest.values(), *self._used()}:
+            self.setups.pop(old, None)
+            for split in [split for split in self._copies if split.partition("/")[0] == old]:
+                del self._copies[split]
+            self._superseded.discard(old)
+        known = self.setups.pop(name, None)
+        if known is not None:
+            self.setups[name] = known  # most recently used
+        return known is not None
 
     def register(self, name: str, setup: Any) -> None:
         """Called by scripts: register a loader; its Setup outlives the script, as others may share it."""
@@ -162,21 +161,36 @@ class LoaderService(DataService):
             self._jobs.add(job)
 
     def open(
-        self, me: Any, key: str, split: str, streams: int, keeps: bool, node: str, job: str, told: str
-    ) -> tuple[int, list[str]]:
-        """Called by scripts: open a pass; returns what `state` does.
+        self,
+        me: Any,
+        key: str,
+        split: str,
+        loader: str,
+        streams: int,
+        keeps: bool,
+        node: str,
+        job: str,
+        told: str,
+    ) -> tuple[int, list[str]] | None:
+        """Called by scripts: open a pass.
 
         Args:
             me: this actor's handle.
             key: key of the pass.
-            split: name of the registered loader, and of the copies of its dataset.
+            split: name of the loader's content, and of the copies of its dataset.
+            loader: identifies the loader: what it registered before is dropped unless others use it.
             streams: see LoaderPass.
             keeps: whether the copies serve later passes, too.
             node: Ray node of the script.
             job: Ray job of the script.
             told: the file through which the script sends events to the run; empty: outside a job.
+
+        Returns:
+            what `state` does; None if the content must be registered first.
         """
         with self.changed:
+            if not self._knows(split.partition("/")[0], loader):
+                return None
             if node == self._node:
                 self._events = told
             # Until this actor is killed: the script then starts another one.
@@ -350,21 +364,13 @@ def forget(service: Any, split: str) -> None:
         threading.Thread(target=tell, name="stoker-forget", daemon=True).start()
 
 
-def register(service: Any, pages: tuple[Any, Any], name: str, loader: str, iterable: bool) -> None:
-    """Register a loader with the service and put its work into the object store.
+def setup_of(pages: tuple[Any, Any], iterable: bool) -> Setup:
+    """What chain workers need of a loader.
 
     Args:
-        service: the job's LoaderService.
         pages: packed: the location of the script's modules, and the loader's work.
-        name: hash of the pages.
-        loader: identifies the loader: what it registered before is dropped unless others use it.
         iterable: whether the dataset is.
     """
     import pickle
 
-    import ray
-
-    if ray.get(service.knows.remote(name, loader), timeout=CALL_S):
-        return
-    setup = Setup(LoaderSource(pages, iterable), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
-    ray.get(service.register.remote(name, setup), timeout=CALL_S)
+    return Setup(LoaderSource(pages, iterable), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]

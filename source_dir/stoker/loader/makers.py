@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import unpack
 from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
+from stoker.serve.shards import Setup
 from stoker.session import EVENTS_VARIABLE
 
 ANSWER_S = 60.0
@@ -56,19 +58,30 @@ Arrival = tuple[BlockPlace, str, Any]
 """"block" and what the service or the script needs of it, "end", or "failed" and why."""
 
 
+@dataclass
+class BatchTime:
+    """What a loader has learnt in its passes."""
+
+    seconds: float | None = None
+    """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
+
+
 class ClusterMaker:
     """See the module. A thread asks for blocks, fetches and unpacks them ahead of the script.
 
     Args:
         service: the job's LoaderService.
         transport: of its blocks; see `service_of_script`.
-        name: name of the registered loader.
+        name: names the content of the loader.
+        loader: identifies the loader.
+        setup: what chain workers need of it; sent unless the service has it.
         streams: workers of an iterable dataset; 0 if map-style.
         keeps: names the copies of the dataset that workers keep across passes; empty: those of all loaders
             with this content; None: a new copy for this pass.
         pinned: whether batches go into pinned memory.
         stall_s: the script fails after this long without a batch.
         watch: of the pass.
+        batch_time: of the loader.
     """
 
     def __init__(
@@ -76,22 +89,26 @@ class ClusterMaker:
         service: Any,
         transport: Transport,
         name: str,
+        loader: str,
+        setup: Setup,
         streams: int,
         keeps: str | None,
         pinned: bool,
         stall_s: float,
         watch: PassTimer,
+        batch_time: BatchTime,
     ) -> None:
         import ray
 
         self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
-        self._transport, self._watch, self._batch_s = transport.for_pass(), watch, None
+        self._transport, self._watch, self._batch_time = transport.for_pass(), watch, batch_time
         self._device = torch.cuda.current_device() if pinned else None
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
         split = name if keeps == "" else f"{name}/{keeps or key}"
-        about = (streams, bool(keeps), node, job, told)
-        self._look(service.open.remote(service, key, split, *about))
+        about = (service, key, split, loader, streams, bool(keeps), node, job, told)
+        while not self._look(service.open.remote(*about)):
+            ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
@@ -134,7 +151,7 @@ class ClusterMaker:
         raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s")
 
     def pace(self, least: int) -> tuple[int, int]:
-        slots, batch_s = max(self._slots, 1), self._batch_s
+        slots, batch_s = max(self._slots, 1), self._batch_time.seconds
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
             return 1, least
@@ -175,20 +192,24 @@ class ClusterMaker:
         repeat(said)
         self._transport.finish_pass()  # release the block: no other batch is in it
         each = seconds / max(len(batches), 1)
-        self._batch_s = each if self._batch_s is None else 0.8 * self._batch_s + 0.2 * each
+        before = self._batch_time.seconds
+        self._batch_time.seconds = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:
             return batches
         torch.cuda.set_device(self._device)
         return [pin(made) for made in batches]
 
-    def _look(self, told: Any) -> None:
-        """Take in how many chain workers there are, and log what the service has to say."""
+    def _look(self, told: Any) -> bool:
+        """Take in how many chain workers there are and log notes, unless the service says nothing."""
         import ray
 
         self._figures_due = time.monotonic() + FIGURES_EVERY_S
-        self._slots, notes = ray.get(told, timeout=ANSWER_S)
-        for note in notes:
-            logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
+        answer = ray.get(told, timeout=ANSWER_S)
+        if answer is not None:
+            self._slots, notes = answer
+            for note in notes:
+                logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
+        return answer is not None
 
     def leave(self) -> None:
         """Close the pass, which also ends what the thread waits for."""

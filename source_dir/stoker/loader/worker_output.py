@@ -82,9 +82,11 @@ def reloaded() -> dict[str, int]:
     """How often each of its own modules was loaded again since its first loader."""
     libraries = (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2] / "stoker"))
     for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__dict__", {}).get("__spec__")
-        before, _specs[name] = _specs.get(name, spec), spec
-        if before is None or before is spec:
+        spec, before = getattr(module, "__dict__", _specs).get("__spec__"), _specs.get(name)
+        if before is spec:
+            continue
+        _specs[name] = spec
+        if before is None:
             continue
         origin = str(getattr(spec, "origin", None))
         if origin.endswith(".py") and not origin.startswith(libraries):
