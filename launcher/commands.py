@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
-import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.places import Options, Place, RemoteRun, attach, every_place, place_named
+from launcher.places import EVERYWHERE, Options, Place, RemoteRun, attach, every_place, place_named
 from stoker.config.loading import Resolved, load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.events.console import MOST_PARTS
-from stoker.events.runs import CONFIG, differing, find_runs, run_row, runs_dataframe
-from stoker.figures import count_of, duration, table
+from stoker.figures import count_of
 
 if TYPE_CHECKING:
-    import pandas
-
     from launcher.job import Job
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
     """Refuse options of other places instead of ignoring them."""
-    fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
+    fields = [name for name in Options.__dataclass_fields__ if name not in (*EVERYWHERE, *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
         # Import the other places only for an option that may be theirs.
@@ -56,7 +49,6 @@ def run(
         )
     from launcher.job import as_overrides, open_job
     from launcher.places.local import LocalRequest
-    from launcher.places.remote import follow
     from launcher.run_directory import continuation, resolve_resume
 
     config, own = as_overrides(config, arguments)
@@ -79,6 +71,8 @@ def run(
         return int(code)
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):
+        from launcher.places.remote import follow
+
         return follow(submitted)
     code, run_dir = submitted.wait(), getattr(submitted, "run_dir", None)
     if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config, sys.argv)):
@@ -257,24 +251,6 @@ def shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def compare(paths: list[str]) -> int:
-    """Print the table; returns the exit code."""
-    found, passed_over = find_runs(paths)
-    runs = []
-    for run in found:
-        try:
-            run_row(run)
-            runs.append(run)
-        except UsageError as error:  # a truncated run must not hide the others
-            passed_over += error.problems
-    if not runs:
-        raise UsageError(*passed_over)
-    for line in passed_over:
-        print(f"skipped: {line}", file=sys.stderr)
-    print("\n".join(comparison(runs_dataframe(runs))))
-    return 0
-
-
 def report(paths: list[Path], output: Path | None) -> int:
     """Write report.html for one run or for several side by side; returns the exit code."""
     from stoker.events.report import REPORT, write_report
@@ -288,67 +264,3 @@ def report(paths: list[Path], output: Path | None) -> int:
         raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
     print(f"written: {target}")
     return 0
-
-
-def comparison(frame: pandas.DataFrame) -> Iterator[str]:
-    """The results, speed and cost of each run, then the configuration differences."""
-    columns = [*metric_columns(frame), "samples_per_s", "input_wait_pct", "seconds"]
-    columns += [c for c in ("hosts",) if frame[c].nunique() > 1]
-    costs = [c for c in ("usd", "usd_per_million_samples") if frame[c].notna().any()]
-    columns += costs
-    titles = [TITLES.get(column, column.removeprefix("best/")) for column in columns]
-    rows = [
-        (str(name), row["status"], *(cell(column, row[column]) for column in columns))
-        for name, row in frame.iterrows()
-    ]
-    results = table(("run", "status", *titles), rows, left=("run", "hosts"))
-    if max(map(len, results.splitlines())) <= shutil.get_terminal_size().columns:
-        yield results
-    else:  # a table that does not fit is unreadable
-        for name, status, *texts in rows:
-            yield f"{name} {status}"
-            yield from (f"  {title} {text}" for title, text in zip(titles, texts, strict=True) if text != "–")
-    yield "metrics: best of each run; wait: share of the training time spent waiting for data" + (
-        "; costs: estimated, per 1M samples at the steady rate" if costs else ""
-    )
-    keys = differing(frame)
-    if keys:
-        yield "\ndifferences"
-        for name, row in frame.iterrows():
-            values = (f"{key.removeprefix(CONFIG)}={cell(key, row[key])}" for key in keys)
-            yield f"{name}  {'  '.join(values)}"
-    elif len(frame) > 1:
-        yield "\nthe configurations are identical"
-
-
-TITLES = {
-    "samples_per_s": "samples/s",
-    "input_wait_pct": "wait",
-    "seconds": "time",
-    "best/train/loss": "train/loss",
-    "usd": "$",
-    "usd_per_million_samples": "$/1M samples",
-}
-
-
-def metric_columns(frame: pandas.DataFrame) -> list[str]:
-    """The best validation metrics, or the training loss if nothing was validated."""
-    found = [column for column in frame.columns if column.startswith("best/val/")]
-    # Not each class of a metric, if others say how good a run is.
-    found = [column for column in found if column.count("/") == 2] or found[:MOST_PARTS]
-    return found or [column for column in frame.columns if column == "best/train/loss"]
-
-
-def cell(column: str, value: Any) -> str:
-    """A value as the table shows it."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    if column.endswith("acc1"):
-        return f"{100 * value:.2f} %"
-    if column == "input_wait_pct":
-        return f"{value:.0f} %"
-    if column == "seconds":
-        return duration(value)
-    if column == "samples_per_s":
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -22,8 +22,6 @@ from launcher.places import Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.events.console import metrics_text
-from stoker.events.summary import finite
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
@@ -112,6 +110,9 @@ class PastRun:
         return number
 
     def status(self) -> str:
+        from stoker.events.console import metrics_text
+        from stoker.events.summary import finite
+
         found = self.summary()
         status = str(found.get("status", "unknown"))
         if status in ("running", "starting") and self.process_id() is None:

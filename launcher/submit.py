@@ -204,7 +204,7 @@ def compare(
     runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,
 ) -> None:
     """Compare runs: results, speed, cost and configuration differences."""
-    from launcher.commands import compare
+    from launcher.advise.compare import compare
 
     raise typer.Exit(compare(runs or ["runs"]))
 

@@ -41,6 +41,10 @@ def attach(run_id: str) -> Run:
     return place_named("local").attach(run_id)
 
 
+EVERYWHERE = ("on", "source_dir", "dry_run", "resume")
+"""The fields of `Options` that mean the same with every place."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Command line options that are not part of the configuration."""

@@ -21,6 +21,9 @@ import pathlib, psutil, time
 (server,) = (p for p in psutil.Process().children() if "fork_server.py" in " ".join(p.cmdline()))
 SERVER, FOLDER = server.pid, pathlib.Path(json.loads(server.cmdline()[-1])[0]).parent
 
+with starting.follows():
+    import scipy
+
 def wait_for(name):
     # Else a worker starts without forking after a while.
     while not (FOLDER / name).exists():
@@ -53,6 +56,7 @@ with starting:
                 "pid": os.getpid(),
                 "group": os.getpgrp(),
                 "imported": "torch" in sys.modules,
+                "followed": "scipy" in sys.modules,
                 "own": os.environ.get("OWN"),
                 "folder": os.getcwd(),
                 "chance": (random.random(), numpy.random.rand(), drawn(), drawn()),
@@ -64,6 +68,7 @@ with starting:
     first = [Worker.remote() for _ in range(2)]
     a, b = ray.get([worker.about.remote() for worker in first])
     assert a["imported"] and b["imported"], "from the process that had imported it"
+    assert a["followed"], "what the head imports to try the chains"
     assert not a["cuda"], "a process that has touched a GPU cannot be forked"
     assert a["pid"] != b["pid"]
     assert len({*a["chance"], *b["chance"]}) == 8, "nothing is drawn twice"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launcher.commands import metric_columns
+from launcher.advise.compare import metric_columns
 from launcher.submit import app
 from stoker import runs_dataframe
 from stoker.config.loading import load, resolved_yaml

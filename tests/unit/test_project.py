@@ -67,13 +67,36 @@ def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
     assert unpinned <= {"stoker"}, "each has its version"
 
 
+def printed(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 @pytest.mark.parametrize(
     "module", ["stoker.config.loading", "stoker.config.schema", "stoker.recipe", "launcher.submit"]
 )
 def test_light_modules_load_neither_ray_nor_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'boto3', 'numpy') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert printed(code) == "[]"
+
+
+def test_a_local_run_loads_no_other_place_and_no_events() -> None:
+    code = "import sys; from pathlib import Path; from launcher import commands, run_directory;"
+    code += "from launcher.places import Options, place_named;"
+    code += "options = Options(source_dir=Path('x'), dry_run=True, resume='auto');"
+    code += "commands.refuse_meaningless(options, place_named('local'));"
+    code += "print([m for m in sys.modules if m.startswith(('launcher.places.', 'stoker.events'))])"
+    assert printed(code) == "['launcher.places.local']"
+
+
+def test_the_driver_plans_the_train_workers_without_pytorch() -> None:
+    code = "import sys; from pathlib import Path; import stoker.entry.driver, stoker.scripts.script_work;"
+    code += "from stoker.config.schema import Config; from stoker.train.recipe_work import count_workers;"
+    code += "stoker.entry.driver.optional_sinks(Config(recipe='none:None'), Path('x'));"
+    code += "assert count_workers(Config(recipe='none:None'), {'CPU': 2.0}) == (1, False);"
+    code += "print([m for m in ('ray', 'torch', 'tensorboard') if m in sys.modules])"
+    assert printed(code) == "[]"
 
 
 def test_links_in_the_documentation_lead_somewhere() -> None:

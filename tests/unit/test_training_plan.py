@@ -11,8 +11,7 @@ from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.train.build import scaled_lr
-from stoker.train.recipe_work import refuse_impossible, refuse_unknown_length
-from stoker.train.trainer import count_workers
+from stoker.train.recipe_work import count_workers, refuse_impossible, refuse_unknown_length
 
 
 class OwnOptimizer(Recipe):

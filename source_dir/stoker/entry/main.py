@@ -86,7 +86,8 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
             imports = forks.FOR_TRAINING.also(*libraries_of(resolved.config, CODE))
             starting = None if check_only else cluster.LocalCluster(resolved.config, imports)
-        opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
+        with starting.follows() if starting else contextlib.nullcontext():
+            opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
         if check_only:
             return 0
         from stoker.entry import driver

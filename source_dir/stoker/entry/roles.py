@@ -102,7 +102,8 @@ def run_head(
         # Check the recipe while the hosts join, so that problems show before training.
         from stoker.entry import job_checks as checks
 
-        opened = checks.check_chains(checks.check(resolved))
+        with node.follows():
+            opened = checks.check_chains(checks.check(resolved))
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,

@@ -159,24 +159,28 @@ class Board(Sink):
     """A run's curves for TensorBoard, written with its own writer, which does not import PyTorch."""
 
     def __init__(self, run_dir: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         self.scalars = Scalars()
-        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self._folder = run_dir / "tensorboard"
+        self._writer: Any = None
 
     def on_event(self, event: Event) -> None:
+        found, resumed = self.scalars.of(event), isinstance(event, kinds.Resumed)
+        if not (found or resumed):
+            return  # so that the first step does not wait for these imports
         from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary as Values
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        found = [Values.Value(tag=name, simple_value=value) for name, value in self.scalars.of(event).items()]
+        writer = self._writer = self._writer or EventFileWriter(str(self._folder))
         if found:
-            values = Values(value=found)
-            self.writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step, summary=values))
-        if isinstance(event, kinds.Resumed):
+            values = Values(value=[Values.Value(tag=tag, simple_value=value) for tag, value in found.items()])
+            writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step, summary=values))
+        if resumed:
             # Points after the checkpoint are drawn again.
             start = SessionLog(status=SessionLog.START)
-            self.writer.add_event(BoardEvent(wall_time=event.time, step=event.step + 1, session_log=start))
+            writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step + 1, session_log=start))
 
     def close(self, summary: Summary) -> None:
-        self.writer.close()
+        if self._writer is not None:
+            self._writer.close()

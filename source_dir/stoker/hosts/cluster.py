@@ -57,6 +57,7 @@ class LocalCluster:
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
         self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
+        self.follows = self._node.follows
 
     def stop(self) -> None:
         """Laptop: stop it at once, even while it is starting."""

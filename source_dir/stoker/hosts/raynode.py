@@ -211,6 +211,10 @@ class RayNode:
             if line.startswith(NOT_FORKED):
                 print(f"warning: {line}", flush=True)
 
+    def follows(self) -> contextlib.AbstractContextManager[None]:
+        """While this process tries the chains: workers get the libraries that it imports."""
+        return contextlib.nullcontext() if self._forks is None else self._forks.follows()
+
     @property
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -13,8 +13,8 @@ from stoker.figures import count_of
 from stoker.hosts.topology import NODE_LABEL
 from stoker.place import LAUNCH_DIR_VARIABLE, RunPlace
 from stoker.scripts.script_checks import script_command_line
+from stoker.train.recipe_work import count_workers
 from stoker.train.resume import own_place, refuse_unshared
-from stoker.train.trainer import count_workers
 
 
 class ScriptWork:

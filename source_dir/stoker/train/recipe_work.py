@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.config.schema import Config, TrainConfig
@@ -89,12 +90,21 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
 def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
     import ray
 
-    from stoker.train.trainer import count_workers
-
     workers, use_gpu = count_workers(config, ray.cluster_resources())
     refuse_large_batches(config.train, data.totals["train"], workers)
     refuse_unknown_length(config.train, data.totals["train"])
     return workers, use_gpu
+
+
+def count_workers(config: Config, resources: Mapping[str, float]) -> tuple[int, bool]:
+    """(train workers, whether they use GPUs): one per GPU, or `train.workers` without GPUs."""
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    wanted = config.train.workers or 0
+    if gpus and wanted > gpus:
+        raise UsageError(f"train.workers: {wanted} workers need as many GPUs; found {gpus}")
+    if not gpus and wanted > max(cpus, 2):
+        raise UsageError(f"train.workers: {wanted} workers need as many CPUs; found {cpus}")
+    return wanted or gpus or 1, gpus > 0
 
 
 def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) -> None:

@@ -28,17 +28,6 @@ WORKER_MEMORY = 2**20
 claimed CPU would be lost to the chain; hosts reserve CPUs for train workers by declaring fewer."""
 
 
-def count_workers(config: Config, resources: Mapping[str, float]) -> tuple[int, bool]:
-    """(train workers, whether they use GPUs): one per GPU, or `train.workers` without GPUs."""
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    wanted = config.train.workers or 0
-    if gpus and wanted > gpus:
-        raise UsageError(f"train.workers: {wanted} workers need as many GPUs; found {gpus}")
-    if not gpus and wanted > max(cpus, 2):
-        raise UsageError(f"train.workers: {wanted} workers need as many CPUs; found {cpus}")
-    return wanted or gpus or 1, gpus > 0
-
-
 def make_trainer(
     config: Config,
     settings: dict[str, Any],

@@ -18,9 +18,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stoker.config.schema import Config
 from stoker.hosts.requirements import at_least, installed
@@ -72,10 +73,21 @@ class ForkServer:
 
     def __init__(self, imports: Imports, folder: Path) -> None:
         self.socket = str(Path(tempfile.mkdtemp(prefix="forks-", dir=folder)) / "socket")
+        self._wanted = Path(self.socket).with_name("wanted")
         what = json.dumps([self.socket, os.getpid(), imports.first, imports.later])
         command = [sys.executable, str(SERVER), what]
         # In a session of its own from its first line on: a terminal's Ctrl-C is not for it.
         self.pid = os.posix_spawn(sys.executable, command, {**os.environ, **_environment()}, setsid=True)
+
+    @contextlib.contextmanager
+    def follows(self) -> Iterator[None]:
+        """While this process tries the chains: the server also imports the libraries that they need."""
+        finder: Any = Wanted(self._wanted)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
 
     def stop(self) -> None:
         """Kill the process, after Ray has stopped; say so if it ended before."""
@@ -106,7 +118,20 @@ def _environment() -> dict[str, str]:
 
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
 HEAVY = ("torch", "torchvision", "timm")
-"""Only if the recipe's own import needs them: a CPU host may never call the function that does."""
+"""Only if the recipe's own import needs them, or on the head its chains: a CPU host may never call the
+function that does."""
+
+
+class Wanted:
+    """Finds no module, but notes which of the known libraries this process is about to import."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in (*LIGHT, *HEAVY):
+            with contextlib.suppress(OSError), self._file.open("a") as file:
+                file.write(f"{name}\n")
 
 
 def libraries_of(config: Config, source: Path) -> tuple[str, ...]:

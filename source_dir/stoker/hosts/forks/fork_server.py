@@ -33,14 +33,14 @@ def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[
         os.closerange(3, 1 << 16)
         end_with(parent, folder)
         runpy.run_path(str(RAY_COMPAT))["draw_ids_from_the_system"]()
-        import_for_forks(modules)
+        import_for_forks(modules, folder / "wanted")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         here, training = os.getpid(), str(folder / "training")
         if not later:
             Path(training).symlink_to(path)
         elif os.fork() == 0:
             end_with(here, folder)
-            import_for_forks(later)
+            import_for_forks(later, folder / "wanted")
             path = training
         serve(path)
     finally:
@@ -61,12 +61,22 @@ def end_with(parent: int, folder: Path) -> None:
         end()
 
 
-def import_for_forks(modules: Sequence[str]) -> None:
-    """Import modules for the forks; exit if two forks would draw the same ids, and so each other's data."""
+def import_for_forks(modules: Sequence[str], wanted: Path) -> None:
+    """Import modules for the forks; exit if two forks would draw the same ids, and so each other's data.
+
+    Args:
+        modules: their names.
+        wanted: a file to which further names are written meanwhile.
+    """
     gc.disable()  # to import faster
-    for name in modules:
-        with contextlib.suppress(Exception):  # a worker that needs it will report the error
-            importlib.import_module(name)
+    names, done = list(modules), set[str]()
+    while names:
+        for name in names:
+            with contextlib.suppress(Exception):  # a worker that needs it will report the error
+                importlib.import_module(name)
+        done.update(names)
+        noted = wanted.read_text().split() if wanted.is_file() else []
+        names = [name for name in noted if name not in done]
     drawn = {draw_in_a_fork() for _ in range(2)}
     if len(drawn) < 2 or b"" in drawn:
         os.kill(os.getpid(), signal.SIGTERM)

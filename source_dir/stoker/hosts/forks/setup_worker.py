@@ -5,6 +5,7 @@ The file name must match Ray's: by that name the raylet knows that it may skip i
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ def main(given: list[str]) -> None:
     if isinstance(context, dict) and is_simple(context) and given[0].endswith("/forked_worker.py"):
         os.environ.update(context.get("env_vars") or {})
         os.chdir(working_dir_of(context) or ".")
-        command = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
+        sys.argv = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
+        runpy.run_path(sys.argv[0], run_name="__main__")  # a second interpreter would take longer to start
     else:
         command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "setup_worker.py"), *given]
-    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
+        os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
 
 
 def is_simple(context: dict[str, Any]) -> bool:
