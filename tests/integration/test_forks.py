@@ -32,6 +32,8 @@ def wait_for(name):
 with starting:
     import ray
     wait_for("socket")
+    daemons = " ".join(word for p in psutil.Process().children(recursive=True) for word in p.cmdline())
+    assert "idle_agent.py" in daemons and daemons.count("dashboard/agent.py") == 0, daemons
 
     @ray.remote(num_cpus=0, runtime_env={"env_vars": {"OWN": "yes"}})
     class Own:
