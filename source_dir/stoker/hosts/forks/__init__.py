@@ -82,7 +82,7 @@ class ForkServer:
     @contextlib.contextmanager
     def follows(self) -> Iterator[None]:
         """While this process tries the chains: the server also imports the libraries that they need."""
-        finder: Any = Wanted(self._wanted)
+        finder: Any = ImportNotes(self._wanted)
         sys.meta_path.insert(0, finder)
         try:
             yield
@@ -122,7 +122,7 @@ HEAVY = ("torch", "torchvision", "timm")
 function that does."""
 
 
-class Wanted:
+class ImportNotes:
     """Finds no module, but notes which of the known libraries this process is about to import."""
 
     def __init__(self, file: Path) -> None:
