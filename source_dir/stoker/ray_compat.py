@@ -21,7 +21,9 @@ NOT_FORKED = "workers are not forked from one process and start slowly"
 WORKERS_VARIABLE = "STOKER_RAY_WORKERS"
 """For Ray's daemons: the folder of Ray's own programs for workers."""
 FORKS = Path(__file__).with_name("hosts") / "forks"
-AGENT_PORTS = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN")
+AGENT_PORTS = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
+OTHER_PORTS = ("GCS_SERVER_PORT_NAME", "RUNTIME_ENV_AGENT_PORT_NAME")
+"""The raylet waits for a file with each port. What is not known here could be another of the agent's."""
 
 
 def ray_command_line() -> None:
@@ -82,9 +84,11 @@ def leave_out_the_agent() -> None:
         from ray._private import services
 
         library: Any = _raylet
-        names = [getattr(library, f"{name}_PORT_NAME") for name in AGENT_PORTS]
+        names = [getattr(library, name) for name in AGENT_PORTS]
         persist_port, start = library.persist_port, services.start_ray_process
     except (ImportError, AttributeError):
+        return
+    if {name for name in dir(library) if name.endswith("_PORT_NAME")} - {*AGENT_PORTS, *OTHER_PORTS}:
         return
     option = "--dashboard_agent_command="
 
