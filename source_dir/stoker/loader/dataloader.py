@@ -196,7 +196,7 @@ class DataLoader(TorchDataLoader[Item]):
             self.kept.served_by(service)
         if keeps and not self.kept.served:
             weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
-        setup, pace = setup_of(pages, iterable), self.kept.batch_time
+        setup, pace = setup_of(name, pages, iterable), self.kept.batch_time
         return ClusterMaker(
             service,
             transport,

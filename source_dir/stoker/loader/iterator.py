@@ -96,7 +96,10 @@ class Kept:
 
 
 def _digest(*pages: Any) -> str:
-    return hashlib.sha256(b"".join(page.tobytes() for page in pages)).hexdigest()[:32]
+    found = hashlib.sha256()
+    for each in pages:
+        found.update(each.data)
+    return found.hexdigest()[:32]
 
 
 class ClusterIterator(_BaseDataLoaderIter):

@@ -114,7 +114,7 @@ class LoaderService(DataService):
         self._superseded |= {self._latest.get(loader, name)} - {name}
         self._latest[loader] = name
         for old in self._superseded - {*self._latest.values(), *self._used()}:
-            self.setups.pop(old, None)
+            self._drop(old)
             for split in [split for split in self._copies if split.partition("/")[0] == old]:
                 del self._copies[split]
             self._superseded.discard(old)
@@ -132,7 +132,13 @@ class LoaderService(DataService):
             self.setups[name] = kept
             used = self._used()
             for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
-                del self.setups[oldest]
+                self._drop(oldest)
+
+    def _drop(self, name: str) -> None:
+        """Forget a loader, also what the processes of a host share of it."""
+        self.setups.pop(name, None)
+        for node in {each.by.node for each in self.workers.values()}:
+            self.holdings.discard(node, name)
 
     def _open(self) -> set[str]:
         return {each.plan.split for each in self.attempt.passes.values()} if self.attempt else set()
@@ -364,13 +370,14 @@ def forget(service: Any, split: str) -> None:
         threading.Thread(target=tell, name="stoker-forget", daemon=True).start()
 
 
-def setup_of(pages: tuple[Any, Any], iterable: bool) -> Setup:
+def setup_of(name: str, pages: tuple[Any, Any], iterable: bool) -> Setup:
     """What chain workers need of a loader.
 
     Args:
+        name: names its content.
         pages: packed: the location of the script's modules, and the loader's work.
         iterable: whether the dataset is.
     """
     import pickle
 
-    return Setup(LoaderSource(pages, iterable), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
+    return Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
 
 
@@ -355,13 +356,30 @@ def short(indices: Any) -> str:
     return ", ".join(map(repr, shown[:4])) + more
 
 
+SHARED_FROM_BYTES = 2**20
+
+
+class SharedPages(NamedTuple):
+    """Pages of a loader's work on a host."""
+
+    folder: BlockFolder
+    name: str
+    pages: Any
+
+    def copy(self) -> Any:
+        """Pages that the caller may write to."""
+        import numpy as np
+
+        return np.frombuffer(self.folder.shared(self.name, self.pages), np.uint8).reshape(self.pages.shape)
+
+
 class LoaderSource:
     """Reads groups of batches. A shard of an iterable dataset (`stays`) is continued, not read again."""
 
     random = False
 
-    def __init__(self, pages: Any, stays: bool = False) -> None:
-        self.pages, self.stays = pages, stays
+    def __init__(self, pages: Any, stays: bool = False, name: str = "") -> None:
+        self.pages, self.stays, self.name = pages, stays, name
         self._folder = ""
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
@@ -369,7 +387,13 @@ class LoaderSource:
 
     def apart(self) -> LoaderSource:
         """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
-        return LoaderSource(self.pages, self.stays)
+        return LoaderSource(self.pages, self.stays, self.name)
+
+    def share(self, folder: BlockFolder) -> None:
+        """Let the processes of this host have the dataset's arrays and tensors once."""
+        where, work = self.pages
+        if self.name and work.nbytes >= SHARED_FROM_BYTES:
+            self.pages = where, SharedPages(folder, self.name, work)
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
@@ -409,9 +433,7 @@ class LoaderSource:
 
 def import_script(pages: Any) -> str:
     """Make the script's modules importable; return its working directory."""
-    import numpy as np
-
-    folder, path, again = unpack(np.array(pages[0]))[0]
+    folder, path, again = unpack(pages[0].copy())[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
     reload(again)
     return str(folder)
@@ -419,9 +441,7 @@ def import_script(pages: Any) -> str:
 
 def opened(pages: Any) -> LoaderWork:
     """Unpack a loader's work."""
-    import numpy as np
-
-    work: LoaderWork = unpack(np.array(pages))[0]
+    work: LoaderWork = unpack(pages.copy())[0]
     return work
 
 

@@ -155,7 +155,10 @@ class ChainWorker:
         for each in over:
             self._loaded.pop(each, None)
         self._streams = {place: rest for place, rest in self._streams.items() if place[0] not in over}
-        return open_split(*references)
+        loaded = open_split(*references)
+        if share := getattr(loaded.source, "share", None):
+            share(self._folder)
+        return loaded
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray

@@ -12,6 +12,7 @@ any more stay as spares for the next ones.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -109,6 +110,26 @@ class BlockFolder:
             else:
                 self._spare(taken)
 
+    def shared(self, name: str, content: Any) -> mmap.mmap:
+        """Content that the processes of this host have once; a page that one of them writes to is copied.
+
+        Args:
+            name: names the content.
+            content: bytes-like; the first process that asks writes them into a file.
+        """
+        has_room = _has_room(self.roots[0].parent, memoryview(content).nbytes)
+        root = self.roots[0] if has_room else self.roots[-1]
+        _make(root)
+        lock = os.open(root, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for each in self.roots:
+                with contextlib.suppress(FileNotFoundError):
+                    return _mapped(each / name, mmap.ACCESS_COPY)
+            return _mapped(root / _write(root / f"{name}.new", [content]), mmap.ACCESS_COPY)
+        finally:
+            os.close(lock)
+
     def recycle(self, names: Iterable[str]) -> None:
         """Keep the files of blocks that nobody reads any more as spares, or remove them."""
         for name in names:
@@ -119,7 +140,7 @@ class BlockFolder:
 
     def _spare(self, file: Path) -> None:
         fits = file.stat().st_size >= SPARE_FROM_BYTES and file.parent != self.roots[-1]
-        if fits and len(self._spares(file.parent)) < self.most_spares:
+        if NAME.fullmatch(file.stem) and fits and len(self._spares(file.parent)) < self.most_spares:
             file.rename(file.with_suffix(SPARE))
         else:
             file.unlink()
@@ -152,13 +173,16 @@ def _has_room(parent: Path, size: int) -> bool:
     return about.f_bavail * about.f_frsize - size >= SHARE * about.f_blocks * about.f_frsize
 
 
-def _write(draft: Path, parts: list[Any], mode: str = "wb") -> str:
-    """Write a file, with mode r+b into its memory; returns its name, without the draft's suffix."""
-    root = draft.parent
+def _make(root: Path) -> None:
     root.mkdir(mode=0o700, exist_ok=True)
     if root.stat().st_uid != os.getuid():
         # Another user who has seen the run's folder in shared memory may have made this one.
         raise PermissionError(f"{root} belongs to another user")
+
+
+def _write(draft: Path, parts: list[Any], mode: str = "wb") -> str:
+    """Write a file, with mode r+b into its memory; returns its name, without the draft's suffix."""
+    _make(draft.parent)
     try:
         # Not mapped: a full memory would be a signal that ends the process. A spare may stay longer than its
         # content, which knows its length.
