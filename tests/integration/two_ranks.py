@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +21,8 @@ def run(folder: Path) -> dict[str, list[Any]]:
     """What rank 0 and rank 1 found in each module; the text of a failure where its cases raised."""
     import torch
 
-    context = torch.multiprocessing.spawn(_process, (str(folder),), nprocs=2, join=False)
-    while not context.join(timeout=300):
-        pass
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, __file__, str(folder)], env={**os.environ, **path}, check=True)
     parts = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     return {name: [part[name] for part in parts] for name in MODULES}
 
@@ -40,3 +42,17 @@ def _process(rank: int, folder: str) -> None:
             found[name] = traceback.format_exc()
     torch.save(found, Path(folder) / f"rank-{rank}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Both ranks are forks of this process, which imports once what they need."""
+    import timm.optim  # noqa: F401
+    import torch
+
+    for name in MODULES:
+        importlib.import_module(name)
+    torch.multiprocessing.start_processes(_process, (sys.argv[1],), nprocs=2, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()
