@@ -18,20 +18,19 @@ from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "entry", "code", "cause"),
+    ("behaviour", "entry", "hosts", "codes", "cause"),
     [
-        ("raise", "toolkit", 1, "RuntimeError: the recipe raised this (driver.py:"),
-        ("refuse", "container", 2, "params.behaviour: refuse is refused"),
+        ("raise", "toolkit", "gpu=1", [1], "RuntimeError: the recipe raised this (driver.py:"),
+        ("refuse", "container", "gpu=1,cpu=1", [2, 0], "params.behaviour: refuse is refused"),
     ],
 )
 def test_a_failure_is_the_jobs_and_tells_its_cause(
-    rehearse: Rehearse, behaviour: str, entry: str, code: int, cause: str
+    rehearse: Rehearse, behaviour: str, entry: str, hosts: str, codes: list[int], cause: str
 ) -> None:
     """The other ways in which a driver fails: tests/unit/test_bootstrap_parts.py."""
-    done = rehearse(f"rehearsal.entry={entry}", "rehearsal.hosts=gpu=1,cpu=1", behaviour=behaviour)
-    assert done.code == code
+    done = rehearse(f"rehearsal.entry={entry}", f"rehearsal.hosts={hosts}", behaviour=behaviour)
+    assert [done.code, *[*done.codes.values()][1:]] == codes
     assert done.run.failure_reason.startswith(f"AlgorithmError: {cause}")
-    assert done.codes["algo-2"] == 0
 
 
 def test_worker_hosts_leave_when_train_py_is_killed(rehearse: Rehearse) -> None:
