@@ -1,7 +1,7 @@
 """Laptop: memory of the head over passes of 10 million batches, a recipe's and a loader's, without Ray.
 
-Planner, account, cursor and splitter are real; one chain worker is a call in this process, and a block is a
-batch of one record.
+Planner, account, cursor and splitter are real; one chain worker is a call in this process. A loader's block
+is a batch of one record. The recipe's source is numbered and shuffled, with four batches to a shard.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
 
 import psutil
 
 from benchmarks.harness import Measure
 from stoker.config.schema import Config
-from stoker.data import Shard, Source
+from stoker.data import Shard, read_range
 from stoker.loader.loader_pass import LoaderAttempt
 from stoker.protocol import BlockReport, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
@@ -27,26 +26,8 @@ from stoker.serve.pool import ChainHost, Pool
 from stoker.serve.recovery import Suspects
 
 MILLIONS = (1, 5, 10)
-SHARD_BATCHES, AHEAD, CHECKPOINT_EVERY = 1000, 64, 10_000
+BATCH, SHARD, AHEAD, CHECKPOINT_EVERY = 64, 256, 64, 10_000
 WORKER = Process("w", "h", "t")
-
-
-class Shards(Source):
-    """A source of shards of many blocks."""
-
-    random = False
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def shards(self, records: int, order: Any) -> list[Shard]:
-        return [Shard(f"s{n}", rows=SHARD_BATCHES) for n in range(self.batches // SHARD_BATCHES)]
-
-    def read(self, shard: Shard, order: Any) -> Any:
-        raise NotImplementedError
-
-    def count(self) -> int:
-        return self.batches
 
 
 def one_host() -> Pool:
@@ -56,16 +37,16 @@ def one_host() -> Pool:
     return pool
 
 
-def made(planner: Planner, length: int, skip: int = 0) -> Iterator[int]:
-    """Claim work and make its blocks, each of `length` to a shard; yields after each."""
+def made(planner: Planner) -> Iterator[BlockReport]:
+    """Claim work and make its shards, each in one block; yields after each."""
     while (claim := planner.claim(WORKER)) is not None:
         for work in claim.work:
-            for nth in range(work.skip, length):
-                report = BlockReport(work.number, nth, nth == length - 1, 1, 0.01, 1, nth, bytes_out=100)
-                go_on = planner.reported(WORKER, claim.number, Made(report, f"{work.number}.{nth}"))
-                yield nth
-                if not go_on:
-                    break
+            rows = len(work.shard.items) or 1
+            report = BlockReport(work.number, 0, True, rows, 0.01, rows, work.number, bytes_out=100)
+            go_on = planner.reported(WORKER, claim.number, Made(report, str(work.number)))
+            yield report
+            if not go_on:
+                break
 
 
 def recipe(batches: int) -> Iterator[int]:
@@ -77,34 +58,36 @@ def recipe(batches: int) -> Iterator[int]:
     config = Config.model_validate(
         {
             "recipe": "none:None",
-            "data": {"block_records": 1, "shuffle": False},
-            "train": {"epochs": 1, "batch_size": 1},
+            "data": {"block_records": SHARD},
+            "train": {"epochs": 1, "batch_size": BATCH},
         }
     )
-    passes = Passes(config, {"train": Shards(batches)}, {"train": b""})
+    records = batches * BATCH
+    passes = Passes(config, {"train": read_range(records)}, {"train": b""})
     start = DataCursor(epoch=0, plan=passes.identity("f"))
     shared = (Locks.new(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
-    attempt = RecipeAttempt(0, 1, passes, {"train": batches}, start, *shared)
+    attempt = RecipeAttempt(0, 1, passes, {"train": records}, start, *shared)
     with attempt.changed:
         attempt.produce(one_host(), 2**30, count(), holdings := Holdings())
     planner, pass_ = attempt.planner, attempt.open["train", 0]
     assert planner is not None
     while not planner.passes or not planner.passes[0].listed():
         planner.advance()
-    ids = 0
-    for step, nth in enumerate(made(planner, SHARD_BATCHES)):
-        portion = pass_.portion(step, 0)
-        assert portion is not None
-        ids += nth
-        pass_.fetched[0] = step + 1
-        pass_.release()
-        if step % CHECKPOINT_EVERY == 0:
-            holdings.unused("h")
-            pass_.position(step, ids)
-        yield step
+    ids, step = 0, 0
+    for report in made(planner):
+        ids += report.id_sum
+        while pass_.splitter.ready(step):
+            assert pass_.portion(step, 0) is not None
+            pass_.fetched[0] = step + 1
+            pass_.release()
+            if step % CHECKPOINT_EVERY == 0:
+                holdings.unused("h")
+                pass_.position(step, ids)
+            yield step
+            step += 1
     planner.advance()
     assert pass_.portion(batches, 0) is None
-    pass_.finished[0] = batches, ids, 0
+    pass_.finished[0] = records, ids, 0
     attempt.reconcile(pass_, [])
     assert not attempt.failure, attempt.failure
 
@@ -120,7 +103,7 @@ def loader(batches: int) -> Iterator[int]:
             shards = [(n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))]
             attempt.submit("k", shards, batches)
             attempt.planner.advance()
-            for at, _ in enumerate(made(attempt.planner, 1)):
+            for at, _ in enumerate(made(attempt.planner)):
                 place = first + at, 0
                 pass_.given = {place: pass_.ready.pop(place)}
                 pass_.next = (first + at + 1, 0)

@@ -20,6 +20,8 @@ def test_the_heads_memory_does_not_grow_with_the_batches_of_a_pass(
     drive: Callable[[int], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipe_pass, "KEPT_STEPS", 100)
+    monkeypatch.setattr(long_passes, "BATCH", 2)
+    monkeypatch.setattr(long_passes, "SHARD", 8)
     held = {}
     tracemalloc.start()
     try:

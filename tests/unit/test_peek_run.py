@@ -81,7 +81,8 @@ class Run:
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)
         loaded = LoadedSplit(data.sources["train"], data.chains["train"])
-        shards = list(passes.shards(epoch, cursor))
+        rest = passes.rest(epoch, cursor)
+        shards = rest.take(rest.left)
         if config.data.order == "any":
             random.Random(workers).shuffle(shards)  # whichever is ready first
         blocks = []

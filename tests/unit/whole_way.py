@@ -151,7 +151,8 @@ class Way:
         plan = passes.plan("train", 0, None)
         loaded = LoadedSplit(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
         made = []
-        shards = list(passes.shards(plan, None))
+        rest = passes.rest(plan, None)
+        shards = rest.take(rest.left)
         for work in pack_work(shards, [False] * len(shards)):
             made += list(blocks_of(loaded, plan, work))
         references: list[str] = []

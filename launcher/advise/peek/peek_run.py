@@ -316,7 +316,7 @@ class Rebuild:
         self.loaded = LoadedSplit(data.sources["train"].for_workers(), chain)
         known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
         self.ever_bad, self.guard = {*known, *found.bad}, Guard(known, None)
-        self.shards = {number: shard for number, shard, _ in passes.shards(self.plan, None)}
+        self.shards = passes.shards(self.plan)
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}
 
     def _refuse_others(self, config: Config, data: Data, own: set[str], code: Path) -> None:
@@ -365,9 +365,10 @@ class Rebuild:
 
     def _make(self, block: Reference) -> tuple[dict[str, Any], Schema]:
         if block not in self._made:
-            shard = self.shards.get(block.shard)
-            work = Work(block.shard, shard, block.nth, False) if shard is not None else None
-            made = next(blocks_of(self.loaded, self.plan, work, self.guard), None) if work else None
+            made = None
+            if block.shard < len(self.shards):
+                work = Work(block.shard, self.shards[block.shard], block.nth, False)
+                made = next(blocks_of(self.loaded, self.plan, work, self.guard), None)
             if made is None:
                 raise UsageError(f"--step: {block} is no longer in the data")
             columns, report = made

@@ -12,7 +12,7 @@ import io
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from posixpath import basename, normpath
@@ -24,7 +24,7 @@ from stoker.figures import count_of
 from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, note_on_unread, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.sources import IndexedSource, Source, cut_indices, read_again
+from stoker.read.sources import IndexedShards, IndexedSource, Source, read_again
 from stoker.storage.filesystems import child_folders, filesystem_of, is_local, is_there, join, list_files
 
 if TYPE_CHECKING:
@@ -421,12 +421,12 @@ class ImageFolderSource(IndexedSource):
         paths = [f"{self.root}/{path}" for path, *_ in self.files]
         return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
 
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-        cut = cut_indices(len(self.files), records, order, homes)
-        return [
-            Shard(self.root, rows=p.rows, items=tuple(self.files[i] for i in p.items), home=p.home, name="")
-            for p in cut
-        ]
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+        return IndexedShards(len(self.files), records, order, homes, self._shard)
+
+    def _shard(self, indices: Sequence[int], home: str) -> Shard:
+        items = tuple(self.files[index] for index in indices)
+        return Shard(self.root, rows=len(items), items=items, home=home, name="")
 
     def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
         return [(item[0], Shard(shard.path, items=(item,))) for item in shard.items]

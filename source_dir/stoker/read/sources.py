@@ -12,14 +12,15 @@ import random
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord, Record, Shard
@@ -53,7 +54,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+    def shards(self, records: int, order: np.random.Generator | None) -> Sequence[Shard]:
         """Divide the split into shards of about `records` records, permuted by `order`; None: as they are."""
 
     @abstractmethod
@@ -100,8 +101,8 @@ class IndexedSource(Source):
     """Records with keys that are known before reading, each readable alone."""
 
     @abstractmethod
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-        """As `Source.shards`; see `cut_indices` for `homes`."""
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+        """As `Source.shards`; see `IndexedShards` for `homes`."""
 
     @abstractmethod
     def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
@@ -121,27 +122,81 @@ def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
     return source.listing(shard) if isinstance(source, IndexedSource) else None
 
 
-def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-    """Divide the indices 0 … n-1, permuted by `order`, into shards of `records`.
+def _shard_of(indices: Sequence[int], home: str) -> Shard:
+    return Shard("", rows=len(indices), items=tuple(indices), home=home)
 
-    With `homes`, permute within this many fixed random parts, then the shards of all parts.
+
+class IndexedShards(Sequence[Shard]):
+    """The indices 0 … n-1, permuted by `order`, in shards of `records`, each made when it is taken.
+
+    A long pass has millions of shards, so only the permutation is kept: 4 bytes per record.
+
+    Args:
+        n: number of records.
+        records: of a shard.
+        order: permutes the indices; None: they stay as they are.
+        homes: with 2 or more, permute within this many fixed random parts, then the shards of all parts.
+        shard: makes a shard of indices and a home.
     """
+
+    def __init__(
+        self,
+        n: int,
+        records: int,
+        order: np.random.Generator | None,
+        homes: int = 0,
+        shard: Callable[[Sequence[int], str], Shard] = _shard_of,
+    ) -> None:
+        import numpy as np
+
+        self._records, self._shard = records, shard
+        self._parts: list[Any] = [range(n)]
+        self._picked = None
+        if order is not None and homes > 1:
+            whole = _permuted_range(n, np.random.default_rng(0))
+            self._parts = [whole[home::homes].copy() for home in range(homes)]
+            for part in self._parts:
+                order.shuffle(part)
+        elif order is not None:
+            self._parts = [_permuted_range(n, order)]
+        self._firsts = [0, *accumulate(-(-len(part) // records) for part in self._parts)]
+        """Number of the first shard of each part, before the shards of all parts are permuted."""
+        if order is not None and homes > 1:
+            self._picked = order.permutation(len(self))
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Shard]: ...
+    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        number = range(len(self))[at]
+        if self._picked is not None:
+            number = int(self._picked[number])
+        home = bisect_right(self._firsts, number) - 1
+        begin = (number - self._firsts[home]) * self._records
+        indices = self._parts[home][begin : begin + self._records]
+        if isinstance(indices, range):
+            return self._shard(indices, str(begin))
+        return self._shard(indices.tolist(), "" if self._picked is None else str(home))
+
+
+def _permuted_range(n: int, order: np.random.Generator) -> Any:
+    """As `order.permutation(n)`, in half the memory."""
     import numpy as np
 
-    parts: list[tuple[str, list[int]]]
-    if order is None:
-        parts = [(str(i), list(range(i, min(i + records, n)))) for i in range(0, n, records)]
-    elif homes < 2:
-        indices = order.permutation(n).tolist()
-        parts = [("", indices[i : i + records]) for i in range(0, n, records)]
-    else:
-        whole = np.random.default_rng(0).permutation(n)
-        parts = []
-        for home in range(homes):
-            own = order.permutation(whole[home::homes]).tolist()
-            parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
-        parts = [parts[i] for i in order.permutation(len(parts))]
-    return [Shard("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
+    found = np.arange(n, dtype=np.uint32 if n <= 2**32 else np.uint64)
+    order.shuffle(found)
+    return found
+
+
+def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+    """The shards of `IndexedShards` as a list."""
+    return list(IndexedShards(n, records, order, homes))
 
 
 def permuted(items: list[T], order: np.random.Generator | None) -> list[T]:
@@ -337,8 +392,8 @@ class NumberedSource(IndexedSource):
     @abstractmethod
     def count(self) -> int: ...
 
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-        return cut_indices(self.count(), records, order, homes)
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+        return IndexedShards(self.count(), records, order, homes)
 
     def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
         return [(str(index), Shard("", items=(index,))) for index in shard.items]

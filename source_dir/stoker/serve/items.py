@@ -7,7 +7,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.serve.passes import Pass
 
 Numbered = tuple[int, Shard, int]
-"""As returned by `Passes.shards`: number, shard, blocks to skip."""
+"""Number in its pass, shard, blocks to skip."""
 
 
 ITEM_S = 2.0
@@ -193,15 +193,18 @@ class Numbers:
     """A growing set of numbers as ranges: in a long pass, nearly all up to the latest are there.
 
     Args:
-        ranges: sorted ranges first … last + 1.
+        ranges: sorted ranges first … last + 1; they may touch.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
         self._stops: list[int] = []
         for first, stop in ranges:
-            self._firsts.append(first)
-            self._stops.append(stop)
+            if self._stops and first <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._firsts.append(first)
+                self._stops.append(stop)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -222,8 +225,55 @@ class Numbers:
             del firsts[at], stops[at]
 
     def __contains__(self, number: int) -> bool:
+        return self.absent_from(number) != number
+
+    def absent_from(self, number: int) -> int:
+        """The first number from this one on that is not there."""
         at = bisect_right(self._firsts, number)
-        return at > 0 and number < self._stops[at - 1]
+        return self._stops[at - 1] if at and number < self._stops[at - 1] else number
+
+
+class Rest:
+    """The shards of a pass that are still to be made, in its order; each is listed when it is taken.
+
+    Args:
+        shards: of the whole pass.
+        done: ranges of those that were made before.
+        skip: by shard, its blocks that were made before.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard] = (),
+        done: Iterable[tuple[int, int]] = (),
+        skip: Mapping[int, int] | None = None,
+    ) -> None:
+        self.done = Numbers(done)
+        self._shards, self._skip, self._next = shards, dict(skip or {}), 0
+        stops = ((first, min(stop, len(shards))) for first, stop in self.done.ranges)
+        self.left = len(shards) - sum(max(stop - first, 0) for first, stop in stops)
+        """Number of shards that are still to be taken."""
+
+    def begun(self, number: int) -> int | None:
+        """How many blocks of a shard were made before; None: all."""
+        return None if number in self.done else self._skip.get(number, 0)
+
+    def made(self, number: int, blocks: int, whole: bool) -> None:
+        """So many blocks of a shard that is not taken need not be made, or the whole of it."""
+        self._skip[number] = blocks
+        if whole:
+            self.done.add(number)
+            self.left -= 1
+
+    def take(self, most: int) -> list[Numbered]:
+        """The next shards, up to a number of them."""
+        found: list[Numbered] = []
+        for _ in range(min(most, self.left)):
+            number = self.done.absent_from(self._next)
+            found.append((number, self._shards[number], self._skip.pop(number, 0)))
+            self._next = number + 1
+        self.left -= len(found)
+        return found
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -12,10 +12,10 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import SchemaError
-from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Work
+from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
-from stoker.read.sources import IndexedSource
-from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock
+from stoker.read.sources import IndexedShards, IndexedSource
+from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock, Rest
 from stoker.serve.shards import DatasetSource, Setup, order_of
 
 
@@ -46,15 +46,17 @@ class Pass(ABC):
     """Whether blocks are delivered in the order of the shards."""
     has_shards: bool = True
     """Whether its shards are known before reading; those of a `ray.data.Dataset` are not."""
-    coming: Future[deque[Numbered]] | None = None
-    """Its shards while the listing runs; None: they come one by one."""
+    coming: Future[Rest] | None = None
+    """Its shards until they are known; None: they are, or come one by one."""
+    rest: Rest = field(default_factory=Rest)
+    """Shards that are not in `work` yet; they follow those."""
     work: deque[Numbered] = field(default_factory=deque)
-    """Shards not started, in pass order."""
-    turns: deque[int] = field(default_factory=deque)
-    """Numbers of undelivered shards, in order; used if the order is exact."""
+    """The next shards that are not started, in pass order."""
+    turn: int = 0
+    """Number of the first undelivered shard; used if the order is exact."""
     shards: dict[int, OpenShard] = field(default_factory=dict)
     delivered: Numbers = field(default_factory=Numbers)
-    """Completed shards."""
+    """Completed shards, also those of the attempts before."""
     under_way: int = 0
     """Items in progress or queued for a retry."""
     shards_under_way: int = 0
@@ -105,7 +107,7 @@ class Pass(ABC):
             worker: its id.
             lost: tells whether a chain worker has ended.
         """
-        return bool(self.work)
+        return self.left > 0
 
     def is_reader(self, worker: str) -> bool:
         """Whether the first work is a stream that this chain worker has open: nobody else continues it."""
@@ -122,16 +124,20 @@ class Pass(ABC):
     def listed(self) -> bool:
         """Whether shards are known."""
         if self.coming is not None and self.coming.done():
-            for shard in self.coming.result():
-                self.add(shard)
+            self.rest = self.coming.result()
+            self.delivered = Numbers(self.rest.done.ranges)
             self.coming, self.listing = None, False
         return self.coming is None
 
-    def add(self, shard: Numbered) -> None:
-        """Append the next shard."""
-        self.work.append(shard)
-        if self.exact:
-            self.turns.append(shard[0])
+    @property
+    def left(self) -> int:
+        """Number of shards that are not started, as far as they are known."""
+        return len(self.work) + self.rest.left
+
+    def near(self, count: int) -> deque[Numbered]:
+        """`work` with at least so many shards, if so many are left."""
+        self.work += self.rest.take(count - len(self.work))
+        return self.work
 
     def begin(self, shards: list[Numbered], worker: str = "") -> None:
         """Mark shards as in progress, perhaps by a chain worker."""
@@ -158,12 +164,11 @@ class Pass(ABC):
         if not self.exact:
             return self._of(number)
         found: list[ReadyBlock] = []
-        while self.turns:
-            found += self._of(self.turns[0])
-            if self.turns[0] not in self.delivered:
-                break
-            self.turns.popleft()
-        return found
+        while True:
+            self.turn = self.delivered.absent_from(self.turn)
+            found += self._of(self.turn)
+            if self.turn not in self.delivered:
+                return found
 
     def _of(self, number: int) -> list[ReadyBlock]:
         found: list[ReadyBlock] = []
@@ -188,24 +193,22 @@ class Pass(ABC):
         What follows them in their shard is still to be made.
         """
         taken: list[ReadyBlock] = []
-        left: deque[Numbered] = deque()
-        for number, shard, skip in self.work:
-            made = ready.get(number, {})
-            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip))]
-            if blocks:
-                self.begin([(number, shard, skip)])
+        for number, made in sorted(ready.items()):
+            skip = self.rest.begun(number)
+            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip or 0))]
+            if skip is None or not blocks:
+                continue
+            self.shards[number] = OpenShard(skip)
             for block in blocks:
                 self.report(block)
                 block.inherited = True
-            if not blocks or not blocks[-1].report.last:
-                left.append((number, shard, skip + len(blocks)))
+            self.rest.made(number, skip + len(blocks), blocks[-1].report.last)
             taken += blocks
-        self.work = left
         return taken
 
     def complete(self) -> bool:
         """Whether everything was delivered."""
-        return self.listed() and not (self.listing or self.work or self.under_way or self.shards)
+        return self.listed() and not (self.listing or self.left or self.under_way or self.shards)
 
 
 class Passes:
@@ -290,20 +293,24 @@ class Passes:
             homes=start.plan.homes if start else self._homes(split),
         )
 
-    def shards(self, plan: PassPlan, start: DataCursor | None) -> deque[Numbered]:
-        """(number, shard, blocks to skip) of the rest of a pass, in its order."""
+    def shards(self, plan: PassPlan) -> Sequence[Shard]:
+        """The shards of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
-        left: deque[Numbered] = deque()
         source = self.sources[plan.split]
         homes = {"homes": plan.homes} if isinstance(source, IndexedSource) else {}
-        for number, shard in enumerate(source.shards(plan.block_records, order, **homes)):
-            begun = start.begun(number) if start else (0, 0)
-            if begun is not None:
-                left.append((number, shard, begun[0]))
-        return left
+        shards: Sequence[Shard] = source.shards(plan.block_records, order, **homes)
+        # A user's source may permute its list again for the next pass.
+        return shards if isinstance(shards, IndexedShards) else [*shards]
+
+    def rest(self, plan: PassPlan, start: DataCursor | None) -> Rest:
+        """What is left of a pass."""
+        if start is None:
+            return Rest(self.shards(plan))
+        skip = {number: blocks for number, (blocks, _) in start.partial.items()}
+        return Rest(self.shards(plan), start.done, skip)
 
     def blocks(self, plan: PassPlan) -> Iterator[Numbered]:
-        """Like `shards`, for a recipe's dataset: one by one while Ray Data executes it."""
+        """Like `rest`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"
         for number, shard in enumerate(self.sources[plan.split].blocks(seed, exact)):

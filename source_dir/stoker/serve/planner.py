@@ -154,7 +154,7 @@ class Planner:
         if item is None or pass_ is None or self.affinity is not None:
             return None
         other = pass_.plan.split != item.pass_.plan.split
-        return None if other else self._preparing.announce(pass_.work, by.worker)[1]
+        return None if other else self._preparing.announce(self._near(pass_), by.worker)[1]
 
     def _next(self, by: Process) -> Item | None:
         now = time.monotonic()
@@ -224,7 +224,7 @@ class Planner:
         return list(dict.fromkeys(block.report.shard for block in taken))
 
     def _begin(self, pass_: Pass, by: Process) -> Item:
-        split, work, most = pass_.plan.split, pass_.work, self._most(pass_, len(pass_.work))
+        split, work, most = pass_.plan.split, self._near(pass_), self._most(pass_, pass_.left)
         if self.affinity is None:
             shards, store = self._preparing.take(work, by.worker, most), [False] * most
         else:
@@ -236,6 +236,10 @@ class Planner:
         pass_.served = next(self._numbers)
         pass_.shards_under_way += len(shards)
         return Item(pass_, self._name(split, shards), shards, store)
+
+    def _near(self, pass_: Pass) -> deque[Numbered]:
+        """The shards of a pass that the next item is chosen from: as many as anything here looks at."""
+        return pass_.near(LOOK_AHEAD + items.MOST_SHARDS + 2 * self.pool.slots)
 
     def _name(self, split: str, shards: list[Numbered]) -> str:
         return f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
@@ -316,7 +320,7 @@ class Planner:
     def _needed(self, item: Item) -> bool:
         """Whether the next two steps wait for this item."""
         pass_ = item.pass_
-        if pass_.exact and pass_.turns and pass_.turns[0] not in {number for number, _, _ in item.shards}:
+        if pass_.exact and pass_.turn not in {number for number, _, _ in item.shards}:
             return False
         return pass_.rows_ahead < 2 * pass_.step_rows
 
@@ -464,7 +468,7 @@ class Lister:
                 self._thread.submit(self._execute, pass_)
                 continue
             start = self.start if pass_.key == ("train", self.start.epoch) else None
-            pass_.coming = self._thread.submit(self.passes.shards, pass_.plan, start)
+            pass_.coming = self._thread.submit(self.passes.rest, pass_.plan, start)
             pass_.coming.add_done_callback(lambda _: self._tell())
         return new
 
@@ -478,7 +482,7 @@ class Lister:
         try:
             for shard in self.passes.blocks(pass_.plan):
                 with changed:
-                    pass_.add(shard)
+                    pass_.work.append(shard)
                     self.attempt.has_work.notify()
                     while len(pass_.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
                         if self.attempt.over:
