@@ -57,6 +57,7 @@ def accounting() -> dict[str, float]:
     """Train worker: CPU time of this thread in µs for the timers of a step, and for a logged step."""
     import ray
 
+    from stoker.events.kinds import StepLogged
     from stoker.train.device import HostClock, Stamps, StepTimes
 
     times = StepTimes()
@@ -69,13 +70,14 @@ def accounting() -> dict[str, float]:
     per_step = (time.thread_time() - began) / REPEATS
 
     class Log:
-        def log(self, event: str, values: dict[str, Any]) -> None: ...
+        def log(self, event: StepLogged) -> None: ...
 
     log = ray.remote(num_cpus=0)(Log).remote()
     began = time.thread_time()
     for number in range(CALLS):
         values = {"epoch": 0, "step": number, "loss": 0.1, "lr": 0.1, "grad_norm": None, "wait_s": 0.1}
-        log.log.remote("step", values | {"terms_ms": times.since_told()})
+        counts = {"epoch_samples": number, "elapsed_s": 1.0, "terms_ms": times.since_told()}
+        log.log.remote(StepLogged.model_validate(values | counts))
     per_log = (time.thread_time() - began) / CALLS
     ray.kill(log)
     return {"per_step_us": 1e6 * per_step, "per_log_us": 1e6 * per_log}

@@ -26,8 +26,8 @@ class Slow:
         self.changed = threading.Lock()
         self.taken: list[int] = []
 
-    def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
-        step = int(values["text"])
+    def log(self, event: Printed, after: None = None) -> None:
+        step = int(event.text)
         time.sleep(0 if step % 2 else 0.1)
         with self.changed:
             self.taken.append(step)

@@ -19,6 +19,7 @@ from rows import Counting
 
 from stoker.checkpoints import format as checkpoint
 from stoker.config.schema import Config
+from stoker.events.kinds import Note
 from stoker.recipe import class_names_of
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import loop
@@ -36,7 +37,7 @@ class Head:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.log = SimpleNamespace(
-            remote=lambda kind, values, after=None: self.events.append({"event": kind, **values})
+            remote=lambda event, after=None: self.events.append({"event": event.event, **event.values()})
         )
         self.position = SimpleNamespace(remote=self._position)
         self.saved = SimpleNamespace(remote=lambda epoch, position: None)
@@ -106,7 +107,7 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
     worker.classes = class_names_of(worker.recipe, None)
     keeper = CheckpointManager(worker, open_store(str(folder)))
     run = Run(worker, keeper, head)
-    found = checkpoint.newest_valid(keeper.store, lambda text: head.log.remote("note", {"text": text}))
+    found = checkpoint.newest_valid(keeper.store, lambda text: head.log.remote(Note(text=text)))
     if found is not None:
         found = checkpoint.awaiting(found, config.train.max_steps)
     build(worker, records=sum(len(batch["y"]) for batch in data("train", 0).batches))

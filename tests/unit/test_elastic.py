@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stoker.config.places import CpuHostsConfig
+from stoker.events.kinds import Event, Note, StepLogged
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import EXPIRES_S, RENEW_S, ChainHost, Elastic, Pool, Scaled
 from stoker.sizing.model import Decision
@@ -51,10 +52,13 @@ class Requests:
 
 class Case:
     def __init__(self, count: int = 0, scaled: bool = True) -> None:
-        self.given, self.requests, self.events = Given(count), Requests(), list[tuple[str, dict[str, Any]]]()
+        self.given, self.requests, self.events = Given(count), Requests(), list[Event]()
         self.costs = {"train": ChainCosts(), "val": ChainCosts()}
-        own: Any = Scaled(self.given, self.requests, self.costs) if scaled else None  # type: ignore[arg-type]
-        self.elastic = Elastic(lambda event, **values: self.events.append((event, values)), own)
+        self.scaled = Scaled(self.given, self.requests, self.costs)  # type: ignore[arg-type]
+        self.elastic = Elastic(self.events.append, self.scaled if scaled else None)
+
+    def told(self) -> list[tuple[str, dict[str, Any]]]:
+        return [(event.event, event.values()) for event in self.events]
 
     def staying(
         self,
@@ -77,7 +81,7 @@ def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> Non
     case.given.next = Decision(1, "because")
     assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
     assert case.elastic.closing == {"a", "c"}
-    assert case.events == [
+    assert case.told() == [
         ("cpu_hosts", {"count": 1, "reason": "because"}),
         ("closing", {"nodes": ["a", "c"]}),
     ]
@@ -109,17 +113,17 @@ def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
     case.given.next = Decision(1, "because")
     case.staying(GPU, cpu("a"), cpu("b"))
     case.staying(GPU, cpu("a"))
-    assert case.events[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
+    assert case.told()[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
     case.given.next = Decision(0, "done")
     case.staying(GPU, cpu("a"))
-    assert case.events[-1] == ("closing", {"nodes": ["b", "a"]})
+    assert case.told()[-1] == ("closing", {"nodes": ["b", "a"]})
 
 
 def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
     for case in (Case(count=2), Case(scaled=False)):
         assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
         assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
-        notes = [values["text"] for event, values in case.events if event == "note"]
+        notes = [event.text for event in case.events if isinstance(event, Note)]
         assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
     assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
     assert case.elastic.closing == set(), "and keeps its chain workers"
@@ -139,20 +143,21 @@ def test_chain_workers_of_a_closing_host_end_at_once() -> None:
     assert pool.leaving == ["p4"], "also one that had been starting"
 
 
-def step(number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0) -> dict[str, Any]:
+def step(number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0) -> StepLogged:
     terms = {"wait_production": production, "compute": 100.0 - production}
-    return {
-        "step": number, "epoch": epoch, "epoch_samples": samples, "elapsed_s": elapsed_s, "terms_ms": terms,
-    }  # fmt: skip
+    return StepLogged(
+        step=number, epoch=epoch, epoch_samples=samples, elapsed_s=elapsed_s, terms_ms=terms,
+        loss=1.0, lr=0.1, wait_s=0.0,
+    )  # fmt: skip
 
 
 def test_training_is_measured_between_logged_steps_without_the_start() -> None:
     case = Case()
-    case.elastic.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
-    case.elastic.stepped(step(11, 0, 176, 41.0, 50.0))
-    case.elastic.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
-    case.elastic.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
-    case.elastic.stepped(step(21, 1, 176, 1.1, 10.0))
+    case.scaled.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
+    case.scaled.stepped(step(11, 0, 176, 41.0, 50.0))
+    case.scaled.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
+    case.scaled.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
+    case.scaled.stepped(step(21, 1, 176, 1.1, 10.0))
     assert case.given.steps == [
         (160, pytest.approx(1.0), pytest.approx(0.5)),
         (48, 0.5, 0.0),
@@ -164,11 +169,11 @@ def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
     case = Case(count=2)
     for now in range(int(3 * RENEW_S)):
         case.staying(GPU, now=float(now))
-        case.elastic.send(float(now))
+        case.scaled.send(float(now))
     assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
     case.given.next = Decision(5, "more")
     case.staying(GPU, now=30.5)
-    case.elastic.send(30.5)
+    case.scaled.send(30.5)
     assert case.requests.sent[-1] == (5, EXPIRES_S)
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.events.kinds import Event
 from stoker.protocol import ID_COLUMN, KEY_COLUMN, DataCursor
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.accounting import ChainCosts
@@ -45,6 +46,9 @@ class Run:
         self.step = 0
         self.trained: dict[tuple[int, int], list[str]] = {}
         """(step, rank) → keys."""
+
+    def take(self, event: Event) -> None:
+        self.log(event.event, **event.values())
 
     def log(self, event: str, **values: Any) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
@@ -76,7 +80,7 @@ class Run:
             self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
         costs = {split: ChainCosts() for split in ("train", "val")}
         attempt = RecipeAttempt(
-            0, workers, passes, data.totals, cursor, Locks.new(), costs, self.log, None, Suspects()
+            0, workers, passes, data.totals, cursor, Locks.new(), costs, self.take, None, Suspects()
         )
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)

@@ -83,7 +83,7 @@ class Run:
     def ids(self, rows: range) -> list[int]:
         return [
             self.made[int(self.stream.blocks[s.block].file)][i]
-            for s in self.stream.splitter.slices_of(rows)
+            for s in self.stream.splitter.slices(rows.start, rows.stop)
             for i in range(s.start, s.stop)
         ]
 

@@ -38,7 +38,8 @@ def test_training_gives_all_ranks_equal_steps_and_drops_fewer_rows_than_workers(
     assert set(taken.values()) <= {1}
     assert len(splitter.remainder) < workers
     assert len(taken) + len(splitter.remainder) == sum(blocks)
-    remaining = {(s.block, r) for s in splitter.slices_of(splitter.remainder) for r in range(s.start, s.stop)}
+    rest = splitter.remainder
+    remaining = {(s.block, r) for s in splitter.slices(rest.start, rest.stop) for r in range(s.start, s.stop)}
     assert not remaining & set(taken)
 
 
@@ -56,8 +57,9 @@ def test_a_last_batch_below_the_limit_is_left_out_whole(
     splitter.end()
     left = sum(blocks) % (workers * batch)
     drops = left // workers < min(least, batch)
-    assert len(splitter.remainder) == (left if drops else left % workers)
-    assert kept.isdisjoint(part.block for part in splitter.slices_of(splitter.remainder))
+    rest = splitter.remainder
+    assert len(rest) == (left if drops else left % workers)
+    assert kept.isdisjoint(part.block for part in splitter.slices(rest.start, rest.stop))
     ranks = rows_by_rank([], splitter)
     assert {len(step) for steps in ranks for step in steps[:-1]} <= {batch}
     assert all(len(steps[-1]) >= min(least, batch) for steps in ranks if steps)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from stoker.config.schema import Config
+from stoker.events.kinds import TrainWorkerLost
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Plan
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
@@ -65,7 +66,7 @@ def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
 def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN), workers=1)
     attempt.event = coordinator.event  # as `begin` sets it
-    coordinator.log("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 0})
+    coordinator.log(TrainWorkerLost(cause="train worker 1: died", restarts_left=0))
     # Another rank of the same attempt may still request rows ahead.
     assert coordinator.next(0, "train", 2, 0, 0)
     attempt.lost_at = time.monotonic()  # as in the attempt after it

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from time import time as now
-from typing import Any, ClassVar
+from time import time
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -22,13 +22,17 @@ MetricValues = dict[str, float | None]
 KINDS: dict[str, type[Event]] = {}
 
 
+def now() -> float:
+    return round(time(), 3)
+
+
 class Event(BaseModel):
     """What happened, and when; also one of a kind that this version does not know."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     of_class: ClassVar[str] = ""
 
-    time: float = Field(default_factory=lambda: round(now(), 3))
+    time: float = Field(default_factory=now)
     event: str = Field("", validate_default=True)
     """Its kind."""
 
@@ -41,6 +45,10 @@ class Event(BaseModel):
     @classmethod
     def _known(cls, event: str) -> str:
         return cls.of_class or event
+
+    def received(self) -> Self:
+        """The event at the time of this host, because the clocks of hosts differ."""
+        return self.model_copy(update={"time": now()})
 
     def values(self) -> dict[str, Any]:
         """The fields that were given, without time and kind."""

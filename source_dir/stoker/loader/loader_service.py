@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from stoker import ray_compat
+from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.loader_pass import LoaderAttempt
 from stoker.loader.pass_timer import PassProgress
 from stoker.loader.work import LoaderChain, LoaderSource
@@ -101,13 +102,13 @@ class LoaderService(DataService):
         # Requested hosts are let go first.
         return idle and known and not self.elastic.closing & self.pool.staffed
 
-    def event(self, event: str, **values: Any) -> None:
+    def event(self, event: Event) -> None:
         """As the base's: notes are for the scripts, the rest for the run."""
-        if event == "note":
-            self.notes.append(values["text"])
-        elif self._events and event != "host_cpu":
+        if isinstance(event, Note):
+            self.notes.append(event.text)
+        elif self._events and not isinstance(event, HostCpu):
             with contextlib.suppress(OSError):  # that script has ended
-                append(self._events, event, values)
+                append(self._events, event.event, event.values())
 
     def _knows(self, name: str, loader: str) -> bool:
         """Whether a loader with this content is registered; drops what it had before."""
@@ -299,7 +300,8 @@ class LoaderService(DataService):
                 self._progress[key] = now, progress
                 # Passes of several ranks, or of loaders within each other, run at the same time.
                 at_once = sum(now - at < RECENT_S for at, _ in self._progress.values())
-                self.elastic.trained(batches, seconds / at_once, late_s / at_once)
+                if self.scaled is not None:
+                    self.scaled.scaler.stepped(batches, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
             return self.pool.slots, notes

@@ -63,7 +63,7 @@ def run_script(settings: dict[str, Any]) -> None:
     if rank == 0:
         started.append(kinds.PhaseDone(phase="train workers started"))
     for event in started:
-        supervisor.log.remote(event.event, event.values())
+        supervisor.log.remote(event)
     settings = {**settings, "run_dir": run_dir_on(node, settings)}
     config: Config = settings["config"]
     path = find_script(config)

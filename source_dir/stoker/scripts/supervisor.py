@@ -103,9 +103,9 @@ class Supervisor:
             return RankCommand(failure if ending else "", True, over, failure if over else "")
         return RankCommand(self.stop_reason, False, over)
 
-    def log(self, event: str, values: dict[str, Any]) -> None:
+    def log(self, event: kinds.Event) -> None:
         """Train worker's and driver's call."""
-        self._tell(kinds.event_of({"event": event, **values}))
+        self._tell(event.received())
 
     def _tell(self, event: kinds.Event) -> None:
         self.events.append(event.record())

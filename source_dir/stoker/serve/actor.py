@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.errors import DataError, UsageError
+from stoker.events import kinds
+from stoker.events.kinds import Event
 from stoker.protocol import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.affinity import CacheAffinity
@@ -44,7 +46,7 @@ class Coordinator(DataService):
         most_waiting: int = 64,
     ) -> None:
         data = passes.config.data
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         chain = {split: ChainCosts() for split in ("train", "val")}
         super().__init__(
             hosts,
@@ -130,7 +132,7 @@ class Coordinator(DataService):
         try:
             start, note = start_at(beginning.position, start)
             if note:
-                self.event("note", text=note)
+                self.event(kinds.Note(text=note))
             self.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = str(error)
@@ -139,7 +141,8 @@ class Coordinator(DataService):
             self.keeping, self.suspects,
         )  # fmt: skip
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
-        self.event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
+        known = about(start, beginning.workers, self.passes.config)
+        self.event(kinds.AttemptStarted(**known, ahead=ahead))
         if self.stop_reason:
             self.attempt.stop.request(self.attempt.pace)
         if problem:
@@ -295,47 +298,47 @@ class Coordinator(DataService):
             self.stop_reason = self.stop_reason or reason
             if self.attempt is not None:
                 self.attempt.stop.request(self.attempt.pace)
-            self.event("stop", reason=reason)
+            self.event(kinds.StopRequested(reason=reason))
 
-    def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
+    def log(self, event: Event, after: None = None) -> None:
         """Train worker's call: one event for events.jsonl and the screen.
 
         Args:
-            event: its kind.
-            values: its fields.
+            event: the event.
             after: the result of the caller's previous call, which thereby runs before this one.
         """
         del after
         with self.changed:
-            self.event(event, **values)
-            if event == "checkpoint":
-                self.last_checkpoint = values["path"]
-            if event == "step":
-                self.elastic.stepped(values)
-            if event == "train_worker_lost" and self.restart is not None and self.trainings >= 0:
-                with contextlib.suppress(UsageError):  # it is the attempt's failure
-                    # Data is ready when the train workers are.
-                    self._begin(self.trainings + 1, self.restart, time.monotonic())
-            if event == "train_worker":
-                self.training[values["rank"]] = values["node"]
+            super().log(event)
+            match event:
+                case kinds.CheckpointWritten():
+                    self.last_checkpoint = event.path
+                case kinds.StepLogged() if self.scaled is not None:
+                    self.scaled.stepped(event)
+                case kinds.TrainWorkerLost() if self.restart is not None and self.trainings >= 0:
+                    with contextlib.suppress(UsageError):  # it is the attempt's failure
+                        # Data is ready when the train workers are.
+                        self._begin(self.trainings + 1, self.restart, time.monotonic())
+                case kinds.TrainWorkerStarted():
+                    self.training[event.rank] = event.node
 
     def collated(self, split: str, cpu_s: float) -> None:
         """Train worker's call: CPU time of the recipe's `collate` in a pass of its own."""
         with self.changed:
             self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
 
-    def event(self, event: str, **values: Any) -> None:
-        last = self.events[-1] if self.events else {}
-        if event == "blocks" == last.get("event") and last["epoch"] == values["epoch"]:
-            last["blocks"] += values["blocks"]
-            return
-        self.events.append({"time": round(time.time(), 3), "event": event, **values})
+    def event(self, event: Event) -> None:
+        match (self.events[-1] if self.events else None), event:
+            case kinds.BlocksArrived() as last, kinds.BlocksArrived() if last.epoch == event.epoch:
+                last.blocks.extend(event.blocks)
+            case _:
+                self.events.append(event)
 
     def drain(self) -> list[dict[str, Any]]:
-        """Driver's call: the events since the last call."""
+        """Driver's call: the events since the last call, as lines of events.jsonl."""
         with self.changed:
             events, self.events = self.events, []
-            return events
+        return [event.record() for event in events]
 
     def figures(self) -> dict[str, Any]:
         """Driver's call: failure, chain costs and accounts so far."""

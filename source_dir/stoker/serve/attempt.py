@@ -10,6 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from stoker.errors import DataError
+from stoker.events import kinds
 from stoker.protocol import BadRecord, CarriedAccount, DataCursor, ItemStart
 from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.serve.affinity import CacheAffinity
@@ -151,7 +152,7 @@ class RecipeAttempt(Attempt):
         start: DataCursor,
         locks: Locks,
         chain: dict[str, ChainCosts],
-        event: Callable[..., None],
+        event: Callable[[kinds.Event], None],
         keeping: CacheAffinity | None,
         suspects: Suspects,
     ) -> None:
@@ -175,7 +176,8 @@ class RecipeAttempt(Attempt):
         """Training has its first rows after a loss, which it requested at this `time.monotonic()`."""
         if self.lost_at is not None:
             now = time.monotonic()
-            self.event("recovered", seconds=round(now - self.lost_at, 3), data_s=round(now - asked, 3))
+            seconds, data_s = round(now - self.lost_at, 3), round(now - asked, 3)
+            self.event(kinds.Recovered(seconds=seconds, data_s=data_s))
             self.lost_at = None
 
     def _passes(self, start: DataCursor) -> Iterator[RecipePass]:
@@ -227,7 +229,8 @@ class RecipeAttempt(Attempt):
         A limit may have ended the pass, and the training, after `cut_at` steps.
         """
         try:
-            self.event("records", **pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at))
+            counts = pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at)
+            self.event(kinds.RecordsCounted(**counts))
         except DataError as error:
             self.fail(str(error))
             return
@@ -235,9 +238,9 @@ class RecipeAttempt(Attempt):
             return
         if self.keeping is not None:
             figures = self.keeping.figures(*pass_.key, pass_.account.by_node)
-            self.event("cache", **figures)
+            self.event(kinds.CacheUsed(**figures))
             if line := self.keeping.lacking(figures):
-                self.event("note", text=line)
+                self.event(kinds.Note(text=line))
         del self.open[pass_.key]
         if self.planner is not None:
             self.planner.close(pass_)
@@ -265,7 +268,7 @@ class RecipeAttempt(Attempt):
     def note(self, text: str) -> None:
         """Emit one line for the user."""
         with self.changed:
-            self.event("note", text=text)
+            self.event(kinds.Note(text=text))
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         report, mine = block.report, self.open[pass_.key]
@@ -275,7 +278,7 @@ class RecipeAttempt(Attempt):
             if report.rows:
                 mine.arrived(block)
                 if mine.trail is not None and not mine.trail.start.by_row:
-                    self.event("blocks", epoch=mine.account.epoch, blocks=[arrival(report)])
+                    self.event(kinds.BlocksArrived(epoch=mine.account.epoch, blocks=[arrival(report)]))
             self.changed.notify_all()
             if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
                 self.ready.notify_all()
@@ -289,13 +292,13 @@ class RecipeAttempt(Attempt):
             if mine.account.carried.trained == 0 and not mine.splitter.has(0):
                 few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
                 raise DataError(f"the {split} split has {few if rows else 'no records'}")
-            self.event("produced", split=mine.account.split, epoch=mine.account.epoch)
+            self.event(kinds.PassProduced(split=split, epoch=mine.account.epoch))
             self.changed.notify_all()
             self.ready.notify_all()
 
     def repeats(self, split: str, task: str) -> None:
         """Work is done again, because its host or process was lost."""
-        self.event("work_repeated", split=split, work=task)
+        self.event(kinds.WorkRepeated(split=split, work=task))
 
     def refuse_deadly(self, split: str) -> None:
         """As the base's. Check now, not when the block arrives: its other records may be just as bad."""
@@ -319,5 +322,5 @@ class RecipeAttempt(Attempt):
             block.counted = True
             self.chain[split].take(report, block.node)
         for bad in report.bad:
-            self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+            self.event(kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason))
         pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
+from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
 from stoker.hosts.topology import GROUP_LABEL, label
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
@@ -246,7 +247,9 @@ class Scaling(Protocol):
     count: int
     options: CpuHostsConfig
 
-    def stepped(self, samples: float, seconds: float, late_s: float) -> None: ...
+    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
+        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
+
     def made(self, records: float, seconds: float) -> None: ...
     def look(self, now: float, own: int, joined: list[int], ended: bool) -> Any: ...
     def missing(self, now: float) -> int: ...
@@ -264,29 +267,24 @@ class Scaled:
     chain: Mapping[str, ChainCosts]
     known: list[str] = field(default_factory=list)
     """Nodes of the hosts that were added, in the order in which they joined."""
-    _last: dict[str, Any] | None = None
-    """The last `step` event."""
+    _last: StepLogged | None = None
     _made: tuple[int, float] = (0, 0.0)
     """Records and seconds of all blocks so far."""
     _sent: float = -RENEW_S
 
-    def stepped(self, values: dict[str, Any]) -> None:
-        """Take the fields of a `step` event."""
-        if not (terms := values.get("terms_ms")):
+    def stepped(self, event: StepLogged) -> None:
+        """Training has done some steps since the last event."""
+        if not (terms := event.terms_ms):
             return
-        before, self._last = self._last, values
-        if before is None or values["step"] <= before["step"]:
+        before, self._last = self._last, event
+        if before is None or event.step <= before.step:
             return  # the first batch of a start also waits for processes to start
-        samples, seconds = values["epoch_samples"], values["elapsed_s"]
-        if values["epoch"] == before["epoch"]:
-            samples, seconds = samples - before["epoch_samples"], seconds - before["elapsed_s"]
+        samples, seconds = event.epoch_samples, event.elapsed_s
+        if event.epoch == before.epoch:
+            samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
         # Terms are means since the previous event.
         late = terms["wait_production"] / (sum(terms.values()) or 1.0)
-        self.trained(samples, seconds, late * seconds)
-
-    def trained(self, samples: float, seconds: float, late_s: float) -> None:
-        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
-        self.scaler.stepped(samples, seconds, late_s)
+        self.scaler.stepped(samples, seconds, late * seconds)
 
     def look(self, hosts: list[ChainHost], now: float, ended: bool) -> Any:
         """The scaler's decision, if there is a new one."""
@@ -317,27 +315,17 @@ class Elastic:
     """Part of the service; decides which hosts get work and which are about to leave.
 
     Args:
-        event: receives (event, values).
+        event: receives each event.
         scaled: None: the run does not change the number of its hosts.
     """
 
-    def __init__(self, event: Callable[..., None], scaled: Scaled | None = None) -> None:
+    def __init__(self, event: Callable[[Event], None], scaled: Scaled | None = None) -> None:
         self._event, self._scaled = event, scaled
         self.closing: set[str] = set()
         """Nodes of hosts that are about to leave."""
         self._draining: set[str] = set()
         self._let_go: list[str] = []
         """Nodes of hosts that are no longer requested, also of those that have left."""
-
-    def stepped(self, values: dict[str, Any]) -> None:
-        """Take the fields of a `step` event."""
-        if self._scaled is not None:
-            self._scaled.stepped(values)
-
-    def trained(self, samples: float, seconds: float, late_s: float) -> None:
-        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
-        if self._scaled is not None:
-            self._scaled.trained(samples, seconds, late_s)
 
     def split(
         self,
@@ -358,7 +346,8 @@ class Elastic:
         """
         for host in hosts:
             if host.node in draining - self._draining:
-                self._event("note", text=f"host {host.name} is about to be taken away: it gets no more work")
+                text = f"host {host.name} is about to be taken away: it gets no more work"
+                self._event(Note(text=text))
         self._draining = draining
         self.closing = {host.node for host in hosts if host.node in draining}
         if self._scaled is not None:
@@ -378,20 +367,15 @@ class Elastic:
         unneeded = [node for node in scaled.known[scaled.scaler.count :] if node not in bound]
         self.closing |= set(unneeded)
         if decision is not None:
-            self._event("cpu_hosts", count=decision.count, reason=decision.reason)
+            self._event(CpuHostsRequested(count=decision.count, reason=decision.reason))
         # Released hosts stay in the list, to distinguish them from lost ones.
         left = [node for node in self._let_go if node not in scaled.known]
         if {*left, *unneeded} != {*self._let_go}:
             self._let_go = left + unneeded
-            self._event("closing", nodes=self._let_go)
+            self._event(HostsClosing(nodes=self._let_go))
         if missing := scaled.scaler.missing(now):
-            self._event(
-                "note",
-                text=f"requested {missing} CPU hosts, but only {len(scaled.known)} have joined: does the"
-                " cluster have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?",
+            text = (
+                f"requested {missing} CPU hosts, but only {len(scaled.known)} have joined: does the cluster"
+                " have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?"
             )
-
-    def send(self, now: float) -> None:
-        """Send the request for hosts, if there is one to send."""
-        if self._scaled is not None:
-            self._scaled.send(now)
+            self._event(Note(text=text))

@@ -153,26 +153,22 @@ class Splitter:
         left = min(self.rows - first, self.step_rows)
         if left == self.step_rows:
             begin = first + rank * self.batch_size
-            return Share(self._slices(begin, begin + self.batch_size))
+            return Share(self.slices(begin, begin + self.batch_size))
         each, over = divmod(left, self.workers)
         if not self.equal:
             begin = first + rank * each + min(rank, over)
             rows = each + (rank < over)
-            return Share(self._slices(begin, begin + rows)) if rows else Share(())
+            return Share(self.slices(begin, begin + rows)) if rows else Share(())
         if not self.pad:
             begin = first + rank * each
-            return Share(self._slices(begin, begin + each))
+            return Share(self.slices(begin, begin + each))
         each += over > 0
         begin, stop = first + rank * each, first + (rank + 1) * each
-        own = self._slices(min(begin, self.rows), min(stop, self.rows))
+        own = self.slices(min(begin, self.rows), min(stop, self.rows))
         missing = each - sum(s.stop - s.start for s in own)
         # Fewer rows than workers: repeat the first rows for workers that would get none.
-        again = tuple(self._slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
+        again = tuple(self.slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
         return Share(own + again, padded=missing)
-
-    def slices_of(self, rows: range) -> tuple[Slice, ...]:
-        """The blocks and rows behind row numbers."""
-        return self._slices(rows.start, rows.stop)
 
     def block_done(self, block: int, step: int) -> bool:
         """Whether no step from `step` on needs this block."""
@@ -186,7 +182,8 @@ class Splitter:
         after = block + 1 - self.first
         return self.starts[after] if after < len(self.starts) else self.rows
 
-    def _slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
+    def slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
+        """The blocks and rows behind the row numbers begin … stop-1."""
         found: list[Slice] = []
         block = self.first + bisect_right(self.starts, begin) - 1
         while begin < stop:
@@ -313,7 +310,8 @@ class RecipePass(Pass):
 
     def unused(self) -> list[BlockSlice]:
         """The rows that no worker takes."""
-        return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
+        rows = self.splitter.remainder
+        return [self._rows(part) for part in self.splitter.slices(rows.start, rows.stop)]
 
     def reconcile(self, remaining: list[int]) -> dict[str, Any]:
         """Close the account.

@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, explain
+from stoker.events.kinds import Event, HostCpu, Note
 from stoker.hosts.topology import NODE_LABEL, label
 from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
 from stoker.ray_compat import HostRequest, draining_nodes
@@ -99,8 +100,8 @@ class DataService(ABC):
         """Node of each rank, or of each job of a script."""
         self.suspects = Suspects()
         self.pool = Pool(groups=tuple(map(label, groups)))
-        scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
-        self.elastic = Elastic(self.event, scaled)
+        self.scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
+        self.elastic = Elastic(self.event, self.scaled)
         """Hosts that come and go."""
         self.leases: Leases | None = None
         """Runs the chain workers."""
@@ -114,9 +115,9 @@ class DataService(ABC):
         self.over = False
         """Whether all leases end."""
         self.agents = Agents(
-            lambda used: self.log("host_cpu", {"hosts": used}),
+            lambda used: self.log(HostCpu(hosts=used)),
             cache=cache,
-            note=lambda text: self.log("note", {"text": text}),
+            note=lambda text: self.log(Note(text=text)),
             emptied=self.emptied,
             unused=self.holdings.unused,
             lost=self.agent_lost,
@@ -126,13 +127,13 @@ class DataService(ABC):
         self._look_now = threading.Event()
 
     @abstractmethod
-    def event(self, event: str, **values: Any) -> None:
+    def event(self, event: Event) -> None:
         """Pass on an event of the run; called with the lock held."""
 
-    def log(self, event: str, values: dict[str, Any]) -> None:
+    def log(self, event: Event) -> None:
         """Consumer's call, also of threads here: an event of the run."""
         with self.changed:
-            self.event(event, **values)
+            self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
         """Run chain workers from now on, as long as this actor lives."""
@@ -302,7 +303,8 @@ class DataService(ABC):
             self._look_now.clear()
             with self._ends_the_attempt():
                 hung = self._look_once({n["NodeID"] for n in ray.nodes() if n["Alive"]}, time.monotonic())
-                self.elastic.send(time.monotonic())
+                if self.scaled is not None:
+                    self.scaled.send(time.monotonic())
                 if not self.over:
                     leases.look()
                 for handle in hung:

@@ -78,7 +78,7 @@ class Worker:
         Ray runs the calls of an actor with threads in any order; here each depends on the previous one.
         """
         if every_rank or self.rank == 0:
-            self.logged = self.coordinator.log.remote(event.event, event.values(), self.logged)
+            self.logged = self.coordinator.log.remote(event, self.logged)
 
     def flush(self) -> None:
         """Wait until the coordinator has all logged events, so that none is missing from the summary."""

@@ -56,7 +56,7 @@ def make_trainer(
                 except Exception as error:  # of a user's exception; here, it would end the run
                     cause = f"a train worker failed ({type(error).__name__})"
                 lost = TrainWorkerLost(cause=cause, restarts_left=self.left - counts)
-                settings["coordinator"].log.remote(lost.event, lost.values())
+                settings["coordinator"].log.remote(lost)
             self.left -= counts
 
     resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY, **claims}

@@ -424,12 +424,14 @@ class Transport:
 
 def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
     """The transport of a train worker for all its passes."""
+    from stoker.events.kinds import Note
+
     return block_transport(
         service,
         pinned=device.type == "cuda",
         timeout_s=data.stall_timeout_s,
         direct=data.transport == "direct",
-        note=lambda text: service.log.remote("note", {"text": text}),
+        note=lambda text: service.log.remote(Note(text=text)),
     )
 
 
