@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import DataError
-from stoker.serve.blocks.prefetch import LateError, Prefetcher
+from stoker.serve.blocks.batches import LateError, Prefetcher
 
 
 class Service:

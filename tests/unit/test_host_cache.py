@@ -31,8 +31,8 @@ from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
 from stoker.read.sources import Source, cut_indices
 from stoker.serve.accounting import EpochAccount
-from stoker.serve.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.serve.passes import Passes
+from stoker.serve.pool import LOOK_AHEAD, CacheAffinity
 from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import LEFT_AFTER_S, OWNER, sweep
 

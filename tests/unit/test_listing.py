@@ -19,9 +19,9 @@ from stoker.data import Shard, Source, cut_indices, read_images, read_range
 from stoker.protocol import BlockReport, DataCursor, PassPlan
 from stoker.serve import planner
 from stoker.serve.accounting import EpochAccount
-from stoker.serve.affinity import CacheAffinity
 from stoker.serve.items import Numbered, ReadyBlock, Rest
 from stoker.serve.passes import Passes
+from stoker.serve.pool import CacheAffinity
 from stoker.serve.recipe_pass import RecipePass, Splitter
 
 PLAN = PassPlan(1, 0, "train", shuffle=True, block_records=4)

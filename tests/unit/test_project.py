@@ -91,7 +91,7 @@ def test_a_local_run_loads_no_other_place_and_no_events() -> None:
 
 
 def test_the_driver_plans_the_train_workers_without_pytorch() -> None:
-    code = "import sys; from pathlib import Path; import stoker.entry.driver, stoker.scripts.script_work;"
+    code = "import sys; from pathlib import Path; import stoker.entry.driver, stoker.scripts.supervisor;"
     code += "from stoker.config.schema import Config; from stoker.train.recipe_work import count_workers;"
     code += "stoker.entry.driver.optional_sinks(Config(recipe='none:None'), Path('x'));"
     code += "assert count_workers(Config(recipe='none:None'), {'CPU': 2.0}) == (1, False);"

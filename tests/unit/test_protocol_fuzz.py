@@ -22,8 +22,7 @@ import psutil
 import pytest
 
 from stoker.serve.blocks import wire
-from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.server import BlockServer
+from stoker.serve.blocks.folder import BlockFolder, BlockServer
 
 FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
 SECRET, TOKEN = b"s" * 32, "the job's token"

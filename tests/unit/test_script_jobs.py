@@ -233,7 +233,7 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
 ) -> None:
     """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
     from stoker.scripts.rank import run_dir_on
-    from stoker.scripts.script_work import ScriptWork
+    from stoker.scripts.supervisor import ScriptWork
 
     for lasting in ("", str(project / "volume")):
         monkeypatch.setenv("STOKER_RUN_DIR", str(project / "disk"))
@@ -247,7 +247,7 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
 
 
 def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:
-    from stoker.scripts.script_work import ScriptWork
+    from stoker.scripts.supervisor import ScriptWork
 
     work = ScriptWork.__new__(ScriptWork)
     work.config, work.use_gpu, work.where = job_of("train.py").config, False, str(project)

@@ -20,8 +20,7 @@ from pyarrow import parquet
 from stoker.data import read_parquet
 from stoker.errors import UsageError
 from stoker.serve.blocks import wire
-from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.server import BlockServer
+from stoker.serve.blocks.folder import BlockFolder, BlockServer
 
 SECRET = b"s" * 32
 FOLDER = BlockFolder("test", "far")

@@ -20,8 +20,7 @@ from stoker.protocol import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.blocks.client import DirectHosts, Transport
-from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.server import BlockServer
+from stoker.serve.blocks.folder import BlockFolder, BlockServer
 
 SECRET = b"s" * 32
 

@@ -18,8 +18,7 @@ from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
 from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.blocks.client import Transport
-from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.server import BlockServer
+from stoker.serve.blocks.folder import BlockFolder, BlockServer
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, pack_work

@@ -154,7 +154,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
 def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking: Tracking) -> Work:
     """Create the work of the train workers: a recipe or a script."""
     if resolved.config.script is not None:
-        from stoker.scripts.script_work import ScriptWork
+        from stoker.scripts.supervisor import ScriptWork
 
         return ScriptWork(resolved.config, place, tracking)
     config, data = opened or open_all(resolved)

@@ -15,7 +15,7 @@ from stoker.hosts.topology import TRAIN_RESOURCE
 from stoker.place import RunPlace
 
 if TYPE_CHECKING:
-    from stoker.scripts.script_work import ScriptWork
+    from stoker.scripts.supervisor import ScriptWork
     from stoker.train.recipe_work import RecipeWork
 
     Work = RecipeWork | ScriptWork

@@ -34,9 +34,9 @@ from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
+from stoker.serve.blocks.batches import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import unpack
-from stoker.serve.blocks.prefetch import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.serve.shards import Setup
 from stoker.session import EVENTS_VARIABLE
 

@@ -18,11 +18,10 @@ from stoker.events import kinds
 from stoker.events.kinds import Event
 from stoker.protocol import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.affinity import CacheAffinity
 from stoker.serve.attempt import Beginning, RecipeAttempt
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.passes import Passes
-from stoker.serve.pool import ChainHost, Scaling
+from stoker.serve.pool import CacheAffinity, ChainHost, Scaling
 from stoker.serve.recipe_pass import RecipePass, Used, ids_of
 from stoker.serve.service import DataService
 from stoker.serve.shards import Setup

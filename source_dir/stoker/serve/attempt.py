@@ -13,12 +13,11 @@ from stoker.errors import DataError
 from stoker.events import kinds
 from stoker.protocol import BadRecord, CarriedAccount, DataCursor, ItemStart
 from stoker.serve.accounting import ChainCosts, EpochAccount, refuse_over_budget
-from stoker.serve.affinity import CacheAffinity
 from stoker.serve.cursor import Trail, arrival
 from stoker.serve.items import Holdings, ReadyBlock
 from stoker.serve.passes import Pass, Passes
 from stoker.serve.planner import Lister, Planner
-from stoker.serve.pool import Pool
+from stoker.serve.pool import CacheAffinity, Pool
 from stoker.serve.recipe_pass import Pace, RecipePass, Signal, Splitter
 from stoker.serve.recovery import Suspects
 

@@ -20,10 +20,9 @@ from stoker.errors import DataError, explain
 from stoker.protocol import Care, Claim, DataCursor, Failure, Made, PassPlan, Process, Shard
 from stoker.read.sources import reread_wait_s
 from stoker.serve import items
-from stoker.serve.affinity import LOOK_AHEAD
 from stoker.serve.items import Held, Holdings, Item, Numbered, ReadyBlock
 from stoker.serve.passes import Pass, Passes, pack_work
-from stoker.serve.pool import Pool, is_hungry
+from stoker.serve.pool import LOOK_AHEAD, Pool, is_hungry
 from stoker.serve.recovery import Recovery
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from stoker.errors import DataError, SchemaError
 from stoker.protocol import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, BlockReport, StepAssignment
 from stoker.recipe import Batch
 from stoker.serve.accounting import ID_MODULUS
-from stoker.serve.blocks.batches import as_batch
+from stoker.serve.blocks.batches import LateError, Prefetcher, as_batch
 from stoker.serve.blocks.client import Fetched, Transport
 from stoker.serve.blocks.collator import Arrived, Collator
-from stoker.serve.blocks.prefetch import LateError, Prefetcher
 from stoker.train.device import DeviceClock, DeviceCopies, HostClock, Stamps, StepTimes
 
 FETCHERS = 2

@@ -17,8 +17,7 @@ from stoker.hosts.topology import NODE_LABEL
 from stoker.protocol import Directory, Server
 from stoker.read.host_cache import PREFIX, CacheSpec, open_root
 from stoker.serve.blocks.folder import PREFIX as BLOCKS
-from stoker.serve.blocks.folder import BlockFolder, here
-from stoker.serve.blocks.server import BlockServer
+from stoker.serve.blocks.folder import BlockFolder, BlockServer, here
 from stoker.storage.checkpoint_store import Cleaner
 
 SAMPLE_EVERY_S = 3.0
