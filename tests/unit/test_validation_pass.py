@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.events.kinds import TrainWorkerLost
+from stoker.events import kinds
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Plan
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
@@ -66,7 +66,7 @@ def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
 def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN), workers=1)
     attempt.event = coordinator.event  # as `begin` sets it
-    coordinator.log(TrainWorkerLost(cause="train worker 1: died", restarts_left=0))
+    coordinator.log(kinds.TrainWorkerLost(cause="train worker 1: died", restarts_left=0))
     # Another rank of the same attempt may still request rows ahead.
     assert coordinator.next(0, "train", 2, 0, 0)
     attempt.lost_at = time.monotonic()  # as in the attempt after it
@@ -75,3 +75,24 @@ def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     lost, recovered = coordinator.drain()
     assert (lost["event"], recovered["event"]) == ("train_worker_lost", "recovered")
     assert 0 <= recovered["data_s"] <= recovered["seconds"]
+
+
+def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they_say() -> None:
+    coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN))
+    attempt.event = coordinator.event
+    coordinator.training, coordinator.scaled = {}, None
+    began = round(time.time(), 3)
+    coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))
+    coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))
+    for epoch, shard in ((2, 0), (2, 1), (3, 0)):
+        coordinator.event(kinds.BlocksArrived(epoch=epoch, blocks=[[shard, 0, 8, 5]]))
+    assert coordinator.training == {1: "n"} and coordinator.published() == "c"
+    events = coordinator.drain()
+    assert all(event["time"] >= began for event in events)
+    assert [{name: event[name] for name in event if name != "time"} for event in events] == [
+        {"event": "train_worker", "rank": 1, "node": "n"},
+        {"event": "checkpoint", "path": "c", "epoch": 2, "step": 4},
+        {"event": "blocks", "epoch": 2, "blocks": [[0, 0, 8, 5], [1, 0, 8, 5]]},
+        {"event": "blocks", "epoch": 3, "blocks": [[0, 0, 8, 5]]},
+    ]
+    assert coordinator.drain() == []
