@@ -61,12 +61,13 @@ class Job:
     def name(self) -> str:
         return self.resolved.config.name
 
-    def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
+    def stage(self, folder: Path, data_at: dict[str, str] | None = None, *, installs: bool = True) -> None:
         """Write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
 
         Args:
             folder: an empty folder; created if missing.
             data_at: paths of the `data` parameters on the hosts; default: the paths on this machine.
+            installs: whether hosts install the requirements: reading this machine's versions takes 0.5 s.
         """
         folder.mkdir(parents=True, exist_ok=True)
         own, config = examples_root(), self.resolved.config
@@ -77,7 +78,8 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras))
         self._stage_source(folder)
-        self._stage_constraints(folder)
+        if installs:
+            self._stage_constraints(folder)
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")

@@ -14,6 +14,9 @@ if __package__ in (None, ""):
     from launcher.packages import refuse_absent
 
     refuse_absent()
+    from stoker.hosts import early
+
+    early.begin_for(sys.argv[1:])
 
 import typer
 from typer.core import TyperGroup
@@ -23,6 +26,7 @@ import stoker
 from stoker.config.redaction import scrub
 from stoker.config.values import expanded
 from stoker.errors import UsageError, nearest
+from stoker.hosts import early
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -303,6 +307,8 @@ def unwritable(error: OSError) -> str | None:
 
 def main() -> None:
     """Run the command line; wrong usage prints one line per problem and exits with 2."""
+    if Path(sys.argv[0]).name == "stoker":
+        early.begin_for(sys.argv[1:])
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:

@@ -22,6 +22,7 @@ from launcher.job import COMMAND, Job
 from launcher.places import Place
 from launcher.run_directory import PROCESS_FILE, PastRun, attach
 from stoker.errors import UsageError
+from stoker.hosts import early
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.scripts.script_checks import script_command_line
@@ -53,7 +54,7 @@ class LocalRequest:
     def check(self) -> int:
         """Check the job as its run would, in a staged copy; prints what is wrong; the run's exit code."""
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-            self.job.stage(Path(scratch) / "code")
+            self.job.stage(Path(scratch) / "code", installs=False)
             variables = environment(self.run_dir) | {CHECK_VARIABLE: "1"}
             command = [sys.executable, *COMMAND[1:]]
             done = subprocess.run(
@@ -150,7 +151,7 @@ def submit(request: LocalRequest) -> LocalRun:
     new = not run_dir.exists()
     shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
     try:
-        request.job.stage(run_dir / "code")
+        request.job.stage(run_dir / "code", installs=False)
     except OSError as error:
         if new:
             run_directory.remove_refused(run_dir, None)
@@ -162,7 +163,12 @@ def submit(request: LocalRequest) -> LocalRun:
     cwd, variables = run_dir / "code", environment(run_dir)
     # A killed launcher stops its job like a SIGTERM; the kernel counts the end of a thread as that, too.
     end = end_with_parent if threading.current_thread() is threading.main_thread() else None
-    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end)
+    begun = early.begun()
+    variables |= begun.variables() if begun else {}
+    passed = (begun.instructions,) if begun else ()
+    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end, pass_fds=passed)
+    if begun:
+        os.close(begun.instructions)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
 

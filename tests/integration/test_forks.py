@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from stoker.hosts.raynode import runs
 
 SCRIPT = """
 import json, os, sys
@@ -18,8 +21,10 @@ cluster.set_environment("0" * 32)
 starting = cluster.LocalCluster(Config(), forks.FOR_TRAINING)
 import pathlib, psutil, time
 
-(server,) = (p for p in psutil.Process().children() if "fork_server.py" in " ".join(p.cmdline()))
-SERVER, FOLDER = server.pid, pathlib.Path(json.loads(server.cmdline()[-1])[0]).parent
+below = {" ".join(p.cmdline()): p for p in psutil.Process().children()}
+(SERVER,) = (p.pid for command, p in below.items() if "fork_server.py" in command)
+(ray_start,) = (p for command, p in below.items() if "ray_command_line" in command)
+FOLDER = pathlib.Path(ray_start.environ()[forks.SOCKET_VARIABLE]).parent
 
 with starting.follows():
     import scipy
@@ -101,6 +106,46 @@ with starting:
 """
 
 
+EARLY = """
+import os, subprocess, sys
+from stoker.hosts import early
+
+JOB = '''
+import os, pathlib, psutil, sys, time
+from stoker.hosts import cluster, early, forks
+from stoker.config.schema import Config
+
+cluster.set_environment("0" * 32)
+with cluster.LocalCluster(Config(), forks.FOR_CHAINS):
+    import ray
+    (started,) = psutil.Process().children()
+    while not pathlib.Path(started.environ()[forks.SOCKET_VARIABLE]).exists():
+        time.sleep(0.1)
+    assert early.VARIABLE not in os.environ
+
+    @ray.remote(num_cpus=0)
+    def parent():
+        return os.getppid(), "torch" in sys.modules
+
+    print(ray.get(parent.remote()))
+'''
+
+begun, refused = early.begin(early.LOCAL), early.begin(early.LOCAL)
+job = subprocess.run(
+    [sys.executable, "-c", JOB],
+    env={**os.environ, **begun.variables()},
+    pass_fds=(begun.instructions,),
+    check=True,
+    capture_output=True,
+    text=True,
+)
+assert job.stdout.strip() == str((begun.pid, True)), job.stdout
+os.waitpid(begun.pid, 0)  # it ends with its job
+assert os.waitpid(refused.pid, os.WNOHANG)[0] == 0
+print(refused.pid)
+"""
+
+
 GPUS = """
 import importlib, torch
 
@@ -135,6 +180,14 @@ def test_a_forked_worker_is_a_process_like_any_other(tmp_path: Path) -> None:
     shown = run(SCRIPT, tmp_path)
     assert "the process that forks Ray's workers ended early" in shown
     assert not list(tmp_path.glob("sray-*"))
+
+
+def test_a_process_that_a_launcher_began_serves_its_job_and_ends_with_either(tmp_path: Path) -> None:
+    refused = int(run(EARLY, tmp_path))
+    deadline = time.monotonic() + 60
+    while runs(refused) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(refused), "its launcher has ended without a job"
 
 
 def test_forking_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""A signal that reaches the launcher alone; Ctrl-C in a terminal: tests/e2e/test_local.py."""
+"""A local run's launcher: signals that reach it alone, and what it begins first.
+
+Ctrl-C in a terminal: tests/e2e/test_local.py.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 from launcher.job import Job
 from launcher.places import local
 from stoker.config.loading import load
+from stoker.hosts import early
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
@@ -34,7 +38,7 @@ while True:
 '''
 
 class Endless(Job):
-    def stage(self, folder, data_at=None):
+    def stage(self, folder, data_at=None, installs=True):
         folder.mkdir(parents=True)
         (folder / "train.py").write_text(JOB)
 
@@ -62,7 +66,7 @@ def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_wai
 
 
 class Short(Job):
-    def stage(self, folder: Path, data_at: object = None) -> None:
+    def stage(self, folder: Path, data_at: object = None, *, installs: bool = True) -> None:
         folder.mkdir(parents=True)
         (folder / "train.py").write_text("import time; time.sleep(1)")
 
@@ -77,3 +81,32 @@ def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert started[0].process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "begins"),
+    [
+        ("job.yaml", True),
+        ("run job.yaml train.epochs=3 --source-dir x", True),
+        ("train.py -- --on the.left", True),
+        ("job.yaml --on ray", False),
+        ("job.yaml --on=rehearsal", False),
+        ("job.yaml --dry-run", False),
+        ("absent.yaml", False),
+        ("status job.yaml", False),
+        ("check train.py", False),
+        ("--help", False),
+        ("", False),
+    ],
+)
+def test_only_a_local_run_begins_to_import_before_it_is_checked(
+    typed: str, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("job.yaml", "train.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(early, "POSSIBLE", True)
+    monkeypatch.setattr(early, "begin", lambda modules: early.Begun(1, 2))
+    early.begin_for(typed.split())
+    assert (early.begun() is not None) == begins
+    assert early.begun() is None, "it serves one job"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.schema import Config
+from stoker.hosts import early
 from stoker.hosts.requirements import at_least, installed
 from stoker.recipe import ALIASES
 
@@ -31,9 +32,6 @@ SOCKET_VARIABLE, TRAINS_VARIABLE = "STOKER_FORKS", "STOKER_TRAINS"
 """For Ray's daemons, the server's socket; for train workers, that they need what `LATER` names."""
 FIRST_RAY = "2.56"
 """On Ray 2.52, a host without a dashboard does not join if its workers are forked."""
-POSSIBLE = sys.platform == "linux" and os.environ.get("STOKER_FORK_WORKERS") != "0"
-"""Other systems' libraries are not fork-safe; set the variable to 0 if one of yours is not on Linux."""
-SERVER = Path(__file__).with_name("fork_server.py")
 CHAIN = ("pyarrow.parquet", "ray.data", "stoker.serve.chain_worker", "PIL.Image")
 TRAINING = (*CHAIN, "ray.train.torch", "stoker.serve.actor", "stoker.train.loop")
 LATER = ("torch._dynamo", "timm.optim")
@@ -57,12 +55,14 @@ FOR_TRAINING = Imports(TRAINING, LATER)
 
 def started(imports: Imports, folder: Path) -> ForkServer | None:
     """A fork server, its sockets in `folder`; None on systems and Rays without."""
-    if not POSSIBLE:
-        return None
-    if not at_least(ray := installed("ray"), FIRST_RAY):
+    begun = early.begun()
+    if early.POSSIBLE and at_least(ray := installed("ray"), FIRST_RAY):
+        return ForkServer(begun or early.begin(), imports, folder)
+    if early.POSSIBLE:
         print(f"Ray {ray}: processes start more slowly than with Ray {FIRST_RAY} or newer", flush=True)
-        return None
-    return ForkServer(imports, folder)
+    if begun is not None:
+        os.close(begun.instructions)
+    return None
 
 
 class ForkServer:
@@ -71,13 +71,23 @@ class ForkServer:
     Ray's daemons get its socket in their environment; they may start while it imports.
     """
 
-    def __init__(self, imports: Imports, folder: Path) -> None:
+    def __init__(self, begun: early.Begun, imports: Imports, folder: Path) -> None:
         self.socket = str(Path(tempfile.mkdtemp(prefix="forks-", dir=folder)) / "socket")
         self._wanted = Path(self.socket).with_name("wanted")
-        what = json.dumps([self.socket, os.getpid(), imports.first, imports.later])
-        command = [sys.executable, str(SERVER), what]
-        # In a session of its own from its first line on: a terminal's Ctrl-C is not for it.
-        self.pid = os.posix_spawn(sys.executable, command, {**os.environ, **_environment()}, setsid=True)
+        self.pid, self._stopped = begun.pid, False
+        told = {
+            "path": self.socket,
+            "environment": {**os.environ, **_environment()},
+            "folder": str(Path.cwd()),
+            "python_path": sys.path,
+            "modules": imports.first,
+            "later": imports.later,
+        }
+        try:
+            with os.fdopen(begun.instructions, "w") as instructions:
+                instructions.write(json.dumps(told) + "\n")
+        except BrokenPipeError:  # it has ended; else workers would wait for its socket
+            shutil.rmtree(self._wanted.parent, ignore_errors=True)
 
     @contextlib.contextmanager
     def follows(self) -> Iterator[None]:
@@ -91,12 +101,21 @@ class ForkServer:
 
     def stop(self) -> None:
         """Kill the process, after Ray has stopped; say so if it ended before."""
-        with contextlib.suppress(ChildProcessError):  # stopped before
-            if os.waitpid(self.pid, os.WNOHANG)[0]:
-                print("warning: the process that forks Ray's workers ended early, so they started slowly")
-            else:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
+        import psutil
+
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            ended = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            ended = True
+        if ended:
+            print("warning: the process that forks Ray's workers ended early, so they started slowly")
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # the launcher's
+            os.waitpid(self.pid, 0)
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
@@ -106,12 +125,6 @@ def _environment() -> dict[str, str]:
         # raylet's end is also detected through the connection to it.
         "RAY_JOB_ID": "ffffffff",
         "RAY_RAYLET_PID": str(os.getpid()),
-        # Ray's value for a worker with one CPU; numerical libraries read it only once, too.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Arrow's library starts a thread for it, although Arrow uses another allocator.
-        "JE_ARROW_MALLOC_CONF": os.environ.get("JE_ARROW_MALLOC_CONF", "background_thread:false"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 

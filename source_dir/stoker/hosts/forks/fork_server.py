@@ -20,7 +20,39 @@ from typing import Any, NoReturn
 RAY_COMPAT = Path(__file__).parents[2] / "ray_compat.py"
 
 
-def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[str]) -> NoReturn:
+ENVIRONMENT = {
+    # Ray's value for a worker with one CPU; numerical libraries read it only once.
+    "OMP_NUM_THREADS": "1",
+    # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Arrow's library starts a thread for it, although Arrow uses another allocator.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+
+
+def main(parent: int, early: Sequence[str]) -> NoReturn:
+    """Import the `early` modules, read the instructions and follow them; end with the parent process."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (1, 2):
+            os.dup2(null, number)
+        os.closerange(3, 1 << 16)
+        end_with(parent)
+        os.environ.update({**ENVIRONMENT, **os.environ})
+        sys.path[:1] = []  # this folder
+        gc.disable()  # to import faster
+        import_all(early)
+        told = json.loads(sys.stdin.readline() or "null")
+        if told is not None:
+            os.environ.update({**ENVIRONMENT, **told.pop("environment")})
+            os.chdir(told.pop("folder"))
+            sys.path[:] = ["", *filter(None, told.pop("python_path"))]  # a worker puts its own folder first
+            serve_forks(parent, **told)
+    finally:
+        os._exit(1)
+
+
+def serve_forks(parent: int, path: str, modules: Sequence[str], later: Sequence[str]) -> NoReturn:
     """Import the modules, then fork a worker per request at the socket `path` until the parent process ends.
 
     A second process also imports `later`, which only train workers need, and forks those.
@@ -28,9 +60,8 @@ def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[
     folder = Path(path).parent
     try:
         null = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(null, number)
-        os.closerange(3, 1 << 16)
+        os.dup2(null, 0)
+        os.close(null)
         end_with(parent, folder)
         runpy.run_path(str(RAY_COMPAT))["draw_ids_from_the_system"]()
         import_for_forks(modules, folder / "wanted")
@@ -48,14 +79,16 @@ def serve_forks(path: str, parent: int, modules: Sequence[str], later: Sequence[
         os._exit(1)
 
 
-def end_with(parent: int, folder: Path) -> None:
+def end_with(parent: int, folder: Path | None = None) -> None:
     """Exit with the parent process, even if that is killed, and remove the folder."""
 
     def end(*_: Any) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, end)
+    # Without a folder at once, even if a library is just being loaded.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if folder is None else end)
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         end()
@@ -68,12 +101,9 @@ def import_for_forks(modules: Sequence[str], wanted: Path) -> None:
         modules: their names.
         wanted: a file to which further names are written meanwhile.
     """
-    gc.disable()  # to import faster
     names, done = list(modules), set[str]()
     while names:
-        for name in names:
-            with contextlib.suppress(Exception):  # a worker that needs it will report the error
-                importlib.import_module(name)
+        import_all(names)
         done.update(names)
         noted = wanted.read_text().split() if wanted.is_file() else []
         names = [name for name in noted if name not in done]
@@ -82,6 +112,12 @@ def import_for_forks(modules: Sequence[str], wanted: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     gc.collect()
     gc.freeze()  # else a worker's first collection would copy every page
+
+
+def import_all(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # a worker that needs it will report the error
+            importlib.import_module(name)
 
 
 def draw_in_a_fork() -> bytes:
@@ -169,5 +205,4 @@ def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.soc
 
 
 if __name__ == "__main__":
-    sys.path[0] = ""  # instead of this folder; a worker puts its own there
-    serve_forks(*json.loads(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])
