@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,15 +113,6 @@ def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
     assert found == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("dataset", [Records(), Stream()])
-def test_a_block_that_an_interrupt_has_lost_is_noticed(dataset: Any) -> None:
-    iterator = iter(DataLoader(dataset, batch_size=4))
-    next(iterator)
-    iterator._maker.get(None)  # as far as `next` came
-    with pytest.raises(RuntimeError, match="an interrupt lost batches"):
-        next(iterator)
-
-
 class Countless(list[int]):
     """A sampler without a length."""
 
@@ -194,12 +186,12 @@ class Head:
         pool = Pool()
         pool.update([ChainHost("h", 1)], False, 0.0)
         self.attempt = LoaderAttempt(
-            0, 600.0, pool, budget, itertools.count(), Holdings(), Locks.new(), lambda text: None, {}
+            0, pool, budget, itertools.count(), Holdings(), Locks.new(), lambda text: None, {}
         )
         self.planner = self.attempt.planner
         with self.attempt.changed:
             for key, workers in (("train", streams), ("val", 0)):
-                self.attempt.open(key, key, workers)
+                self.attempt.open(key, key, workers, 600.0)
                 if key == "train" or not workers:
                     shards = [(n, Shard(f"{n}"), 0) for n in range(workers or 9)]
                     self.attempt.submit(key, shards, None)
@@ -275,6 +267,38 @@ def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they
     assert claim is not None and (claim.work[0].number, claim.work[0].skip) == (1, 4), "its process is gone"
 
 
+@pytest.mark.parametrize(
+    "option", [{"stall_timeout_s": 0}, {"stall_timeout_s": float("nan")}, {"bad_record_budget": 5}]
+)
+def test_an_option_out_of_its_range_is_refused(option: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(option))} is a .*, not {next(iter(option.values()))}"):
+        DataLoader(Records(), **option)
+
+
+FORKS = """
+import gc, os
+from stoker import DataLoader
+
+batches = iter(DataLoader([1, 2, 3, 4]))
+next(batches), next(batches)
+child = os.fork()
+if child:
+    os.wait()
+del batches
+gc.collect()
+print("parent" if child else "child", os.path.exists(os.environ["STOKER_EVENTS"]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_that_lets_go_of_a_pass_does_not_end_it_for_its_parent(tmp_path: Path) -> None:
+    """The report of a pass that has ended shows whose finalizers ran."""
+    events = {"STOKER_EVENTS": str(tmp_path / "events.jsonl")}
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, env=os.environ | events, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["child", "False", "parent", "True"]
+
+
 def test_an_address_where_nobody_answers_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: .*refused"):
         connection.connect("127.0.0.1:1")
@@ -332,13 +356,13 @@ class TwoHosts:
             self.pool.update(self.hosts, trains, at)
         self.pool.workers_are({"a": "a", "b": "b"}, 3.0)
         self.attempt = LoaderAttempt(
-            0, 60.0, self.pool, budget, itertools.count(), Holdings(), Locks.new(), print, {"s": {}}
+            0, self.pool, budget, itertools.count(), Holdings(), Locks.new(), print, {"s": {}}
         )
         self.planner = self.attempt.planner
 
-    def open(self, key: str, streams: int) -> LoaderPass:
+    def open(self, key: str, streams: int, stall_s: float = 60.0) -> LoaderPass:
         """A pass over so many streams, or over 99 batches."""
-        self.attempt.open(key, "s", streams)
+        self.attempt.open(key, "s", streams, stall_s)
         shards = [(n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)]
         self.attempt.submit(key, shards, len(shards))
         self.planner.advance()
@@ -378,6 +402,20 @@ def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int,
                         shard, block = each.next
                         each.next = (shard, block + 1) if each.streams else (shard + 1, 0)
     assert min(taken) >= 15, taken
+
+
+def test_each_pass_has_the_deadline_of_its_loader() -> None:
+    head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
+    with head.attempt.changed:
+        patient, hasty = head.open("patient", 0, 600.0), head.open("hasty", 0, 40.0)
+        assert head.given("a") and head.given("b")
+        head.planner.look(began + 50)
+        ((place, reason),) = hasty.failed.items()
+        assert place == hasty.next and "no result for 50 s (stall_timeout_s: 40)" in reason
+        assert "DataLoader" in reason and "data." not in reason
+        assert not patient.failed and not head.attempt.over
+        head.planner.look(began + 560)
+        assert "(stall_timeout_s: 600)" in patient.failed[patient.next]
 
 
 def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:

@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
+from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, finalize
 from stoker.loader.makers import (
     ClusterMaker,
     ProcessMaker,
@@ -87,10 +86,14 @@ class DataLoader(TorchDataLoader[Item]):
         """Set the options that torch's loader does not have; see the class.
 
         Raises:
-            ValueError: an unknown `on_error`.
+            ValueError: an option has no such value.
         """
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
+        if not stall_timeout_s > 0:
+            raise ValueError(f"stall_timeout_s is a number of seconds above 0, not {stall_timeout_s!r}")
+        if not 0 <= bad_record_budget <= 1:
+            raise ValueError(f"bad_record_budget is a share from 0 to 1, not {bad_record_budget!r}")
         if on_error == "quarantine" and isinstance(self.dataset, IterableDataset):
             warnings.warn(
                 'stoker.DataLoader: on_error="quarantine" has no effect on an IterableDataset: skip'
@@ -187,7 +190,7 @@ class DataLoader(TorchDataLoader[Item]):
     def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
         from stoker.loader.loader_service import forget, setup_of
 
-        service, transport = service_of_script(self.stall_timeout_s)
+        service, transport = service_of_script()
         name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
         streams = max(1, self.num_workers) if iterable else 0
         keeps = self.kept.token if self._keeps else "" if self.persistent_workers else None
@@ -195,7 +198,7 @@ class DataLoader(TorchDataLoader[Item]):
         if self._keeps:
             self.kept.served_by(service)
         if keeps and not self.kept.served:
-            weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
+            finalize(self, forget, service, f"{name}/{keeps}").atexit = False
         setup, pace = setup_of(name, pages, iterable), self.kept.batch_time
         return ClusterMaker(
             service,

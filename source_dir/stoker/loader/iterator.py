@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import secrets
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,12 @@ STREAM_BATCHES = 8
 RAMP = 10
 """The first block of a pass has this fraction of the usual batches, the next one twice as many, and so on."""
 END = object()
+
+
+def finalize(of: Any, call: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
+    """As `weakref.finalize`; a fork of this process inherits it, but must not end what the parent uses."""
+    process = os.getpid()
+    return weakref.finalize(of, lambda: call(*arguments) if os.getpid() == process else None)
 
 
 @dataclass
@@ -115,7 +123,7 @@ class ClusterIterator(_BaseDataLoaderIter):
     def __init__(
         self, loader: Any, maker: Any, watch: PassTimer, start: dict[str, Any] | None = None
     ) -> None:
-        finish = weakref.finalize(self, maker.close)  # also if what follows fails
+        finish = finalize(self, maker.close)  # also if what follows fails
         self.passes = passes = start["passes"] if start else loader.kept.passes
         if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
             vars(self).update(loader.kept.base)
@@ -138,7 +146,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         )
         self._finish = finish
         self._watch = watch
-        weakref.finalize(self, self._watch.tell)
+        finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._streams = max(1, loader.num_workers)
         self._ahead = self._streams * (loader.prefetch_factor or 2)
@@ -159,6 +167,8 @@ class ClusterIterator(_BaseDataLoaderIter):
         """Places of the requested blocks, in order."""
         self._broken: Exception | None = None
         """Exception raised by the sampler."""
+        self._torn = False
+        """Whether a call is changing the state; still so in the next one if an interrupt broke it off."""
         if loader.restored and not self._iterable:
             # The state of a sampler may be that of its end: torchdata's then begin again.
             first = next(self._sampler_iter, END)
@@ -172,6 +182,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._open_streams()
         else:
             self._fill()
+        self._settle()
 
     def _resume(self, start: dict[str, Any]) -> None:
         self._order = self._order._replace(base_seed=start["base_seed"], shared_seed=start["shared_seed"])
@@ -189,9 +200,11 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def place(self) -> dict[str, Any] | None:
         """Position after the last batch that was taken; None at the end of the pass."""
-        if self._ended:
-            return None
-        return {
+        return None if self._ended else self._place
+
+    def _settle(self) -> None:
+        """The script has what was taken. Last in a call: an interrupt before it leaves the position alone."""
+        place = {
             "base_seed": self._order.base_seed,
             "passes": self._order.passes,
             "shared_seed": self._order.shared_seed,
@@ -202,6 +215,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             "turn": self._turn,
             "digests": list(self._digests),
         }
+        self._place, self._torn = place, False
 
     def _open_streams(self) -> None:
         self._wanted, self._next_asked = list(self._taken), self._turn
@@ -214,6 +228,7 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def _fill(self) -> None:
         """Draw indices ahead, in this thread, and submit their batches."""
+        self._torn = True  # an interrupt would end a sampler that is a generator, as if that were all
         shards = []
         together, most = self._maker.pace(self._ahead)
         while not self._exhausted and self._submitted - self._number < most:
@@ -247,11 +262,19 @@ class ClusterIterator(_BaseDataLoaderIter):
                 self._groups += 1
         if shards or self._exhausted:
             self._maker.submit(shards, self._groups if self._exhausted else None)
+        self._torn = False
 
     def __next__(self) -> Any:
+        if self._torn:
+            self.close()
+            raise RuntimeError(
+                "DataLoader: an interrupt or an error broke off the last next() while it took a batch, so the"
+                " next one is not known; start another pass or load a state"
+            )
         asked = time.perf_counter()
         batch = super().__next__()
         self._watch.took(asked, self._records)
+        self._settle()
         return batch
 
     def _next_data(self) -> Any:
@@ -270,27 +293,31 @@ class ClusterIterator(_BaseDataLoaderIter):
                 self.close()
                 raise StopIteration
             if isinstance(made, Failed):
+                self._settle()
                 _reraise(made)
-            self._quarantine.add(made.bad)
+            reason = self._quarantine.add(made.bad)
+            if made.empty and self._ranks > 1 and not reason:
+                reason = (
+                    f"no record of batch {self._number - 1} can be loaded: {made.bad[0][1]}; left out on this"
+                    " rank alone, it would make the others wait for ever"
+                )
+            if reason:
+                self._settle()
+                raise RuntimeError(f"DataLoader: {reason}")
             if not made.empty:
                 return made.batch
-            if self._ranks > 1:
-                raise RuntimeError(
-                    f"DataLoader: no record of batch {self._number - 1} can be loaded: {made.bad[0][1]}; left"
-                    " out on this rank alone, it would make the others wait for ever"
-                )
 
     def _next_batch(self, deadline: float | None) -> Any:
         while not self._ready:
             if not self._exhausted:
                 self._fill()
             if self._exhausted and self._number == self._submitted:
-                error, self._broken = self._broken, None
-                if error is not None:
-                    raise error
+                if self._broken is not None:
+                    raise self._broken
                 return END
             self._ready.extend(self._get(deadline)[1])
-            self._asked.popleft()  # only now, so that an interrupt before this line is detected
+            self._asked.popleft()
+        self._torn = True
         self._number += 1
         self._records = self._sizes.popleft()
         return self._ready.popleft()
@@ -298,11 +325,13 @@ class ClusterIterator(_BaseDataLoaderIter):
     def _next_stream(self, deadline: float | None) -> Any:
         """Take from the workers in turn and skip exhausted ones, as torch does."""
         while True:
+            self._torn = True
             while len(self._asked) < STREAM_BATCHES and len(self._over) < self._streams:
                 if self._next_asked not in self._over:
                     self._want((self._next_asked, self._wanted[self._next_asked]))
                     self._wanted[self._next_asked] += 1
                 self._next_asked = (self._next_asked + 1) % self._streams
+            self._torn = False
             if not self._asked:
                 return END
             worker = self._asked[0][0]
@@ -344,10 +373,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._maker.want(place)
 
     def _get(self, deadline: float | None) -> tuple[str, Any]:
-        place, kind, value = self._maker.get(deadline)
-        if kind != "failed" and place != self._asked[0]:
-            # An interrupt during `next` has lost a block.
-            kind, value = "failed", "an interrupt lost batches; start another pass or load a state"
+        self._maker.wait(deadline)  # an interrupt here costs nothing: the script may call next() again
+        self._torn = True
+        _, kind, value = self._maker.get()
         if kind == "failed":
             self.close()
             raise RuntimeError(f"DataLoader: {value}")
@@ -377,18 +405,15 @@ class Quarantine:
         self.budget, self.total = budget, total
         self.records: list[tuple[Any, str]] = []
 
-    def add(self, bad: Any) -> None:
-        """Add skipped records.
-
-        Raises:
-            RuntimeError: they exceed the budget.
-        """
+    def add(self, bad: Any) -> str:
+        """Add skipped records; returns why the pass fails if they exceed the budget."""
         if not bad:
-            return
+            return ""
         self.records += bad
         if self.total is not None and len(self.records) > self.budget * self.total:
             index, reason = bad[-1]
-            raise RuntimeError(
-                f"DataLoader: {len(self.records)} of {self.total} records cannot be loaded, more than"
+            return (
+                f"{len(self.records)} of {self.total} records cannot be loaded, more than"
                 f" bad_record_budget={self.budget}; last one: index {index!r}: {reason}"
             )
+        return ""

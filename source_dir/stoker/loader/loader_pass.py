@@ -38,6 +38,7 @@ class LoaderPass(Pass):
     """Number of submitted shards."""
     total: int | None = None
     """Number of shards that will be submitted, once known. Calls of a script can overtake each other."""
+    stall_key: str = "stall_timeout_s"
     readers: dict[int, str] = field(default_factory=dict)
     """The chain worker that has opened a stream."""
 
@@ -114,7 +115,6 @@ class LoaderAttempt(Attempt):
     def __init__(
         self,
         number: int,
-        stall_s: float,
         pool: Pool,
         budget_bytes: int,
         numbers: count[int],
@@ -123,7 +123,7 @@ class LoaderAttempt(Attempt):
         note: Callable[[str], None],
         copies: dict[str, dict[int, str]],
     ) -> None:
-        super().__init__(number, locks, stall_s, Suspects())
+        super().__init__(number, locks, Suspects())
         self._note, self.copies = note, copies
         self.passes: dict[str, LoaderPass] = {}
         """Open passes."""
@@ -139,9 +139,19 @@ class LoaderAttempt(Attempt):
 
     def fail(self, reason: str) -> None:
         """As the base's: ends all passes."""
+        super().fail(self._named(reason))
+
+    def stalled(self, pass_: Pass, reason: str) -> None:
+        """As the base's, but this pass alone fails: others may have longer deadlines."""
+        mine = cast(LoaderPass, pass_)
+        with self.changed:
+            mine.failed[mine.next] = self._named(reason)
+            self.ready.notify_all()
+
+    def _named(self, reason: str) -> str:
         for each in self.passes.values():
             reason = reason.replace(f"{each.plan.split} shard", "DataLoader")
-        super().fail(reason)
+        return reason
 
     def open_passes(self) -> list[LoaderPass]:
         """As the base's: the one least ahead first, because scripts may wait for any of them."""
@@ -151,12 +161,14 @@ class LoaderAttempt(Attempt):
         readers = [*self.copies.values(), *(each.readers for each in self.passes.values())]
         return {worker for each in readers for worker in each.values()}
 
-    def open(self, key: str, split: str, streams: int) -> None:
+    def open(self, key: str, split: str, streams: int, stall_s: float) -> None:
         """A script begins to iterate."""
         number = next(self._opened)
         plan = PassPlan(seed=number, epoch=0, split=split, shuffle=False, block_records=1)
         readers = self.copies.get(split, {})
-        self.passes[key] = pass_ = LoaderPass(plan=plan, number=number, streams=streams, readers=readers)
+        self.passes[key] = pass_ = LoaderPass(
+            plan=plan, number=number, streams=streams, readers=readers, stall_s=stall_s
+        )
         self.idle = False
         self.planner.passes.append(pass_)
 

@@ -49,7 +49,6 @@ class LoaderService(DataService):
     Args:
         hosts: maps train workers by node to the hosts that preprocess.
         budget_bytes: bytes of batches to hold ready.
-        stall_s: work fails after this long without a result.
         scaler: decides how many CPU hosts to request; None: their number is fixed.
         node: the Ray node where it runs.
     """
@@ -60,7 +59,6 @@ class LoaderService(DataService):
         self,
         hosts: Callable[[Counter[str]], list[ChainHost]],
         budget_bytes: int,
-        stall_s: float,
         scaler: Scaling | None = None,
         node: str = "",
         most_waiting: int = 64,
@@ -70,9 +68,7 @@ class LoaderService(DataService):
         self._events = ""
         """The file through which a script on this host sends events to the run; empty: outside a job."""
         self.costs = ChainCosts()
-        super().__init__(
-            hosts, budget_bytes, stall_s, {"": self.costs}, scaler=scaler, most_waiting=most_waiting
-        )
+        super().__init__(hosts, budget_bytes, {"": self.costs}, scaler=scaler, most_waiting=most_waiting)
         self._node = node
         self._progress: dict[str, tuple[float, PassProgress]] = {}
         """By pass: when a script last took batches of it, and how many."""
@@ -175,6 +171,7 @@ class LoaderService(DataService):
         loader: str,
         streams: int,
         keeps: bool,
+        stall_s: float,
         node: str,
         job: str,
         told: str,
@@ -188,6 +185,7 @@ class LoaderService(DataService):
             loader: identifies the loader: what it registered before is dropped unless others use it.
             streams: see LoaderPass.
             keeps: whether the copies serve later passes, too.
+            stall_s: the pass fails after this long without a batch.
             node: Ray node of the script.
             job: Ray job of the script.
             told: the file through which the script sends events to the run; empty: outside a job.
@@ -207,8 +205,8 @@ class LoaderService(DataService):
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
-                    number, self.stall_s, self.pool, self.budget_bytes, self.numbers, self.holdings,
-                    self.locks, self.notes.append, self._copies,
+                    number, self.pool, self.budget_bytes, self.numbers, self.holdings, self.locks,
+                    self.notes.append, self._copies,
                 )  # fmt: skip
                 self.attempt = attempt
             self.training[job] = node
@@ -218,7 +216,7 @@ class LoaderService(DataService):
                 # Both would use the same copies, and the script has given the earlier one up.
                 for earlier in [key for key, each in attempt.passes.items() if each.plan.split == split]:
                     self.close(earlier)
-            attempt.open(key, split, streams)
+            attempt.open(key, split, streams, stall_s)
             self.has_work.notify_all()
         self.start_engine(me)
         return self.state(key, PassProgress())
@@ -332,7 +330,7 @@ CALL_S = 60.0
 """Deadline of a call to the service, which answers within seconds."""
 
 
-def service_of(group: str, stall_s: float) -> Any:
+def service_of(group: str) -> Any:
     """Return the service of this job; the first caller starts it.
 
     It is detached, so that it outlives the script that starts it while other ranks use it.
@@ -352,7 +350,7 @@ def service_of(group: str, stall_s: float) -> Any:
         "get_if_exists": True,
         "lifetime": "detached",
     }
-    service = start_service(LoaderService, config, scaler, 64, shared, stall_s=stall_s, node=node)
+    service = start_service(LoaderService, config, scaler, 64, shared, node=node)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service
 

@@ -1,9 +1,10 @@
 """Script: makers of batches: chain workers of a cluster, or this process.
 
-A maker has five methods, all called in the script's thread:
+A maker has six methods, all called in the script's thread:
     submit(shards, total)   add work; total is the number of shards in all, once known
     want(place)             request the next block
-    get(deadline)           return the next requested block: (place, "block", batches), (place, "end", None)
+    wait(deadline)          wait for the next requested block; changes nothing
+    get()                   return it, without waiting: (place, "block", batches), (place, "end", None)
                             or (place, "failed", reason)
     pace(least)             batches per block, and batches to submit ahead
     close()
@@ -24,7 +25,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -79,7 +80,7 @@ class ClusterMaker:
         keeps: names the copies of the dataset that workers keep across passes; empty: those of all loaders
             with this content; None: a new copy for this pass.
         pinned: whether batches go into pinned memory.
-        stall_s: the script fails after this long without a batch.
+        stall_s: the pass fails after this long without a batch.
         watch: of the pass.
         batch_time: of the loader.
     """
@@ -101,12 +102,13 @@ class ClusterMaker:
         import ray
 
         self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
-        self._transport, self._watch, self._batch_time = transport.for_pass(), watch, batch_time
+        self._transport = transport.for_pass(stall_s, "stall_timeout_s")
+        self._watch, self._batch_time = watch, batch_time
         self._device = torch.cuda.current_device() if pinned else None
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
         split = name if keeps == "" else f"{name}/{keeps or key}"
-        about = (service, key, split, loader, streams, bool(keeps), node, job, told)
+        about = (service, key, split, loader, streams, bool(keeps), stall_s, node, job, told)
         while not self._look(service.open.remote(*about)):
             ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
         self._places: dict[int, BlockPlace] = {}
@@ -132,7 +134,7 @@ class ClusterMaker:
         self._wanted += 1
         self._prefetcher.want()
 
-    def get(self, deadline: float | None) -> Arrival:
+    def wait(self, deadline: float | None) -> None:
         """See the module.
 
         Raises:
@@ -141,14 +143,17 @@ class ClusterMaker:
         began = time.monotonic()
         until = min(began + self._stall_s, math.inf if deadline is None else deadline)
         with suppress(LateError):
-            if (block := self._prefetcher.take(until - began)) is not None:
-                return block
+            if self._prefetcher.wait(until - began):
+                return
         now = time.monotonic()
         if deadline is not None and now >= deadline:
             raise RuntimeError(f"DataLoader timed out after {now - began:.0f} seconds (timeout)")
         if now < until:
             raise RuntimeError("DataLoader: the thread that fetches batches has ended")
-        raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s")
+        raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
+
+    def get(self) -> Arrival:
+        return cast(Arrival, self._prefetcher.take(0.0))
 
     def pace(self, least: int) -> tuple[int, int]:
         slots, batch_s = max(self._slots, 1), self._batch_time.seconds
@@ -230,7 +235,7 @@ def _errors_for_the_script() -> Iterator[None]:
 _services: dict[tuple[str, str], tuple[Any, Transport]] = {}
 
 
-def service_of_script(stall_s: float) -> tuple[Any, Transport]:
+def service_of_script() -> tuple[Any, Transport]:
     """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass.
 
     Raises:
@@ -245,7 +250,7 @@ def service_of_script(stall_s: float) -> tuple[Any, Transport]:
     if here not in _services:
         refuse_old_ray()
         _services.clear()
-        service = service_of(here[1], stall_s)
+        service = service_of(here[1])
         # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
         # torch's pinned memory tracks such copies.
         _services[here] = service, block_transport(service, pinned=False, timeout_s=600.0)
@@ -321,7 +326,10 @@ class ProcessMaker:
     def want(self, place: BlockPlace) -> None:
         self._wanted.append(place)
 
-    def get(self, deadline: float | None) -> Arrival:
+    def wait(self, deadline: float | None) -> None:
+        """Nothing to wait for: batches are made as they are taken."""
+
+    def get(self) -> Arrival:
         from torch.utils.data._utils import worker
 
         from stoker.read.sources import drawing

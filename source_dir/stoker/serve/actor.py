@@ -50,7 +50,6 @@ class Coordinator(DataService):
         super().__init__(
             hosts,
             budget_bytes,
-            data.stall_timeout_s,
             chain,
             data.preprocess_on,
             passes.cache,

@@ -48,7 +48,6 @@ class Attempt(ABC):
     Args:
         number: from 0.
         locks: of the service.
-        stall_s: work fails after this long without a result.
         suspects: records that kill their process.
         keeping: cache affinity of hosts; None: no cache.
     """
@@ -62,11 +61,10 @@ class Attempt(ABC):
         self,
         number: int,
         locks: Locks,
-        stall_s: float,
         suspects: Suspects,
         keeping: CacheAffinity | None = None,
     ) -> None:
-        self.number, self.stall_s, self.suspects, self.keeping = number, stall_s, suspects, keeping
+        self.number, self.suspects, self.keeping = number, suspects, keeping
         self.changed, self.has_work, self.ready = locks
         self.failure = ""
         self.replaced = False
@@ -112,6 +110,14 @@ class Attempt(ABC):
             self.changed.notify_all()
             self.ready.notify_all()
 
+    def stalled(self, pass_: Pass, reason: str) -> None:
+        """A pass has waited longer than its `stall_s`.
+
+        Raises:
+            DataError: nothing else can be done with this attempt.
+        """
+        raise DataError(reason)
+
     def repeats(self, split: str, task: str) -> None:  # noqa: B027 - a script has no such account
         """Work is done again, because its host or process was lost."""
 
@@ -155,7 +161,7 @@ class RecipeAttempt(Attempt):
         keeping: CacheAffinity | None,
         suspects: Suspects,
     ) -> None:
-        super().__init__(number, locks, passes.config.data.stall_timeout_s, suspects, keeping)
+        super().__init__(number, locks, suspects, keeping)
         self.workers, self.passes, self.totals, self.start = workers, passes, totals, start
         self.chain, self.event = chain, event
         self.beginning: Beginning | None = None
@@ -211,6 +217,7 @@ class RecipeAttempt(Attempt):
             account=EpochAccount.since(split, epoch, start),
             total=self.totals[split],
             trail=Trail(start) if start else None,
+            stall_s=config.data.stall_timeout_s,
         )
 
     def _open(self) -> None:

@@ -70,6 +70,10 @@ class Pass(ABC):
     shard."""
     step_rows: int = 1
     """Rows of one step over all consumers."""
+    stall_s: float = 600.0
+    """Work fails after this long without a result."""
+    stall_key: str = "data.stall_timeout_s"
+    """What the user calls that."""
 
     @property
     def key(self) -> tuple[str, int]:

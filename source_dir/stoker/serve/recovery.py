@@ -132,26 +132,30 @@ class Suspects:
 
 
 LEAST_SHARE, LEAST_S = 0.1, 5.0
-"""Minimum deadline of a block, as a share of `data.stall_timeout_s` and in seconds."""
+"""Minimum deadline of a block, as a share of its pass's `stall_s` and in seconds."""
 TIMES_TYPICAL = 20.0
 """A block is late after this multiple of the median duration of its split's blocks."""
 UNKNOWN_SHARE = 0.5
-"""Deadline as a share of `data.stall_timeout_s` before the first block of a split has arrived."""
+"""Deadline as a share of `stall_s` before the first block of a split has arrived."""
 START_UP = 2.0
 """Factor for the first block of a host, which includes process start and imports."""
 GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
-"""Share of `data.stall_timeout_s` after which the run ends and names the stuck work, before train workers
-time out without that information."""
+"""Share of `stall_s` after which the pass ends and names the stuck work, before its consumers time out
+without that information."""
 AVOID_S, LONGEST_AVOID_S = 120.0, 1920.0
 KNOWN = 101
 """Number of block durations to remember."""
+
+
+def give_up_s(stall_s: float) -> float:
+    """A pass ends if no awaited block arrives for this long."""
+    return max(GIVE_UP_SHARE * stall_s, LEAST_GIVE_UP_S)
 
 
 @dataclass
 class Patience:
     """Deadlines for work, and how long to avoid a host. One per attempt."""
 
-    stall_s: float
     _taken: dict[str, deque[float]] = field(default_factory=dict)
     _seen: set[tuple[str, str]] = field(default_factory=set)
     _avoided: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -162,18 +166,13 @@ class Patience:
         self._taken.setdefault(split, deque(maxlen=KNOWN)).append(seconds)
         self._seen.add((split, node))
 
-    def deadline_s(self, split: str, node: str, late: int) -> float:
-        """How long a task may take for its next result."""
+    def deadline_s(self, split: str, node: str, late: int, stall_s: float) -> float:
+        """How long a task may take for its next result, in a pass that waits `stall_s`."""
         taken = self._taken.get(split)
         if not taken:
-            return UNKNOWN_SHARE * self.stall_s * 2.0**late
-        least = max(LEAST_SHARE * self.stall_s, LEAST_S, TIMES_TYPICAL * median(taken))
+            return UNKNOWN_SHARE * stall_s * 2.0**late
+        least = max(LEAST_SHARE * stall_s, LEAST_S, TIMES_TYPICAL * median(taken))
         return least * (1.0 if (split, node) in self._seen else START_UP) * 2.0**late
-
-    @property
-    def give_up_s(self) -> float:
-        """The run ends if no awaited block arrives for this long."""
-        return max(GIVE_UP_SHARE * self.stall_s, LEAST_GIVE_UP_S)
 
     def avoid(self, node: str, now: float) -> float:
         """A host was late: how many seconds it gets no work. Doubles each time."""
@@ -192,8 +191,7 @@ class Recovery:
 
     def __init__(self, attempt: Attempt, pool: Pool) -> None:
         self.attempt, self.pool = attempt, pool
-        self.stall_s = attempt.stall_s
-        self.patience = Patience(self.stall_s)
+        self.patience = Patience()
 
     def what(self, split: str, shards: list[Numbered]) -> str:
         """Name of an item's shards for messages."""
@@ -232,7 +230,7 @@ class Recovery:
             Chain workers whose host was lost or that are late, and the late ones.
 
         Raises:
-            DataError: late work has failed on every host.
+            DataError: late work has failed on every host; see `Attempt.stalled`.
         """
         workers, hung = [], []
         for worker, item in active.items():
@@ -254,23 +252,22 @@ class Recovery:
             DataError: it was late on every host, and train workers have nothing left.
         """
         pass_ = item.pass_
-        first = next(iter(self.attempt.open_passes()), None)
-        starving = pass_.rows_ahead < pass_.step_rows and first is pass_
-        if starving and now - item.stuck_since > self.patience.give_up_s:
-            waited = (
-                f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
-            )
-            raise DataError(f"{self._who(item)}: {waited}, tried {item.late + 1} times")
+        # A recipe's train workers wait for its first pass alone, scripts for each of theirs.
+        awaited = not self.attempt.in_order or next(iter(self.attempt.open_passes()), None) is pass_
+        stuck_s = now - item.stuck_since
+        if awaited and pass_.rows_ahead < pass_.step_rows and stuck_s > give_up_s(pass_.stall_s):
+            waited = f"no result for {stuck_s:.0f} s ({pass_.stall_key}: {pass_.stall_s:.0f})"
+            self.attempt.stalled(pass_, f"{self._who(item)}: {waited}, tried {item.late + 1} times")
         return in_work and now - item.quiet_since > self._limit_s(item, item.node)
 
     def names_records(self, item: Item, node: str) -> bool:
         """Whether late work that starts on a host now could not be late once more before the run gives up;
         then it reports each record, which takes longer."""
-        left_s = self.patience.give_up_s - (time.monotonic() - item.stuck_since)
+        left_s = give_up_s(item.pass_.stall_s) - (time.monotonic() - item.stuck_since)
         return item.late > 0 and self._limit_s(item, node) > left_s
 
     def _limit_s(self, item: Item, node: str) -> float:
-        return self.patience.deadline_s(item.pass_.plan.alike, node, item.late)
+        return self.patience.deadline_s(item.pass_.plan.alike, node, item.late, item.pass_.stall_s)
 
     def late(self, item: Item) -> None:
         """Work missed its deadline: avoid its host and report it."""

@@ -70,7 +70,6 @@ class DataService(ABC):
     Args:
         hosts: maps train workers by node to the current preprocessing hosts.
         budget_bytes: of ready blocks.
-        stall_s: work fails after this long without a result.
         chain: costs of the chain, by split.
         groups: of hosts that may preprocess; empty: all.
         cache: of the hosts; None: they keep no records.
@@ -84,14 +83,13 @@ class DataService(ABC):
         self,
         hosts: Callable[[Counter[str]], list[ChainHost]],
         budget_bytes: int,
-        stall_s: float,
         chain: dict[str, ChainCosts],
         groups: Sequence[str] = (),
         cache: CacheSpec | None = None,
         scaler: Scaling | None = None,
         most_waiting: int = 64,
     ) -> None:
-        self.hosts, self.budget_bytes, self.stall_s, self.chain = hosts, budget_bytes, stall_s, chain
+        self.hosts, self.budget_bytes, self.chain = hosts, budget_bytes, chain
         self.groups, self.most_waiting = tuple(groups), most_waiting
         self.locks = Locks.new()
         self.changed, self.has_work, self.ready = self.locks
@@ -315,8 +313,8 @@ class DataService(ABC):
         """The handles of chain workers that hang."""
         hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
         self._last_host = now if any(host.slots for host in hosts) else self._last_host
-        self._refuse_no_host(now - self._last_host)
         with self.changed:
+            self._refuse_no_host(now - self._last_host)
             planner = self._planner()
             bound = {self.pool.there.get(process, "") for process in self.pool.bound}
             staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
@@ -371,11 +369,14 @@ class DataService(ABC):
 
     def _refuse_no_host(self, seconds: float) -> None:
         # A lost host may come back; hosts of other groups do not take over its group's work.
-        deadline = min(NO_HOST_DEADLINE_S, self.stall_s)
-        if seconds > deadline:
-            groups = ", ".join(self.groups)
-            which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
-            raise DataError(f"no preprocessing host for {deadline:.0f} s: {which}")
+        groups = ", ".join(self.groups)
+        which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
+        if (attempt := self.attempt) is None:
+            return
+        for pass_ in attempt.open_passes():
+            deadline = min(NO_HOST_DEADLINE_S, pass_.stall_s)
+            if seconds > deadline:
+                attempt.stalled(pass_, f"no preprocessing host for {deadline:.0f} s: {which}")
 
     def ray_data_stats(self) -> tuple[str, list[Operator]]:
         """Driver's call at the end: Ray Data's statistics, as text and by operator. Ends all leases."""

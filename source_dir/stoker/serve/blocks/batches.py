@@ -99,6 +99,23 @@ class Prefetcher(Generic[Given, Item]):
             self._wanted += 1
             self._changed.notify_all()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until the next item can be taken; False: this pass has ended.
+
+        Raises:
+            LateError: it did not come within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._next not in self._loaded:
+                if self._over:
+                    return False
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.alive:
+                    raise LateError
+                self._changed.wait(min(left, LOOK_S))
+            return True
+
     def take(self, seconds: float) -> Item | None:
         """The next item; None after the last, or when this pass has ended.
 
@@ -106,16 +123,9 @@ class Prefetcher(Generic[Given, Item]):
             LateError: it did not come within so many seconds.
             BaseException: whatever asking or fetching raised.
         """
-        deadline = time.monotonic() + seconds
         with self._changed:
-            while self._next not in self._loaded:
-                if self._over:
-                    return None
-                left = deadline - time.monotonic()
-                if left <= 0 or not self.alive:
-                    raise LateError
-                self._changed.wait(min(left, LOOK_S))
-            # In this order, an item that an interrupt loses is missing, and the next one comes.
+            if not self.wait(seconds):
+                return None
             number, self._next = self._next, self._next + 1
             item = self._loaded.pop(number)
             self._changed.notify_all()

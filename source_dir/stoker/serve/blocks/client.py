@@ -234,7 +234,7 @@ class Transport:
     ) -> None:
         self.buffers = BufferPool(pinned)
         self._directory, self._moved, self._node = directory, moved, node
-        self._timeout_s, self._direct = timeout_s, direct
+        self._timeout_s, self._timeout_key, self._direct = timeout_s, "data.stall_timeout_s", direct
         self._lock = threading.Lock()
         self._known = Directory("", b"", {})
         self._ask_after = 0.0
@@ -243,11 +243,12 @@ class Transport:
         self.bytes_by: Counter[str] = Counter()
         """Bytes received "direct", through "ray", and of this host's "own" blocks."""
 
-    def for_pass(self) -> Transport:
-        """One over the same connections, whose memory goes with it."""
+    def for_pass(self, timeout_s: float, key: str) -> Transport:
+        """One over the same connections, whose memory goes with it; what the user calls its deadline."""
         self.folder()  # so that it knows the run
         own = copy.copy(self)
         own.buffers, own._own = BufferPool(self.buffers.pinned), {}
+        own._timeout_s, own._timeout_key = timeout_s, key
         return own
 
     def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
@@ -410,9 +411,7 @@ class Transport:
         """
         if time.monotonic() > deadline:
             why = f": {cause}" if cause else ""
-            raise DataError(
-                f"a block did not come within {self._timeout_s:.0f} s (data.stall_timeout_s){why}"
-            )
+            raise DataError(f"a block did not come within {self._timeout_s:.0f} s ({self._timeout_key}){why}")
         began = time.monotonic()
         found = self._moved(part, missing)
         if isinstance(found, str):
