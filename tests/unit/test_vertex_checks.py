@@ -62,6 +62,7 @@ def refusal(changes: dict[str, str], **options: Any) -> list[str]:
     return [*caught.value.problems]
 
 
+LOCATED = "projects/p/locations/us-central1"
 WRONG: list[tuple[dict[str, str], str, str]] = [
     # pools
     (NO_PAIR, "vertex.gpu.machine_type", "name a machine type"),
@@ -127,6 +128,14 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ({"vertex.gcs_uri": "gs://my-bucket/a b"}, "vertex.gcs_uri", "must be gs://bucket/prefix"),
     ({"vertex.environment": "{AIP_MODEL_DIR: x}"}, "vertex.environment.AIP_MODEL_DIR", "remove it"),
     ({"vertex.environment": "{CLUSTER_SPEC: x}"}, "vertex.environment.CLUSTER_SPEC", "remove it"),
+    ({"vertex.environment": "{MY-NAME: x}"}, "vertex.environment.MY-NAME", "letters, digits and _"),
+    ({"vertex.tensorboard": f"{LOCATED}/tensorboards/7"}, "vertex.tensorboard", "vertex.service_account"),
+    (
+        {"vertex.kms_key": f"{LOCATED}/keyRings/r/cryptoKeys/k".replace("central1", "east1")},
+        "vertex.kms_key",
+        "the job's region, us-central1",
+    ),
+    ({"vertex.labels": "{team: 'a,b=c'}"}, "vertex.labels.team", "lower-case letters"),
     (
         {"vertex.environment": "{HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz0123456789}"},
         "vertex.environment.HF_TOKEN",

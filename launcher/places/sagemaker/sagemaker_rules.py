@@ -158,6 +158,8 @@ def _channels(request: SageMakerRequest) -> Iterator[str]:
                 f"{key}.groups: the head, a host of {trains}, reads the channel, too (got"
                 f" {channel.groups}); add {trains}"
             )
+        if len(set(channel.groups)) < len(channel.groups):
+            yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
     for item in request.data:
         if item.parameter == CODE_CHANNEL:
             yield (
@@ -192,9 +194,22 @@ def _request(request: SageMakerRequest) -> Iterator[str]:
     for path in request.taken:
         key = request.keys.get(path) or REMEDIES.get(path, ("",))[0]
         yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
-    names = [channel.get("ChannelName") for channel in request.body.get("InputDataConfig", [])]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"sagemaker.request.InputDataConfig: two channels are named {name!r}; rename one"
+    seen: dict[str, str] = {}
+    for index, channel in enumerate(request.body.get("InputDataConfig", [])):
+        name = str(channel.get("ChannelName"))
+        key = request.keys.get(f"InputDataConfig[{index}]", "sagemaker.channels")
+        if (other := seen.get(name.lower())) == name:
+            yield f"{key}: two channels are named {name!r}; rename one"
+        elif other is not None:
+            yield f"{key}: {name!r} differs from the channel {other!r} only by case; rename one"
+        seen.setdefault(name.lower(), name)
+    for name in request.settings.tags:
+        if name.lower().startswith("aws:"):
+            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
+    for key, prefix in (("subnets", "subnet-"), ("security_groups", "sg-")):
+        for value in getattr(request.settings, key):
+            if not value.startswith(prefix):
+                yield f"sagemaker.{key}: ids begin with {prefix} (got {value!r}); name the id"
     if request.settings.network_isolation and request.settings.entry == "script-mode":
         yield (
             "sagemaker.entry: AWS's toolkit downloads the code from S3, which network_isolation forbids; use"
@@ -211,8 +226,11 @@ def _request(request: SageMakerRequest) -> Iterator[str]:
 
 
 def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
+    given = [key.replace("__", ".") for key in request.settings.hyperparameters]
     for key, value in request.settings.hyperparameters.items():
         where = f"sagemaker.hyperparameters.{key}"
+        if "__" in key and given.count(key.replace("__", ".")) > 1:
+            yield f"{where}: set twice, also as {key.replace('__', '.')} (got {value!r}); remove one"
         if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
             yield f"{where}: set by Stoker; remove it"
         elif "'" in str(value):

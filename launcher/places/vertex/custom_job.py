@@ -346,6 +346,17 @@ def _places(request: VertexRequest) -> Iterator[str]:
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
+        elif not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield f"vertex.environment.{name}: names have letters, digits and _ only; rename it"
+    for name in ("tensorboard", "kms_key"):
+        value = getattr(settings, name)
+        if value and f"/locations/{settings.region}/" not in value:
+            yield f"vertex.{name}: must be in the job's region, {settings.region} (got {value!r})"
+    if settings.tensorboard and not settings.service_account:
+        yield "vertex.tensorboard: requires vertex.service_account, which may write to it; set it"
+    for name, value in settings.labels.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}", f"{name}={value}"):
+            yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
 
 
 def _parameters(request: VertexRequest) -> Iterator[str]:
