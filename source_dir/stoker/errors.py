@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,12 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     hint = f"did you mean {close[0]}?" if close else otherwise
     return f"; {hint}" if hint else ""
+
+
+def nearest_file(name: str, folder: Path, pattern: str, shown: Path | None = None) -> str:
+    """As `nearest`, for files of a folder: a path to paste, in the folder as the user names it."""
+    hint = difflib.get_close_matches(name, [path.name for path in folder.glob(pattern)], n=1, cutoff=0.5)
+    return f"; did you mean {shlex.quote(str((shown or folder) / hint[0]))}?" if hint else ""
 
 
 class DataError(RuntimeError):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from stoker.config.loading import hyperparameter_overrides, load, resolved_yaml, schema_rows
 from stoker.config.schema import Config
@@ -76,6 +77,23 @@ def test_every_key_has_a_meaning_to_show() -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(None).config.train.epochs = 3  # type: ignore[misc]
+
+
+def test_the_configuration_of_an_older_run_has_keys_that_are_gone_at_their_defaults(tmp_path: Path) -> None:
+    old = {
+        "name": "old",
+        "data": {"share": None, "max_tokens": None},
+        "checkpoint": {"every_minutes": None},
+        "vertex": {"entry": "container"},
+        "rehearsal": {"cpu_quota": None},
+        "sagemaker": {
+            "channels": {"a": {"uri": "s3://b/x", "content_type": None, "distribution": "FullyReplicated"}}
+        },
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    found = load(tmp_path / "config.yaml")
+    assert found.config == load({"name": "old", "sagemaker": {"channels": {"a": {"uri": "s3://b/x"}}}}).config
+    assert sorted(found.origins) == ["name", "sagemaker.channels.a.uri"]
 
 
 @pytest.mark.parametrize("typed", ["none", "None", "null", "'none'"])

@@ -87,6 +87,27 @@ def test_every_command_has_the_options_and_keys_that_a_page_gives_it(page: Path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_options_and_keys_within_sentences_exist(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    sections, below = {key.partition(".")[0] for key in KEYS}, {"params", *Config.model_fields}
+    known = KEYS | {key.rpartition(".")[0] for key in KEYS} | below
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for span in re.findall(r"`([^`\n]+)`", prose):
+        for key in re.findall(r"(?<![\w/.*-])([a-z_]+(?:\.[a-z_]\w*)+)", span):
+            section, _, suffix = key.rpartition(".")
+            if key.partition(".")[0] in sections - {"params"} and suffix not in ("json", "py", "sh", "yaml"):
+                assert key in known or section in KEYS or key.split(".")[0] == "slurm", f"{span}: {key}"
+        words = span.split(" -- ")[0].split() or [""]
+        typed = words[1:] if words[0] in ("stoker", "submit.py") else words
+        if typed is words and words[0] not in group.commands:
+            continue
+        verb = typed[0] if typed and typed[0] in group.commands else "run"
+        options = {option for parameter in group.commands[verb].params for option in parameter.opts}
+        for option in re.findall(r"(?<![\w-])--[a-z-]+", " ".join(typed)):
+            assert option in options | {"--version", "--help", "--install-completion"}, f"{span}: {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_configuration_of_a_page_is_valid(page: Path, tmp_path: Path) -> None:
     for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
         if not re.search(

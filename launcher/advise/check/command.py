@@ -22,7 +22,7 @@ from launcher.advise.check import watch
 from launcher.advise.check.timeline import LEAST_STEPS
 from launcher.advise.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
 from launcher.places.local import handled
-from stoker.errors import ScriptError, UsageError, nearest
+from stoker.errors import ScriptError, UsageError, nearest_file
 from stoker.events.prices import price_list
 from stoker.hosts.raynode import end_with_parent
 
@@ -76,8 +76,7 @@ def existing(script: Path | None) -> Path:
         )
     if script.is_file():
         return script
-    known = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
-    raise UsageError(f"{script}: no such script{nearest(script.name, known, cutoff=0.5)}")
+    raise UsageError(f"{script}: no such script{nearest_file(script.name, script.parent, '*.py')}")
 
 
 def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:

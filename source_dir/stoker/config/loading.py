@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import inspect
 import json
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,25 @@ from pydantic_core import ErrorDetails
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
 from stoker.config.values import Quoted, Text, expanded_data, read_yaml, typed, without_cycles
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError, nearest, nearest_file
 
 _MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
 TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
 SECRETS_FILE = "job.secrets.json"
 """Next to a staged `job.yaml`: the values redacted there. Readable by the owner only."""
+
+
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "data.max_tokens": (None, "cut long rows in the chain, or set train.accumulate_steps"),
+    "data.share": (None, "each run preprocesses its own blocks: remove the key"),
+    "checkpoint.every_minutes": (None, "set checkpoint.every_steps"),
+    "vertex.entry": ("container", "Google's prebuilt images run the container entry: remove the key"),
+    "rehearsal.cpu_quota": (None, "rehearsal.cpus is what Ray uses on a host"),
+    "sagemaker.channels.*.content_type": (None, "Stoker's readers need none: remove the key"),
+    "sagemaker.channels.*.distribution": ("FullyReplicated", "every host gets every object: remove the key"),
+}
+"""Former keys: their default, which the config.yaml of an older run has, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,10 @@ def load(
             f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
             f" set it with {'.'.join(keys)}=…"
         )
+    for key, value, default, instead in _without_removed(tree):
+        place = origins.pop(key, where)
+        if value != default:
+            problems.append(f"{place}: {key}: was removed (got {value!r}); {instead}")
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -116,6 +133,17 @@ def load(
     if problems:
         raise UsageError(*problems)
     return Resolved(config, origins, Path(path) if path else None)
+
+
+def _without_removed(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Take former keys out of a tree: key, value, former default and what to do instead of each."""
+    for name, value in list(tree.items()):
+        key = f"{prefix}{name}"
+        former = _REMOVED.get(re.sub(r"(?<=^sagemaker\.channels\.).+(?=\.)", "*", key))
+        if former is not None:
+            yield key, tree.pop(name), *former
+        elif isinstance(value, dict):
+            yield from _without_removed(value, f"{key}.")
 
 
 def unquoted(text: str) -> Text:
@@ -284,13 +312,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         folder = path.parent if path.parent.is_dir() else Path()
-        names = [p.name for p in folder.glob("*.y*ml")]
-        close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {folder / close[0]}?" if close else ""
+        hint = nearest_file(path.name, folder, "*.y*ml")
         raise UsageError(f"{path}: no such configuration file{hint}") from None
     except IsADirectoryError:
         inside = sorted(path.glob("*.y*ml"))
-        hint = f"; did you mean {inside[0]}?" if inside else "; name a job's YAML file"
+        hint = f"; did you mean {shlex.quote(str(inside[0]))}?" if inside else "; name a job's YAML file"
         raise UsageError(f"{path}: is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as text: {error}") from None

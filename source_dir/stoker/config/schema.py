@@ -86,13 +86,6 @@ class DataConfig(Section):
         600, "fail if a train worker waits longer than this for its next batch", gt=0
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _share_is_gone(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "share" in values:
-            raise ValueError("share was removed: each run preprocesses its own blocks; remove the key")
-        return values
-
     @model_validator(mode="after")
     def _cache_is_whole(self) -> DataConfig:
         if self.cache == "none" and self.cache_gb is not None:

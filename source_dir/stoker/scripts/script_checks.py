@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from stoker.config.loading import Resolved
 from stoker.config.redaction import redact
 from stoker.config.schema import Config, for_scripts
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest_file
 from stoker.recipe import SOURCE_FOLDER
 
 SCRIPT_FOLDER = "script"
@@ -72,11 +71,8 @@ def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) ->
 
 
 def no_such_script(named: str, path: Path) -> str:
-    folder = path.parent
-    close = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1, cutoff=0.5)
-    if close:
-        return f"script: no file {named}; did you mean {Path(named).parent / close[0]}?"
-    return f"script: no file {named} (looked in {folder})"
+    hint = nearest_file(path.name, path.parent, "*.py", Path(named).parent)
+    return f"script: no file {named}{hint or f' (looked in {path.parent})'}"
 
 
 def script_command_line(config: Config) -> str:
