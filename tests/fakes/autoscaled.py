@@ -41,6 +41,7 @@ def autoscaled(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
         "PYTHONPATH": path,
         "RAY_ADDRESS": f"127.0.0.1:{port}",
     }

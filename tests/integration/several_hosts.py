@@ -33,7 +33,7 @@ from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
 HOST = "stoker.host"
-LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 24_000, 10_000
+LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 6_000, 10_000
 
 
 def job(
@@ -79,7 +79,7 @@ def placement() -> dict[str, Any]:
     until(lambda: (Counter(made_by(idle)) - before).total() > 120)
     enough = Counter(made_by(idle)) - before
     idle.close()
-    hungry = Train(job({"records": 100_000, "ms": 20}, batch=400))
+    hungry = Train(job({"records": 60_000, "ms": 20}, batch=400))
     steps, ids = hungry.steps("train", 0), list[int]()
 
     def made() -> Counter[str]:
@@ -255,17 +255,19 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     number = nodes.start("spot")
     name = f"spot-{number}"
     (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
-    # Enough steps for a host that starts slowly, and for what is asked of Ray meanwhile.
-    config = job(
-        {"records": DRAINED_RECORDS, "ms": 5, "kb": 32}, batch=50, block=50, preprocess_on=["cpu", "spot"]
-    )
+    # A quarter of the stores takes a quarter of the records, so work is left for a host that starts slowly.
+    params = {"records": DRAINED_RECORDS, "ms": 10, "kb": 96}
+    config = job(params, batch=20, block=20, preprocess_on=["cpu", "spot"])
     chain_workers_on(nodes, node)  # imports what asks
     train = Train(config)
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
 
     def step_until(true: Callable[[], Any]) -> bool:
+        """Training that is no faster than it must be for work to go on."""
+
         def step() -> Any:
-            ids.extend(next(steps))
+            time.sleep(0.1)
+            ids.extend(next(steps, []))
             events.extend(ray.get(train.coordinator.drain.remote(), timeout=120))
             return true()
 
@@ -277,12 +279,12 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     found["noted"] = step_until(lambda: any("about to be taken away" in e.get("text", "") for e in events))
     found["emptied"] = bool(until(lambda: not chain_workers_on(nodes, node)))
     made, at = made_by(train)[name], sum(made_by(train).values())
-    found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 20)
+    found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 10)
     found["more"] = made_by(train)[name] - made
     # Its agent ends when no block is needed from it.
     found["rescued"] = bool(until(lambda: node not in ray.get(train.coordinator.servers.remote()).servers))
     for _ in range(3):  # with what train workers have taken before, they let go of its last blocks
-        ids.extend(next(steps))
+        ids.extend(next(steps, []))
         train.portions.clear()
     nodes.lose(number)
     for step in steps:
@@ -302,7 +304,7 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
     number = nodes.start("full")
     name = f"full-{number}"
     params = {"records": FULL_RECORDS, "ms": 1, "kb": 32, "shard": 400}
-    kinds: dict[str, Any] = {"batch": 20, "recipe": "timed:Long", "preprocess_on": ["cpu", "full"]}
+    kinds: dict[str, Any] = {"batch": 50, "recipe": "timed:Long", "preprocess_on": ["cpu", "full"]}
     failed = [Path(tempfile.mkdtemp()) / "failed" for _ in range(2)]
     trains = [
         Train(job(params | {"failed": str(folder)}, order=order, **kinds))
@@ -354,7 +356,7 @@ def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
     import ray
 
     # More than can be read before the host is there, however slow it starts.
-    train = Train(job({"records": 200_000, "ms": 5}, batch=400))
+    train = Train(job({"records": 60_000, "ms": 20}, batch=400))
     steps = train.steps("train", 0)
     next(steps)
     number = nodes.start("extra")
@@ -365,7 +367,7 @@ def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
 
     found: dict[str, Any] = {"late": bool(until(used))}
     train.close()
-    alone = Train(job({"records": 40_000, "ms": 5}, batch=40, preprocess_on=["extra"], stall_timeout_s=6))
+    alone = Train(job({"records": 10_000, "ms": 20}, batch=40, preprocess_on=["extra"], stall_timeout_s=6))
     steps = alone.steps("train", 0)
     for _ in range(4):
         next(steps)

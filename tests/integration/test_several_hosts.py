@@ -79,7 +79,7 @@ def test_a_host_that_is_about_to_be_taken_away_gets_no_more_work_and_others_go_o
     assert spot["used"] and spot["noted"]
     assert spot["emptied"] and spot["others"], "its chain workers end, and those of others go on"
     assert spot["more"] == 0, "it gets no more work"
-    assert spot["books"]["read"] == spot["books"]["trained"] == 24_000 and spot["each_once"]
+    assert spot["books"]["read"] == spot["books"]["trained"] == 6_000 and spot["each_once"]
     assert spot["rescued"] and spot["again"] == [], "its ready blocks were copied, so none is made again"
 
 
