@@ -21,6 +21,7 @@ from stoker.events.console import Console
 from stoker.events.kinds import event_of
 from stoker.events.report import write_report
 from stoker.events.sinks import Board, Scalars
+from stoker.events.summary import Summary
 from stoker.train.evaluation import try_validation
 from stoker.train.state import rng_state
 
@@ -208,7 +209,7 @@ def test_scalars_and_tables_reach_report_and_tensorboard(tmp_path: Path) -> None
     board = Board(folder)
     for event in events:
         board.on_event(event_of(event))
-    board.writer.close()
+    board.close(Summary(status="succeeded"))
     read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
     assert read.Scalars("val/accuracy/dog")[0].value == pytest.approx(by_class()["dog"])
