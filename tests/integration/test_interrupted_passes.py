@@ -15,6 +15,7 @@ from streaming import Train
 from benchmarks.storm.hosts import anonymous_mb
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.events.kinds import TrainWorkerLost
 
 RECORDS, BAD = 523, (5, 77, 300)
 
@@ -104,13 +105,13 @@ def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(ray
         places.append(json.loads(json.dumps(train.position(0, len(whole), flat(whole)))))
     whole += train.steps("train", 0, len(whole))
     early, late = places
-    lost = ("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 1})
+    lost = TrainWorkerLost(cause="train worker 1: died", restarts_left=1)
 
     # The next train workers find a later checkpoint, and one of them is lost before they begin.
     call("saved", 0, early)
-    call("log", *lost)
+    call("log", lost)
     assert call("new_attempt") == 1
-    call("log", *lost)
+    call("log", lost)
     train.again(1, 0, late)
     assert call("next", 1, "train", 0, 0, 0) == "this attempt is over"
     assert call("new_attempt") == 2
@@ -119,7 +120,7 @@ def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(ray
 
     # These begin where data is made for them.
     call("saved", 0, early)
-    call("log", *lost)
+    call("log", lost)
     assert call("new_attempt") == 3
     train.again(1, 0, early)
     assert list(train.steps("train", 0)) == whole[2:]
