@@ -38,8 +38,9 @@ class Paced(Digits):
         if model.training:
             with Path(self.go).with_name("steps").open("ab") as steps:
                 steps.write(b".")
-                if steps.tell() > 23 and not Path(self.go).exists():
-                    time.sleep(1)  # from the second epoch on
+                until = time.monotonic() + 5 * (steps.tell() > 23)  # from the second epoch on
+            while time.monotonic() < until and not Path(self.go).exists():
+                time.sleep(0.1)
         while Path(self.go).with_name("hold").exists():
             time.sleep(0.1)
         return super().training_step(model, batch)
