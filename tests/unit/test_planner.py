@@ -355,6 +355,16 @@ def test_blocks_of_a_lost_host_are_made_again_and_keep_their_place() -> None:
     assert not Worker(head, "h0").ask()
 
 
+def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:
+    head = Head([2], "any", 2, 10_000)
+    look(head)
+    Worker(head, "h1").work()
+    (block,) = [b for b in head.holdings.all() if b.report.nth == 0]
+    head.holdings.move(block, "h0", "copy")
+    assert block.part(0, 1)[:4] == ("copy", 0, 1, "h0")
+    assert not head.holdings.unused("h1")
+
+
 def test_a_block_that_is_made_again_with_other_records_ends_the_run() -> None:
     head = Head([2], "any", 2, 10_000)
     look(head)

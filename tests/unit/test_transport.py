@@ -194,10 +194,10 @@ USES_ITS_MEMORY_AGAIN = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from stoker.serve.blocks import folder
+from stoker.serve.blocks import folder as module
 
-folder.SHARE = 0.0
-folder = folder.BlockFolder("test", "far")
+module.SHARE = 0.0
+folder = module.BlockFolder("test", "far")
 folder.roots = [Path(sys.argv[1]) / "memory", Path(sys.argv[1]) / "disk"]
 write = lambda value: folder.write({"rows": np.full((2048, 1024), value, np.uint8)})
 files = lambda: sorted(path.suffix for path in folder.roots[0].iterdir())
@@ -231,6 +231,29 @@ for value in range(6, 16):
     write(value)
 (Path(sys.argv[1]) / "written").touch()
 assert os.waitpid(child, 0)[1] == 0, "a fork's memory has changed"
+
+lost = write(17)
+if not (child := os.fork()):
+    kept = folder.take(lost)
+    os._exit(0)
+os.waitpid(child, 0)
+assert ".taken" in files()
+last = write(18)
+assert ".taken" not in files(), "of a process that has ended"
+module.MOST_TAKEN = 0
+try:
+    folder.take(last)
+except OSError:
+    assert alike(folder.columns(last)["rows"], 18), "it is copied then"
+else:
+    raise AssertionError("each mapping takes a file descriptor")
+
+spare = write(19)
+folder.recycle([spare])
+assert ".spare" in files()
+module.SHARE = 1.0
+folder.write({"rows": np.zeros((9000, 1024), np.uint8)})
+assert ".spare" not in files(), "spares leave when there is no room"
 """
 
 

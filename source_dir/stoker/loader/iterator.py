@@ -26,8 +26,6 @@ from stoker.protocol import Shard
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
-RAMP = 10
-"""The first block of a pass has this fraction of the usual batches, the next one twice as many, and so on."""
 END = object()
 
 
@@ -233,9 +231,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         together, most = self._maker.pace(self._ahead)
         while not self._exhausted and self._submitted - self._number < most:
             batches: list[tuple[int, Any]] = []
-            # The script waits for the first blocks of a pass, so they are smaller.
-            size = max(1, together * min(self._groups + 1, RAMP) // RAMP)
-            while len(batches) < size:
+            while len(batches) < together:
                 try:
                     indices = next(self._sampler_iter)
                     if isinstance(indices, list):

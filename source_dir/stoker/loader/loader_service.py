@@ -134,7 +134,12 @@ class LoaderService(DataService):
     def _drop(self, name: str) -> None:
         """Forget a loader, also what the processes of a host share of it."""
         self.setups.pop(name, None)
-        for node in {each.by.node for each in self.workers.values()}:
+        hosts = {
+            self._node,
+            *self.agents.directory().servers,
+            *(each.by.node for each in self.workers.values()),
+        }
+        for node in hosts:
             self.holdings.discard(node, name)
 
     def _open(self) -> set[str]:
@@ -204,6 +209,8 @@ class LoaderService(DataService):
             attempt = self.attempt
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
+                # Scripts may still be fetching these.
+                self._given_before = [each.given for each in attempt.passes.values()] if attempt else []
                 attempt = LoaderAttempt(
                     number, self.pool, self.budget_bytes, self.numbers, self.holdings, self.locks,
                     self.notes.append, self._copies,

@@ -49,6 +49,8 @@ SECONDS_AHEAD = 3.0
 """Work to submit ahead, in seconds of all chain workers."""
 GROUP_S = 0.1
 """Fast batches are grouped into blocks that take this long to make."""
+MOST_AT_FIRST = 16
+"""Batches of a block before the first one of a pass has come."""
 LEAST_PER_SLOT, MOST_AHEAD = 4, 4096
 """Batches ahead: minimum per chain worker, maximum in total."""
 LOADED = 4
@@ -109,8 +111,14 @@ class ClusterMaker:
         node, job = context.get_node_id(), context.get_job_id()
         split = name if keeps == "" else f"{name}/{keeps or key}"
         about = (service, key, split, loader, streams, bool(keeps), stall_s, node, job, told)
-        while not self._look(service.open.remote(*about)):
-            ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
+        try:
+            while not self._look(service.open.remote(*about)):
+                ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
+        except BaseException:
+            self.leave()  # an interrupt, for example
+            raise
+        self._confirmed = False
+        """Whether a block of this pass has come."""
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
@@ -161,7 +169,12 @@ class ClusterMaker:
         if batch_s is None:
             return 1, least
         most = min(max(int(SECONDS_AHEAD * slots / max(batch_s, 1e-6)), least), MOST_AHEAD)
-        return max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots))), most
+        together = max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots)))
+        if self._confirmed:
+            return together, most
+        # The script waits for the first block, and batches may have become slower since the pass before.
+        first = max(1, min(together // 10, MOST_AT_FIRST))
+        return first, max(least, first * slots)
 
     def close(self, join_s: float = 0.0) -> None:
         """See the module; the thread ends soon after."""
@@ -197,7 +210,7 @@ class ClusterMaker:
         repeat(said)
         self._transport.finish_pass()  # release the block: no other batch is in it
         each = seconds / max(len(batches), 1)
-        before = self._batch_time.seconds
+        self._confirmed, before = True, self._batch_time.seconds
         self._batch_time.seconds = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:
             return batches

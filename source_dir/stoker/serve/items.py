@@ -152,12 +152,9 @@ class Holdings:
         self._blocks[block.file], self._places[block] = block, place
         weakref.finalize(block, self._drop, place).atexit = False
 
-    def move(self, block: ReadyBlock, node: str, file: str, gone: bool) -> None:
-        """A block has another place now; `gone`: there is nothing to remove at the one before."""
-        place = self._places[block]
-        if not gone:
-            self._drop(list(place))
-        place[:] = node, file
+    def move(self, block: ReadyBlock, node: str, file: str) -> None:
+        """A block has another place now. The file at the one before stays: somebody may be reading it."""
+        self._places[block][:] = node, file
         block.node, block.file, block.lost = node, file, False
         self._blocks[file] = block
 

@@ -405,7 +405,7 @@ class Planner:
             raise DataError(
                 f"{self._lost_block(pass_, known)} differs from what it was: the data has changed"
             )
-        self.holdings.move(known, block.node, block.file, gone=True)
+        self.holdings.move(known, block.node, block.file)
 
     def _refuse_not_remade(self, item: Item) -> None:
         for number, _, first in item.shards:

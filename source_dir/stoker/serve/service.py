@@ -361,7 +361,7 @@ class DataService(ABC):
                     if block.lost or block.node == head:
                         self.holdings.discard(head, file)
                     else:
-                        self.holdings.move(block, head, file, gone=False)
+                        self.holdings.move(block, head, file)
 
     def is_idle(self, now: float) -> bool:
         """Whether to end chain workers until a new attempt begins; a run needs them to its end."""

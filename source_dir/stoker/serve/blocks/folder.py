@@ -36,6 +36,9 @@ SHARE = 0.5
 IDLE_TIMEOUT_S = 3600.0
 """A connection idle for this long is closed; a live train worker reconnects."""
 SPARE, SPARE_FROM_BYTES = ".spare", 2**20
+TAKEN, MOST_TAKEN = ".taken", 128
+_taken: set[Path] = set()
+"""Files that this process has taken."""
 _forks: list[None] = []
 """One for each fork of this process."""
 os.register_at_fork(after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None))
@@ -73,11 +76,15 @@ class BlockFolder:
         size = sum(map(len, parts))
         for root in self.roots[:-1]:
             draft = root / f"{name}.new"
-            for spare, has in self._spares(root) if size >= SPARE_FROM_BYTES else ():
+            spares = self._spares(root) if size >= SPARE_FROM_BYTES else []
+            for spare, has in spares:
                 with contextlib.suppress(OSError):  # another has just taken it
                     if size <= has <= 2 * size:
                         spare.rename(draft)
                         return _write(draft, parts, "r+b")
+            if not _has_room(root.parent, size):
+                for spare, _ in spares:
+                    spare.unlink(missing_ok=True)
             if _has_room(root.parent, size):
                 with contextlib.suppress(OSError):  # another has just taken it
                     return _write(draft, parts)
@@ -98,16 +105,23 @@ class BlockFolder:
         """Like `columns`, for the only user of a block, who may write into it: a page written to is copied.
 
         Its file is a spare when the last view is gone.
+
+        Raises:
+            OSError: it is not in shared memory, or this process has mapped too many.
         """
-        for root in self.roots:
+        if len(_taken) >= MOST_TAKEN:
+            raise OSError("too many mapped blocks: each has a file descriptor")
+        for root in self.roots[:-1]:
             with contextlib.suppress(FileNotFoundError):
-                content, taken = _mapped(root / name, mmap.ACCESS_COPY), root / f"{name}.taken"
+                content, taken = _mapped(root / name, mmap.ACCESS_COPY), root / f"{name}.{os.getpid()}{TAKEN}"
                 (root / name).rename(taken)
+                _taken.add(taken)
                 weakref.finalize(content, self._give_back, taken, len(_forks)).atexit = False
                 return block_columns(content)
-        raise FileNotFoundError(f"block {name} is not on this host")
+        raise FileNotFoundError(f"block {name} is not in shared memory")
 
     def _give_back(self, taken: Path, forks: int) -> None:
+        _taken.discard(taken)
         with contextlib.suppress(OSError):  # the run is over
             # A fork may still use what this process does not, or the other way round.
             if len(_forks) > forks:
@@ -121,16 +135,19 @@ class BlockFolder:
         Args:
             name: names the content.
             content: bytes-like; the first process that asks writes them into a file.
+
+        Raises:
+            OSError: there is no room for it.
         """
-        has_room = _has_room(self.roots[0].parent, memoryview(content).nbytes)
-        root = self.roots[0] if has_room else self.roots[-1]
-        _make(root)
-        lock = os.open(root, os.O_RDONLY)
+        _make(self.roots[0])
+        lock = os.open(self.roots[0], os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for each in self.roots:
                 with contextlib.suppress(FileNotFoundError):
                     return _mapped(each / name, mmap.ACCESS_COPY)
+            has_room = _has_room(self.roots[0].parent, memoryview(content).nbytes)
+            root = self.roots[0] if has_room else self.roots[-1]
             return _mapped(root / _write(root / f"{name}.new", [content]), mmap.ACCESS_COPY)
         finally:
             os.close(lock)
@@ -145,16 +162,19 @@ class BlockFolder:
 
     def _spare(self, file: Path) -> None:
         fits = file.stat().st_size >= SPARE_FROM_BYTES and file.parent != self.roots[-1]
-        if NAME.fullmatch(file.stem) and fits and len(self._spares(file.parent)) < self.most_spares:
-            file.rename(file.with_suffix(SPARE))
+        name = file.name.partition(".")[0]
+        if NAME.fullmatch(name) and fits and len(self._spares(file.parent)) < self.most_spares:
+            file.rename(file.with_name(name + SPARE))
         else:
             file.unlink()
 
     def _spares(self, root: Path) -> list[tuple[Path, int]]:
-        """Spare files and their sizes."""
+        """Spare files and their sizes; removes what ended processes had taken."""
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(root) as files:
             for each in files:
+                if each.name.endswith(TAKEN) and not Path("/proc", each.name.split(".")[1]).exists():
+                    Path(each.path).unlink(missing_ok=True)
                 if each.name.endswith(SPARE):
                     with contextlib.suppress(FileNotFoundError):  # another has just taken it
                         found.append((Path(each.path), each.stat().st_size))
