@@ -191,7 +191,7 @@ def test_a_block_for_which_shared_memory_has_no_room_lies_in_the_temporary_folde
 
 
 USES_ITS_MEMORY_AGAIN = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import numpy as np
 from stoker.serve.blocks import folder as module
@@ -223,7 +223,7 @@ assert files() == ["", "", ""], "a small file is not worth it"
 shared = folder.take(fifth)["rows"]
 if not (child := os.fork()):
     while not (Path(sys.argv[1]) / "written").exists():
-        pass
+        time.sleep(0.01)
     os._exit(0 if alike(shared, 5) else 1)
 del shared
 folder.recycle([third])
