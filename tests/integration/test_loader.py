@@ -548,8 +548,7 @@ def test_a_script_keeps_its_handler_of_sigterm() -> None:
 
 
 LEAVES = """
-import atexit, threading
-import ray
+import atexit, ray, threading
 from stoker import DataLoader
 
 def tell():
@@ -568,7 +567,8 @@ print(next(iter(loader)).tolist())
 def test_a_script_that_leaves_within_a_pass_ends_its_thread_before_ray_is_gone() -> None:
     """It drops references to blocks, and Ray ends a process that does so while it disconnects."""
     done = run_script(LEAVES)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["[0, 1]", "[]"] * 2), done.stderr
+    said = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # it warns of a busy machine
+    assert (done.returncode, said) == (0, ["[0, 1]", "[]"] * 2), done.stderr
 
 
 class Slow(Records):
