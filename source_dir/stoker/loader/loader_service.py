@@ -134,12 +134,8 @@ class LoaderService(DataService):
     def _drop(self, name: str) -> None:
         """Forget a loader, also what the processes of a host share of it."""
         self.setups.pop(name, None)
-        hosts = {
-            self._node,
-            *self.agents.directory().servers,
-            *(each.by.node for each in self.workers.values()),
-        }
-        for node in hosts:
+        working = {each.by.node for each in self.workers.values()}
+        for node in {self._node, *self.agents.nodes, *working}:
             self.holdings.discard(node, name)
 
     def _open(self) -> set[str]:

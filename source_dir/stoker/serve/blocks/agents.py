@@ -141,6 +141,11 @@ class Agents:
         servers = {node: agent.server for node, agent in self._agents.items() if agent.server}
         return Directory(self.run, self.secret, servers)
 
+    @property
+    def nodes(self) -> set[str]:
+        """Those that have an agent."""
+        return set(self._agents)
+
     def _watch(self) -> None:
         import ray
 
