@@ -95,9 +95,9 @@ def recipe(batches: int) -> Iterator[int]:
 def loader(batches: int) -> Iterator[int]:
     """A loader's pass to its end; yields after each batch."""
     holdings = Holdings()
-    attempt = LoaderAttempt(0, 60.0, one_host(), 2**30, count(), holdings, Locks.new(), print, {})
+    attempt = LoaderAttempt(0, one_host(), 2**30, count(), holdings, Locks.new(), print, {})
     with attempt.changed:
-        attempt.open("k", "s", 0)
+        attempt.open("k", "s", 0, 60.0)
         pass_ = attempt.passes["k"]
         for first in range(0, batches, AHEAD):
             shards = [(n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))]
