@@ -26,6 +26,7 @@ from typing import Any
 
 from stoker.chain.columns import Ragged, block_columns, block_parts
 from stoker.errors import SchemaError
+from stoker.hosts import machine
 from stoker.read.host_cache import SHARED_MEMORY
 from stoker.serve.blocks import wire
 
@@ -64,7 +65,6 @@ class BlockFolder:
         if SHARED_MEMORY.is_dir():
             parents.insert(0, SHARED_MEMORY)
         self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
-        self.most_spares = 2 * len(os.sched_getaffinity(0))
 
     def write(self, columns: dict[str, Any]) -> str:
         """Store a block; returns its name.
@@ -163,7 +163,7 @@ class BlockFolder:
     def _spare(self, file: Path) -> None:
         fits = file.stat().st_size >= SPARE_FROM_BYTES and file.parent != self.roots[-1]
         name = file.name.partition(".")[0]
-        if NAME.fullmatch(name) and fits and len(self._spares(file.parent)) < self.most_spares:
+        if NAME.fullmatch(name) and fits and len(self._spares(file.parent)) < 2 * machine.cores():
             file.rename(file.with_name(name + SPARE))
         else:
             file.unlink()
