@@ -25,7 +25,7 @@ def test_a_late_first_batch_is_told_as_that_wait_and_not_as_a_bottleneck(
     outcome = run_job(
         tmp_path,
         recipe="uncertain:FirstLate",
-        params={"train_records": 1600, "pause_s": 6.0},
+        params={"data": str(tmp_path), "train_records": 1600, "pause_s": 6.0},
         data={"order": "exact", "shuffle": False, "block_records": 200},
         train={"epochs": 1, "batch_size": 8, "lr": 0.001},
     )

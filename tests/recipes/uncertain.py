@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rows import Counting, Numbers
@@ -48,20 +49,33 @@ class Short(Counting):
 
 
 class Late(Numbers):
+    """Record 8 comes `pause_s` after a train worker has made its optimizer, shortly before its first step."""
+
+    ready: Path
     pause_s: float
 
     def read(self, shard: Any, order: Any) -> Any:
-        if 0 in shard.items:
-            time.sleep(self.pause_s)
-        yield from super().read(shard, order)
+        for record in super().read(shard, order):
+            if record["key"] == "8":
+                for _ in range(1200):
+                    if self.ready.exists():
+                        break
+                    time.sleep(0.1)
+                time.sleep(self.pause_s)
+            yield record
 
 
 class FirstLate(Counting):
+    """`data` is a folder."""
+
     pause_s: float
 
     def read(self, split: str) -> Any:
         if split == "val":
             return None
         source = Late(self.train_records)
-        source.pause_s = self.pause_s
+        source.ready, source.pause_s = Path(self.data) / "ready", self.pause_s
         return source
+
+    def optimizer(self, model: Any) -> Any:
+        (Path(self.data) / "ready").touch()
