@@ -54,17 +54,6 @@ def test_the_consumer_notes_what_it_was_given(tmp_path: Path) -> None:
     assert json.loads(seen["sorted_labels"]) == {"0": 4, "1": 4}
 
 
-def test_normalised_images_count_by_their_light() -> None:
-    consumer = Consumer(total=4)
-    consumer.take(torch.zeros(4, 3, 224, 224), torch.zeros(4, dtype=torch.int64))
-    assert consumer.sums / consumer.rows == pytest.approx(127.5)
-
-
-def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        Consumer(2).take(torch.zeros(2, 3, 112, 112, dtype=torch.uint8), torch.zeros(2))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -87,14 +76,6 @@ def test_memory_that_grows_does_not_count_as_flat() -> None:
     growing = [value + number * 2**20 for number, value in enumerate(flat)]
     assert epoch_gap.memory(flat)[1].met
     assert not epoch_gap.memory(growing)[1].met
-
-
-def test_training_on_a_gpu_says_that_there_is_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.run() == []
-    assert "no GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "synthetic"])

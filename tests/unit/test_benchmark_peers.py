@@ -34,13 +34,6 @@ def test_uneven_records_that_do_not_come_once_are_found(change: str) -> None:
         slow_samples.taken(torch.tensor(wrong).split(100))
 
 
-def test_every_twentieth_record_is_slow_and_takes_twenty_times_as_long() -> None:
-    seconds = [slow_samples.seconds_of(index) for index in range(slow_samples.TOTAL)]
-    assert set(seconds) == {slow_samples.FAST_S, slow_samples.SLOW_S}
-    assert 20 * slow_samples.FAST_S == slow_samples.SLOW_S
-    assert seconds.count(slow_samples.SLOW_S) / len(seconds) == pytest.approx(0.05, abs=0.002)
-
-
 @pytest.mark.long
 def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read ahead through server and link, in requests of 4 MiB: every record of every shard, unaltered."""

@@ -24,7 +24,7 @@ from stoker.entry import main as run
 from stoker.entry import roles
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import ScriptError
-from stoker.hosts import cluster, machine, raynode, requirements
+from stoker.hosts import cluster, raynode, requirements
 from stoker.hosts.cluster import read_token, set_environment
 from stoker.hosts.output import PrefixedStream, write_failure
 from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, size_store
@@ -61,37 +61,6 @@ def test_a_wheels_folder_is_the_only_source(tmp_path: Path) -> None:
         requirements.ensure(tmp_path)
     assert "cannot install no-such-package-here==1.0 from wheels/" in str(failed.value)
     assert "\n" not in str(failed.value)
-
-
-@pytest.mark.long
-def test_a_wheel_beside_the_code_is_installed_without_a_network(tmp_path: Path) -> None:
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
-        '[project]\nname = "stoker-test-wheel"\nversion = "1.0"\n'
-        "[tool.hatch.build.targets.wheel]\nbypass-selection = true\n"
-    )
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(wheels),
-    ]
-    subprocess.run([*build, str(tmp_path / "project")], check=True, timeout=300)
-    (tmp_path / "requirements.txt").write_text("stoker-test-wheel==1.0\n")
-    try:
-        assert requirements.ensure(tmp_path) == ["stoker-test-wheel==1.0"]
-        assert requirements.ensure(tmp_path) == []
-    finally:
-        remove = [sys.executable, "-m", "pip", "uninstall", "-q", "-y", "stoker-test-wheel"]
-        subprocess.run(remove, check=True, timeout=300)
 
 
 def test_entering_loads_only_the_standard_library() -> None:
@@ -240,13 +209,6 @@ def test_the_object_store_never_outgrows_shared_memory(
     assert small.size <= 200 * 2**20 and small.folder is None and "limited to 190 MB" in small.warning
     Stat.f_bavail = 2**40 // 4096
     assert size_store(1024, tmp_path) == raynode.ObjectStore(1024 * 2**20)
-
-
-def test_a_gpu_host_keeps_a_core_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(machine.HOST_CPUS_VARIABLE, "48")
-    assert raynode.cpus_to_declare(4) == 44
-    monkeypatch.setenv(machine.HOST_CPUS_VARIABLE, "4")
-    assert raynode.cpus_to_declare(8) == 1
 
 
 def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:

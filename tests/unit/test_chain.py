@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
-from stoker.chain.decode import decode_image
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import RecordTransform
 from stoker.chain.transforms import CheckLabel, DecodeImage
@@ -55,15 +53,6 @@ def test_another_epoch_and_another_seed_change_it() -> None:
     first, _ = random_chain().run(records(4), epoch=0)
     second, _ = random_chain().run(records(4), epoch=1)
     assert not np.array_equal(first[IMAGE], second[IMAGE])
-
-
-def test_a_torchvision_chain_equals_torchvision_itself() -> None:
-    chain = Chain(as_stages([DecodeImage(), v2.Resize(32, antialias=True), v2.CenterCrop(32)]), seed=0)
-    columns, _ = chain.run(records(3), epoch=0)
-    for i, record in enumerate(records(3)):
-        image = torch.from_numpy(np.array(Image.open(io.BytesIO(record["image"])))).permute(2, 0, 1)
-        expected = v2.CenterCrop(32)(v2.Resize(32, antialias=True)(image)).permute(1, 2, 0).numpy()
-        assert np.abs(columns[IMAGE][i].astype(int) - expected.astype(int)).max() <= 4
 
 
 def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
@@ -134,37 +123,6 @@ def test_records_that_do_not_fit_together_end_the_run(stages: Any, rows: Any, ex
 def test_what_cannot_stand_in_a_chain_is_refused_by_name(entry: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         as_stages([entry])
-
-
-def test_decoding_agrees_with_pillow_for_every_kind_of_image() -> None:
-    from PIL import ImageOps
-
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    picture = Image.fromarray(pixels).resize((60, 40))
-    exif = picture.getexif()
-    exif[0x0112] = 6
-    kinds: dict[str, tuple[Image.Image, str, dict[str, Any]]] = {
-        "jpeg": (picture, "JPEG", {}),
-        "rotated by EXIF": (picture, "JPEG", {"exif": exif.tobytes()}),
-        "cmyk": (picture.convert("CMYK"), "JPEG", {}),
-        "grey": (picture.convert("L"), "JPEG", {}),
-        "png with alpha": (picture.convert("RGBA"), "PNG", {}),
-        "palette": (picture.convert("P"), "PNG", {}),
-    }
-    for name, (image, form, options) in kinds.items():
-        content = io.BytesIO()
-        image.save(content, form, **options)
-        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content.getvalue()))).convert("RGB")
-        array = decode_image(content.getvalue())
-        assert array.shape == np.asarray(expected).shape, name
-        assert np.abs(array.astype(int) - np.asarray(expected).astype(int)).max() <= 3, name
-
-
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
-    values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
-    content = io.BytesIO()
-    Image.fromarray(values).save(content, "PNG")
-    assert np.array_equal(decode_image(content.getvalue(), "L")[..., 0], (values >> 8).astype(np.uint8))
 
 
 @pytest.mark.parametrize(("shape", "channels"), [((40, 48, 3), 3), ((3, 40, 48), 3), ((28, 28, 1), 1)])

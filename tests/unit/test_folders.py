@@ -169,14 +169,6 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
     assert len(records(tables, "val")) == 3
 
 
-@pytest.mark.parametrize("names", ["val dev", "dev eval", "test testing", "train training"])
-def test_two_names_of_one_split_are_refused(names: str, tmp_path: Path) -> None:
-    first, second = names.split()
-    images(splits=f"train {names}")(tmp_path)
-    with pytest.raises(UsageError, match=rf"{first} and {second} both name the"):
-        read_any(str(tmp_path), "train" if "train" in names else "val")
-
-
 def with_links(root: Path) -> None:
     """Class folders, one of which is a link to a folder elsewhere, and a photo that is a link."""
     images(splits="data/train")(root)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
-from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, homes_of, room
+from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
 from stoker.read.sources import Source, cut_indices
@@ -296,25 +296,6 @@ def test_what_a_dead_host_has_left_the_next_run_removes(root: Path) -> None:
         os.utime(folder, (time.time() - age, time.time() - age))
     sweep(root.parent, PREFIX)
     assert [folder.name for folder in root.parent.glob("stoker-cache-*")] == ["stoker-cache-new"]
-
-
-def test_homes_are_the_same_in_every_epoch_and_every_record_comes_once() -> None:
-    members: list[dict[str, set[int]]] = []
-    for epoch in range(3):
-        shards = cut_indices(10_000, 256, np.random.default_rng(epoch), homes=4)
-        everyone = Counter(i for shard in shards for i in shard.items)
-        assert everyone == Counter(range(10_000))
-        found: dict[str, set[int]] = {}
-        for shard in shards:
-            found.setdefault(shard.home, set()).update(shard.items)
-        members.append(found)
-        assert len({shard.home for shard in shards[:12]}) > 1, "parts are mixed"
-    assert members[0] == members[1] == members[2]
-    assert shards[0].items != cut_indices(10_000, 256, np.random.default_rng(0), homes=4)[0].items
-    assert homes_of(5000, 256) == 2
-    assert homes_of(4000, 256) == 0, "few records are permuted all together"
-    assert homes_of(10**7, 256) == 64
-    assert homes_of(None, 256) == 0
 
 
 def test_an_epoch_that_goes_on_is_cut_as_it_began_whatever_the_cache_is_now() -> None:

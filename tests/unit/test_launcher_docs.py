@@ -175,10 +175,3 @@ def test_example_configuration_in_the_console_guide_is_valid() -> None:
         keys |= SageMakerConfig.model_validate(example["sagemaker"]).model_dump(exclude_unset=True)
     assert len(examples) == 2
     assert [each["ChannelName"] for each in keys["request"]["InputDataConfig"]] == ["flowers"]
-
-
-@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target

@@ -75,62 +75,6 @@ class TestPublished:
         assert cheapest_count(composed, right_sized) == 0
 
 
-class TestEachLimitBinds:
-    work = Workload(cpu_s=0.01, gpu_samples_per_s=5000, receive_s=0.0005, bytes_per_sample=150_000)
-    shape = ClusterShape(gpu_host_cpus=8, cpu_host_cpus=16, cpu_hosts=2)
-
-    def test_cpus_while_they_are_few(self) -> None:
-        prediction = predict(self.work, self.shape)
-        assert prediction.binds == "cpu"
-        # 32 CPUs elsewhere make 3200/s; receiving those takes 1.6 of the 8 own ones.
-        assert prediction.samples_per_s == pytest.approx(3200 + (8 - 1.6) / 0.01)
-        assert prediction.remote_share == pytest.approx(3200 / prediction.samples_per_s)
-
-    def test_the_gpu(self) -> None:
-        prediction = predict(replace(self.work, gpu_samples_per_s=900), self.shape)
-        assert (prediction.binds, prediction.samples_per_s) == ("gpu", 900)
-
-    def test_the_network_of_the_gpu_host(self) -> None:
-        prediction = predict(self.work, replace(self.shape, gpu_host_bytes_per_s=1.25e8))
-        assert prediction.binds == "network"
-        remote = 1.25e8 / 150_000
-        assert prediction.samples_per_s == pytest.approx(remote + (8 - 0.0005 * remote) / 0.01)
-
-    def test_the_network_of_the_cpu_hosts(self) -> None:
-        prediction = predict(self.work, replace(self.shape, cpu_host_bytes_per_s=1e8))
-        assert prediction.binds == "network"
-        assert prediction.samples_per_s * prediction.remote_share == pytest.approx(2e8 / 150_000)
-
-    def test_the_thread_that_cuts_batches(self) -> None:
-        prediction = predict(replace(self.work, serial_s=1 / 1000), self.shape)
-        assert (prediction.binds, prediction.samples_per_s) == ("receiver", pytest.approx(1000))
-
-    def test_receiving_fills_the_gpu_host(self) -> None:
-        prediction = predict(self.work, replace(self.shape, gpu_host_cpus=1, cpu_hosts=9, cpu_host_cpus=100))
-        assert prediction.binds == "gpu_host_cpu"
-        assert prediction.samples_per_s == pytest.approx(1 / 0.0005)
-
-    def test_receiving_as_dear_as_the_chain_makes_cpu_hosts_useless(self) -> None:
-        work = replace(self.work, receive_s=0.01)
-        assert (
-            predict(work, self.shape).samples_per_s
-            == predict(work, self.shape.with_cpu_hosts(0)).samples_per_s
-        )
-        assert predict(work, self.shape).binds == "gpu_host_cpu"
-        assert knee(work, self.shape) == 0
-
-    def test_the_reserve_is_kept_from_the_chain(self) -> None:
-        reserved = replace(self.shape, reserved_cpus=2, cpu_hosts=0)
-        assert predict(self.work, reserved).samples_per_s == pytest.approx(600)
-
-    def test_every_gpu_host_brings_its_own_cpus_gpus_and_link(self) -> None:
-        for shape in (self.shape, replace(self.shape, gpu_host_bytes_per_s=1e8)):
-            four = replace(shape, gpu_hosts=4, cpu_hosts=8)
-            assert predict(self.work, four).samples_per_s == pytest.approx(
-                4 * predict(self.work, shape).samples_per_s
-            )
-
-
 always_the_same = settings(deadline=None, derandomize=True)
 
 

@@ -388,20 +388,6 @@ def test_a_lost_block_that_is_not_made_again_ends_the_run() -> None:
         other.ask()
 
 
-def test_lost_blocks_that_nobody_needs_any_more_are_not_made_again() -> None:
-    head = Head([2], "any", 1, 10_000)
-    make_all(head)
-    look(head)
-    for step in range(3):
-        head.take(step)
-    assert len(head.holdings.all()) == 1, "the last one may have rows that no step takes"
-    head.stream.blocks.clear()  # the pass is over
-    files = head.holdings.unused("h0")
-    assert len(files) == 2 and not head.holdings.all()
-    head.lose("h0")
-    assert not Worker(head, "h0").ask()
-
-
 def test_work_that_cannot_be_read_is_tried_again_and_then_ends_the_run() -> None:
     head = Head([3], "any", 1, 10_000)
     look(head)
@@ -417,23 +403,6 @@ def test_work_that_cannot_be_read_is_tried_again_and_then_ends_the_run() -> None
         head.planner.failed(worker.me, worker.claim.number, failure)
 
 
-def test_a_full_store_holds_no_slot() -> None:
-    """A long shard ends after the block in hand when enough is ready; the rest is begun by whoever comes."""
-    head = Head([40, 40], "exact", 1, budget=50)
-    deadline = time.monotonic() + 60
-    while not head.stream.splitter.ended:
-        assert time.monotonic() < deadline, f"stuck after {len(head.delivered)} blocks"
-        look(head)
-        # Two slots; the second of two claims gets the later shard and makes as much as it may.
-        workers = [worker for worker in (Worker(head, "h0"), Worker(head, "h0")) if worker.ask()]
-        for worker in reversed(workers):
-            while worker.step():
-                pass
-            head.planner.ended(worker.me)
-        head.consume()
-    assert head.delivered == [(shard, nth) for shard in range(2) for nth in range(40)]
-
-
 @pytest.mark.parametrize("order", ["any", "exact"])
 def test_a_process_that_is_started_again_goes_on_with_what_it_had_not_delivered(order: str) -> None:
     head = Head([3, 3], order, 1, 10_000)
@@ -446,28 +415,3 @@ def test_a_process_that_is_started_again_goes_on_with_what_it_had_not_delivered(
     assert again.ask() and again.todo == left
     assert not first.step(), "what the process that died has sent comes too late"
     assert head.delivered == [(0, 0)]
-
-
-def test_the_work_of_a_lost_host_goes_to_another_one_before_ray_notices() -> None:
-    head = Head([3, 3], "exact", 2, 10_000)
-    look(head)
-    lost = Worker(head, "h1")
-    lost.ask()
-    lost.step()
-    head.pool.update(head.hosts[:1], False, 1.0)
-    with head.attempt.changed:
-        assert head.planner.look(time.monotonic()) == [], "there is no process to end"
-    other = Worker(head, "h0")
-    assert other.ask() and other.todo == lost.todo, "all but the block that was made"
-
-
-def test_a_host_that_is_about_to_leave_ends_after_the_block_in_hand() -> None:
-    head = Head([3, 3], "exact", 2, 10_000)
-    look(head)
-    leaving = Worker(head, "h1")
-    leaving.ask()
-    head.pool.update(head.hosts[:1], False, 1.0, closing=["h1"])
-    look(head)
-    assert not leaving.step(), "it is told to stop"
-    other = Worker(head, "h0")
-    assert other.ask() and other.todo == leaving.todo

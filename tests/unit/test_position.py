@@ -20,7 +20,7 @@ from stoker.read.sources import RangeSource, TorchSource, record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, refuse_other_data
 from stoker.serve.items import Numbers, ReadyBlock
-from stoker.serve.recipe_pass import Pace, RecipePass, Signal, Splitter
+from stoker.serve.recipe_pass import RecipePass, Splitter
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)
@@ -186,28 +186,6 @@ def test_delivered_shards_take_memory_for_their_gaps_only(numbers: list[int]) ->
     assert {number for number in range(-1, 53) if number in kept} == set(numbers)
     assert [n for first, stop in kept.ranges for n in range(first, stop)] == sorted(set(numbers))
     assert all(stop < first for (_, stop), (first, _) in pairwise(kept.ranges)), "no two that touch"
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 999))
-def test_all_ranks_stop_in_the_same_step(workers: int, epochs: list[int], seed: int) -> None:
-    chance = random.Random(seed)
-    steps = [(e, s) for e, count in enumerate(epochs) for s in range(count + 1)]
-    pace, stop = Pace(), Signal()
-    at = [0] * workers
-    stopped: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
-    while any(a < len(steps) for a in at):
-        if chance.random() < 0.02:
-            stop.request(pace)
-        rank = chance.choice([r for r in range(workers) if at[r] < len(steps)])
-        epoch, step = steps[at[rank]]
-        at[rank] += 1
-        pace.ask(rank, epoch, step)
-        if step == epochs[epoch]:
-            continue  # the epoch has no such step
-        if stop.due(epoch, step):
-            stopped[rank].append((epoch, step))
-    assert all(found == stopped[0] for found in stopped)
 
 
 def test_a_fingerprint_follows_the_records_and_not_the_folder_they_lie_in(tmp_path: Path) -> None:

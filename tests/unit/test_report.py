@@ -17,7 +17,6 @@ from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.errors import UsageError
 from stoker.events import charts
-from stoker.events.charts import _labels, nice_ticks, thin
 from stoker.events.report import panels_of, write_report
 from stoker.events.runs import read_run
 from stoker.events.summary import read_summary
@@ -158,12 +157,6 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "1 × gpu + 2 × cpu" in page.text
 
 
-def test_close_ticks_differ_and_round_ones_stay_short() -> None:
-    assert _labels([1.158, 1.16, 1.162]) == ["1.158", "1.160", "1.162"]
-    assert _labels([1000.0, 1000.5, 1001.0]) == ["1,000.0", "1,000.5", "1,001.0"]
-    assert _labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
-
-
 def test_one_logged_step_is_no_course(tmp_path: Path) -> None:
     run = read_run(record(tmp_path / "run", 1, epochs=1))
     (loss,) = [panel for panel in panels_of(run) if panel.title == "Loss"]
@@ -300,11 +293,3 @@ def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
 def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a run directory"):
         write_report([tmp_path], tmp_path / "report.html")
-
-
-def test_axes_and_thinning() -> None:
-    assert nice_ticks(0, 97, 4) == [0, 25, 50, 75, 100]
-    assert nice_ticks(3, 3)[0] <= 3 <= nice_ticks(3, 3)[-1]
-    points = [(float(i), 100.0 if i == 777 else 1.0) for i in range(10_000)]
-    kept = thin(points)
-    assert len(kept) <= 360 and (777.0, 100.0) in kept and kept == sorted(kept)

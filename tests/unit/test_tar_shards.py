@@ -197,10 +197,3 @@ def test_a_column_that_no_record_has_is_refused_before_training(tmp_path: Path) 
     derived = read_any(str(tmp_path), "train", ["image", "made"])
     assert derived is not None
     derived.check()
-
-
-def test_the_table_of_names_stands_in_the_docs() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs" / "write-a-recipe.md"
-    text = docs.read_text()
-    for row in ("`0001.jpg`", "`0001.cls`", "`0001.txt`", "`0001.json`", "`0001.mask.png`"):
-        assert f"| {row}" in text, f"{docs.name} has no row for {row}"

@@ -43,26 +43,6 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     return found, attempt
 
 
-def test_the_validation_that_is_missing_is_the_first_pass() -> None:
-    _, attempt = head(DataCursor(epoch=2, plan=PLAN, unvalidated=1))
-    assert list(attempt.open) == [("val", 1), ("train", 2), ("val", 2)]
-    assert list(head(DataCursor(epoch=3, plan=PLAN, unvalidated=2))[1].open) == [("val", 2)]
-    assert list(head(DataCursor(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].open) == [("val", 1)], (
-        "max_steps ended training within this epoch"
-    )
-    assert list(head(DataCursor(epoch=2, plan=PLAN))[1].open) == [("train", 2), ("val", 2)]
-
-
-def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
-    coordinator, _ = head(DataCursor(epoch=2, plan=PLAN, unvalidated=1))
-    first = [coordinator.next(0, "val", 1, 0, step) for step in range(2)]
-    coordinator.request_stop("SIGTERM")
-    rest = [coordinator.next(0, "val", 1, 0, step) for step in range(2, 4)]
-    other = [coordinator.next(0, "val", 1, 1, step) for step in range(4)]
-    stops = [[portion.stop for portion in got] for got in ([*first, *rest], other)]  # type: ignore[union-attr]
-    assert stops == [["", "", "SIGTERM", "SIGTERM"]] * 2
-
-
 def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN), workers=1)
     attempt.event = coordinator.event  # as `begin` sets it
