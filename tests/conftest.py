@@ -34,7 +34,6 @@ settings.load_profile("stoker")
 
 
 def part_of(path: Path) -> str:
-    """A test belongs to the part whose folder it lies in."""
     return path.relative_to(ROOT / "tests").parts[0]
 
 
@@ -101,7 +100,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits in all three forms."""
     from recipes.digits import write
 
     folder = tmp_path_factory.mktemp("data") / "digits"

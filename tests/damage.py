@@ -56,13 +56,11 @@ def read_all(source: Source | None, records: int = 100, seed: int | None = None)
 
 
 def opened(root: Path | str, **params: Any) -> driver.Opened:
-    """A job of ImageClassification, as it is before its cluster forms."""
     given = {"data": str(root), "image_size": 16, "augment": "none", **params}
     return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
 
 
 def preprocessed(data: Data, split: str = "train", records: int = 100) -> Iterator[tuple[Any, BlockReport]]:
-    """What the chain makes of each shard of a split."""
     source = data.sources[split]
     for shard in source.shards(records, None):
         yield data.chains[split].run(source.for_workers().read(shard, None), epoch=0)

@@ -11,7 +11,6 @@ import numpy as np
 
 
 def smooth(channels: int = 3, height: int = 37, width: int = 29) -> Any:
-    """Channels that differ, from 0.1 to 0.9."""
     y, x = np.mgrid[0:height, 0:width].astype(float)
     return np.stack([0.5 + 0.4 * np.sin(x / (3 + c) + y / (5 - c / 2) + c) for c in range(channels)], -1)
 
@@ -34,7 +33,6 @@ def tiff(
     bits: int = 0,
     palette: Any = None,
 ) -> bytes:
-    """A TIFF of an array, height × width × channels, as GDAL writes it."""
     height, width, channels = pixels.shape
     parts = [pixels[..., c : c + 1] for c in range(channels)] if planes else [pixels]
     places = list(itertools.product(range(0, height, tile or height), range(0, width, tile or width)))
@@ -79,8 +77,6 @@ def tiff(
 
 
 def png(pixels: Any, colour: int, bits: int, *parts: tuple[bytes, bytes]) -> bytes:
-    """A PNG of an array, height × width × channels, with further chunks."""
-
     def chunk(kind: bytes, content: bytes) -> bytes:
         return len(content).to_bytes(4) + kind + content + zlib.crc32(kind + content).to_bytes(4)
 

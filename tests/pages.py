@@ -9,14 +9,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def examples(page: str, language: str = "python") -> dict[str, str]:
-    """File name → text of each example, whose first line is a comment with the name."""
     blocks = re.findall(rf"^```{language}\n# (\S+)\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     assert len(dict(blocks)) == len(blocks), f"{page}: two examples of one name"
     return dict(blocks)
 
 
 def change(page: str) -> tuple[str, str]:
-    """The page's only diff: what stands there before, and after."""
     [lines] = re.findall(r"^```diff\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     before, after = (re.findall(rf"^\{sign}(.*\n)", lines, re.M) for sign in "-+")
     return "".join(before), "".join(after)

@@ -36,8 +36,6 @@ FLAT = np.full((30, 40), 3)
 
 
 def images(*files: tuple[str, bytes] | str, splits: str = "train", classes: str = "cat dog") -> Make:
-    """Class folders of two photos each, and more files."""
-
     def make(root: Path) -> None:
         photos = [(f"{s}/{c}/{i}.jpg", JPG) for s in splits.split() for c in classes.split() for i in "01"]
         for name, content in (*photos, *((f, JPG) if isinstance(f, str) else f for f in files)):
@@ -48,8 +46,6 @@ def images(*files: tuple[str, bytes] | str, splits: str = "train", classes: str 
 
 
 def and_then(first: Make, then: Callable[[Path], object]) -> Make:
-    """Data that is written first and spoilt then."""
-
     def make(root: Path) -> Any:
         first(root)
         found = then(root)
@@ -63,7 +59,6 @@ def linked(name: str, target: str) -> Make:
 
 
 def one(content: bytes) -> Make:
-    """Good photos and one that is none."""
     return images(("train/dog/x.jpg", content))
 
 
@@ -82,8 +77,6 @@ def bomb() -> bytes:
 
 
 def table(name: str = "train-0.parquet", **columns: Any) -> Make:
-    """Three rows of an image and a label."""
-
     def make(root: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         cells = {"image": [JPG] * 3, "label": [0, 1, 2], **columns}
@@ -122,7 +115,6 @@ PAIR = [("0.jpg", JPG), ("0.cls", b"1"), ("1.jpg", JPG), ("1.cls", b"0\n")]
 
 
 def shard(*members: tuple[str, bytes], name: str = "train-0.tar", change: Any = bytes) -> Make:
-    """Two good records and more members."""
     return written(name, change(tar_of([*PAIR, *members])))
 
 

@@ -30,8 +30,6 @@ EVERYTHING: dict[str, Any] = {
 
 
 class Blocks(nn.Module):
-    """Two residual blocks, without anything that looks beyond a record."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 32, 3, padding=1)

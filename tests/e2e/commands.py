@@ -12,14 +12,11 @@ DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 
 
 class Demo(NamedTuple):
-    """The finished demo."""
-
     folder: Path
     """Where it was typed; `runs/latest` is below."""
     screen: str
 
 
 def submit(*arguments: str, cwd: Path, timeout_s: float = 500) -> subprocess.CompletedProcess[str]:
-    """`python launcher/submit.py …` in a folder of the user's."""
     command = [sys.executable, str(ROOT / "launcher/submit.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)

@@ -13,7 +13,6 @@ from commands import DIGITS, Demo, submit
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    """What `make demo` leaves."""
     folder = tmp_path_factory.mktemp("demo")
     done = submit(DIGITS, "params.data=.data/digits/webdataset", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -64,8 +64,6 @@ def absent() -> str:
 
 
 class SlurmCluster:
-    """The running cluster."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         namespaces = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -79,7 +77,6 @@ class SlurmCluster:
         self._wait_until_nodes_are_idle()
 
     def command(self, *words: str, cwd: Path = ROOT) -> list[str]:
-        """A command line as typed on the login node."""
         children = Path(f"/proc/{self._world.pid}/task/{self._world.pid}/children").read_text().split()
         enter = [
             "nsenter",
@@ -94,18 +91,15 @@ class SlurmCluster:
         return [*enter, "env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
 
     def run(self, *words: str) -> str:
-        """What a command on the login node prints."""
         done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}{self.logs()}"
         return done.stdout
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         parts = [f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
         return "\n".join(parts)
 
     def close(self) -> None:
-        """End every process of the cluster."""
         assert self._world.stdin is not None
         self._world.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -169,12 +163,10 @@ def world(folder: Path) -> None:
 
 
 def own_network(pid: int) -> bool:
-    """Whether a process has left this network namespace."""
     return Path(f"/proc/{pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 
 
 def start_munge(folder: Path) -> None:
-    """The daemon that signs Slurm's messages, with a key of its own."""
     folder.mkdir()
     key, socket = folder / "key", folder / "socket"
     key.touch(mode=0o600)

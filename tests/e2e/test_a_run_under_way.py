@@ -73,7 +73,6 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
 
 
 def nodes_shown(address: str, token: str) -> None:
-    """Ray's own page asks for the token and then shows this machine."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -105,7 +105,6 @@ CASES = [
 
 
 def known(folder: Path, workers: str, *given: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The verdict on the script with known shares."""
     script = folder / f"known_{workers}.py"
     script.write_text(KNOWN)
     given = ("--workers", workers, "--step", str(STEP_S), *given)
@@ -117,7 +116,6 @@ def known(folder: Path, workers: str, *given: str, options: tuple[str, ...] = ()
 
 
 def all_parts(folder: Path, workers: str) -> list[dict[str, Any]]:
-    """A verdict on each loop, in the order of the script, which goes through all of them."""
     parts = [word for part in PARTS[workers] for word in ("--part", part)]
     found = known(folder, workers, "--steps", "32", *parts, options=("--steps", "900"))
     return sorted(found["loaders"], key=lambda one: one["number"])
@@ -125,7 +123,6 @@ def all_parts(folder: Path, workers: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Both scripts, at the same time: they mostly sleep. Their verdicts and their own clocks."""
     folder = tmp_path_factory.mktemp("known")
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(PARTS, pool.map(lambda workers: all_parts(folder, workers), PARTS), strict=True))
@@ -155,7 +152,6 @@ def test_the_share_is_that_of_the_scripts_own_clock_within_five_points(
 
 
 def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(tmp_path: Path) -> None:
-    """The script catches everything and begins anew, without end."""
     found = known(tmp_path, "0", "--part", "stubborn:0.5")
     assert found["ended"] == "enough" and found["loaders"][0]["steps"] >= 20
     assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is not None
@@ -202,7 +198,6 @@ LOOPS = ("for images, labels in training:", "    for images, labels in validatio
 
 
 def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
-    """Validation apart; its own imports and arguments; its folder as before."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "train.py").write_text(IMAGES)
@@ -323,7 +318,6 @@ def test_wrong_usage_is_one_line(tmp_path: Path, arguments: list[str], said: str
 
 
 def started(folder: Path, script: str, *given: str) -> subprocess.Popen[str]:
-    """`check` under way; the script has printed its first line."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "check", "train.py", "--", *given]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)

@@ -47,7 +47,6 @@ GB = 2**30
 
 
 def missing() -> str:
-    """What this machine lacks."""
     if shutil.which("java") is None:
         return "java is not installed: apt-get install default-jre-headless"
     if not (SPARK / "pyspark").is_dir() or not FUSE.is_dir():
@@ -59,7 +58,6 @@ def missing() -> str:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The variables of the cluster's machines, with what Ray on Spark may use of each."""
     folder = Path(tempfile.mkdtemp(prefix="rs", dir="/tmp"))  # socket paths must stay short
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)

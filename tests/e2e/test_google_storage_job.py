@@ -16,7 +16,6 @@ from tests.fakes.google_cloud import BUCKET, cloud_storage
 def test_a_job_reads_gs_and_resumes_from_gs(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs of one epoch each: every record once, the second from the first's checkpoint."""
     with cloud_storage() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -24,7 +24,6 @@ def summary(folder: Path) -> dict:
 
 
 def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
-    """The other forms of the data without a command line: tests/integration/test_cache.py."""
     folder, screen = demo
     check(folder, screen)
     assert "params.data" in (folder / "runs/latest/config.yaml").read_text()
@@ -67,7 +66,6 @@ def test_digits_reach_97_percent_from_every_form_by_one_changed_line(form: str, 
 
 
 def check(folder: Path, screen: str) -> None:
-    """Eight epochs, every record, a model."""
     found = summary(folder)
     assert found["status"] == "succeeded" and fields(found) == EVERYWHERE
     assert found["metrics"]["best"]["val/acc1"] >= 0.97

@@ -45,7 +45,6 @@ print(mine.train(zip(images.split(64), labels.split(64))))
 
 @pytest.fixture(scope="module")
 def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the page, with the data where they look for it."""
     folder = tmp_path_factory.mktemp("migration")
     for name, text in {**examples(PAGE), "by_pyarrow.py": BY_PYARROW}.items():
         (folder / name).write_text(text)
@@ -100,7 +99,6 @@ def scripts(folder: Path) -> Losses:
 
 @pytest.fixture(scope="module")
 def on_cluster(folder: Path) -> Losses:
-    """The recipes, and the script that needs Ray: one process, one cluster, four trainings."""
     return run(folder, "--cluster", "losses.json", "ray_train.py", *RECIPES)
 
 

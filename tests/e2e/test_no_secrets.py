@@ -38,7 +38,6 @@ raise PermissionError(f"401: {told} {unquote(told)}")
 
 
 def write_jobs(folder: Path) -> None:
-    """A recipe's job and a script, in a clone whose remote names a token."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@host", "-C", str(folder)]
     remote = f"https://oauth2:{IN_GIT}@host/x.git"
     for words in (

@@ -20,7 +20,6 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs/notebooks"
 
 @pytest.fixture
 def tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """TensorBoard goes on after the notebook: end those that noted themselves in the test's folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("STOKER_NOTEBOOK_RUNS", str(tmp_path / "runs"))
     yield
@@ -59,7 +58,6 @@ def execute(name: str = "quickstart", **replaced: str) -> Shown:
 
 
 def check(shown: Shown) -> str:
-    """What every run of the notebook shows; the table of its runs."""
     kinds = [kind for outputs in shown.values() for out in outputs for kind in out.get("data", {})]
     assert "image/png" in kinds, "the curves"
     assert any("tensorboard-frame" in str(outputs) for outputs in shown.values())

@@ -30,7 +30,6 @@ COMMANDS: dict[int, str] = {}
 
 
 def run(script: str, *arguments: str, code: int = 0, how: tuple[str, ...] = ()) -> set[psutil.Process]:
-    """A script as a user starts it, in a clean environment; the processes that it started."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
     environment["PYTHONPATH"] = str(ROOT / "source_dir")
     command = [sys.executable, *how, str(SCRIPTS / script), *arguments]

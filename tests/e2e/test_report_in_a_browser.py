@@ -45,7 +45,6 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a long run with everything in it, one of one step, one that failed without a GPU, and of all."""
     folder = tmp_path_factory.mktemp("reports")
     lost = {"time": 14.0, "event": "host_lost", "host": "algo-3", "group": "cpu", "node": "n"}
     runs = [

@@ -73,7 +73,6 @@ def overrides(digits: Path) -> list[str]:
 
 
 def download(uri: str, folder: Path) -> Path:
-    """What SageMaker does with a channel: every object below the prefix, as a file."""
     bucket, prefix = split_uri(uri.rstrip("/") + "/")
     for page in s3().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
         for entry in page["Contents"]:
@@ -145,7 +144,6 @@ def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
 
 
 def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
-    """What a job in script mode leaves in S3: its unpacked archive, its channels."""
     job = open_job(load(None, [*overrides(digits), "sagemaker.entry=script-mode"]))
     described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
     bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])

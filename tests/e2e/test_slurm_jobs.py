@@ -61,7 +61,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder on the shared file system: a recipe, and the digits."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "source_dir" / "recipes", folder / "source" / "recipes")
     (folder / "source" / "paced.py").write_text(RECIPE)
@@ -69,8 +68,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Submitted:
-    """`submit.py … --on slurm`, which follows the job's log."""
-
     def __init__(self, cluster: SlurmCluster, folder: Path, name: str, *overrides: str) -> None:
         self.cluster, self.output_dir, self.name = cluster, folder / "runs", name
         words = [
@@ -130,7 +127,6 @@ def kill_task_on(node: str, job: str) -> None:
 
 
 def trained(run_dir: Path, epoch: int) -> int:
-    """How many records an epoch trained, each of them once."""
     ids = (run_dir / f"records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
     assert len(ids) == len(set(ids))
     return len(ids)

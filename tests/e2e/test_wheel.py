@@ -18,7 +18,6 @@ CLEAN = ("PYTHONPATH", "STOKER_", "RAY_")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of an environment with the wheel, and from this one everything else but the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=300)

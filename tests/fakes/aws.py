@@ -32,7 +32,6 @@ def service_quotas(values: dict[str, float], per_page: int = 2) -> Iterator[None
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[dict[str, str]]:
-    """Start a server on a free loopback port; the environment variables of its clients."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # one line per request otherwise

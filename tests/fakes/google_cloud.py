@@ -32,7 +32,6 @@ def cloud_storage(bucket: str = BUCKET) -> Iterator[dict[str, str]]:
 
 
 def serve_cloud_storage(bucket: str) -> None:
-    """The emulator's process: print the port, then answer until the process is terminated."""
     from gcp_storage_emulator import server as emulator
 
     class Threaded(ThreadingHTTPServer):
@@ -62,8 +61,6 @@ def serve_cloud_storage(bucket: str) -> None:
 
 @dataclass
 class JobService:
-    """`projects.locations.customJobs` of the Vertex AI API: create, get and cancel, as REST."""
-
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
     refusal: tuple[int, str, str] | None = None
@@ -98,7 +95,6 @@ class JobService:
 
 @contextlib.contextmanager
 def job_service() -> Iterator[tuple[JobService, dict[str, str]]]:
-    """Serve the methods on loopback; what it was asked, and the environment variables of its clients."""
     service = JobService()
 
     class Handler(BaseHTTPRequestHandler):

@@ -29,7 +29,6 @@ class MlflowServer:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it on the same port and database, and wait until it answers."""
         where = "--artifacts-destination" if self.served else "--default-artifact-root"
         options = {
             "--backend-store-uri": f"sqlite:///{self.folder / 'mlflow.db'}",
@@ -62,14 +61,12 @@ class MlflowServer:
         raise RuntimeError((self.folder / "server.log").read_text()[-2000:])
 
     def stop(self) -> None:
-        """End it and its workers at once, as a crash would."""
         if self.process is not None:
             os.killpg(self.process.pid, 9)
             self.process.wait()
             self.process = None
 
     def ask(self, call: str, **body: Any) -> dict[str, Any]:
-        """One call of its REST interface: GET with the parameters, POST for searches."""
         url = f"{self.uri}/api/2.0/mlflow/{call}"
         answer = (
             requests.post(url, json=body, timeout=120)
@@ -81,14 +78,12 @@ class MlflowServer:
         return content
 
     def runs(self, experiment: str) -> list[dict[str, Any]]:
-        """The runs of an experiment, the newest first."""
         found = self.ask("experiments/get-by-name", experiment_name=experiment)
         ids = [found["experiment"]["experiment_id"]]
         runs: list[dict[str, Any]] = self.ask("runs/search", experiment_ids=ids).get("runs", [])
         return runs
 
     def history(self, run: dict[str, Any], metric: str) -> list[tuple[int, float]]:
-        """(global step, value) of a metric, as they were sent."""
         call = self.ask(
             "metrics/get-history", run_id=run["info"]["run_id"], metric_key=metric, max_results=5000
         )
@@ -96,10 +91,8 @@ class MlflowServer:
 
 
 def latest(run: dict[str, Any]) -> dict[str, float]:
-    """A run's metrics as MLflow's pages show them."""
     return {m["key"]: float(m["value"]) for m in run["data"]["metrics"]}
 
 
 def pairs(run: dict[str, Any], what: str) -> dict[str, str]:
-    """A run's params or tags."""
     return {entry["key"]: entry["value"] for entry in run["data"][what]}

@@ -27,8 +27,6 @@ LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startsw
 
 @dataclass
 class RayNodes:
-    """Where the cluster's dashboard listens and how to enter; nodes can be added and stopped."""
-
     dashboard: str
     token: str
     gcs: str
@@ -42,7 +40,6 @@ class RayNodes:
     """Those that this process started."""
 
     def start(self, group: str, *head: str) -> int:
-        """One more node, the head with options of its own; its number."""
         index, self.started = self.started, self.started + 1
         # Workers of a cluster as users have it import everything anew: tests/fakes/autoscaled.py.
         command = [
@@ -60,7 +57,6 @@ class RayNodes:
         return index
 
     def address(self) -> dict[str, Any]:
-        """What another process needs to `enter`."""
         return {
             "dashboard": self.dashboard,
             "gcs": self.gcs,
@@ -72,7 +68,6 @@ class RayNodes:
 
     @classmethod
     def entered(cls, address: dict[str, Any]) -> RayNodes:
-        """The cluster as a process with its environment sees it, which may add nodes and lose those."""
         given = {key: value for key, value in address.items() if key not in ("nodes", "scratch")}
         return cls(
             **given,
@@ -83,7 +78,6 @@ class RayNodes:
         )
 
     def lose(self, index: int) -> None:
-        """Kill a node with all that runs on it."""
         node = psutil.Process(self.processes[index].pid)
         for process in [*node.children(recursive=True), node]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -93,7 +87,6 @@ class RayNodes:
 
 @contextlib.contextmanager
 def fork_server(environment: dict[str, str], folder: Path) -> Iterator[str]:
-    """The socket of a process from which chain workers are forked, made with an environment."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
@@ -186,7 +179,6 @@ def started(command: list[str], environment: dict[str, str], log: Path) -> subpr
 
 
 def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the started processes and their children at once; only tests and benchmarks used this cluster."""
     family: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -25,7 +25,6 @@ def commands_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake(folder: Path, name: str, lines: str) -> None:
-    """Write a command as shell lines."""
     program = folder / name
     program.write_text(f"#!/bin/sh\n{lines}\n")
     program.chmod(0o755)

@@ -26,7 +26,6 @@ class Volume:
     log: Path
 
     def refused(self) -> list[str]:
-        """What was tried and refused."""
         return self.log.read_text().splitlines()
 
 
@@ -56,7 +55,6 @@ def volume(folder: Path, libraries: Path) -> Iterator[Volume]:
 
 
 def serve(below: str, mount: str, log: str) -> None:
-    """Serve the volume until it is unmounted."""
     from fuse import FUSE, FuseOSError, Operations
 
     def at(path: str) -> Path:

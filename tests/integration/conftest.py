@@ -28,7 +28,6 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) -> list[dict[Any, Any]]:
-    """What the cases of this module found on each rank."""
     found = on_two_ranks[request.module.__name__]
     for rank, part in enumerate(found):
         assert isinstance(part, dict), f"rank {rank}: {part}"
@@ -37,7 +36,6 @@ def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) ->
 
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
-    """One real Ray cluster of this machine; jobs run on it one after the other."""
     from running import one_cluster
 
     with one_cluster():

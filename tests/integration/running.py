@@ -26,7 +26,6 @@ from stoker.ray_compat import fork_workers
 
 @contextlib.contextmanager
 def one_cluster() -> Iterator[None]:
-    """A real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
     # As local runs have it.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     folder = raynode.private_folder()
@@ -62,7 +61,6 @@ class Outcome:
 
 
 def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sections: Any) -> Outcome:
-    """One job: its configuration as keywords, its run directory below `folder` unless it goes on in one."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections}))
     run_dir = run_dir or folder / "run"

@@ -56,7 +56,6 @@ def job(
 
 
 def made_by(train: Train) -> dict[str, int]:
-    """Blocks by the host that made them."""
     import ray
 
     names = {node["NodeID"]: node["Labels"][HOST] for node in ray.nodes()}
@@ -116,7 +115,6 @@ def slow_sample() -> dict[str, Any]:
 
 
 def lost_server() -> dict[str, Any]:
-    """A host's block server is killed while rows are fetched from it."""
     import ray
     import torch
 
@@ -173,7 +171,6 @@ def lost_server() -> dict[str, Any]:
 
 
 def died(agent: Any) -> bool:
-    """Whether the process of an agent has ended."""
     import ray
 
     try:
@@ -186,7 +183,6 @@ def died(agent: Any) -> bool:
 
 
 def ready_servers(train: Train) -> dict[str, Any]:
-    """The block servers of both CPU hosts, once they listen."""
     import ray
 
     head = ray.get_runtime_context().get_node_id()
@@ -212,7 +208,6 @@ def made_on_the_head() -> dict[str, Any]:
 
 
 def all_ids(coordinator: Any, config: Config) -> list[int]:
-    """Train worker: the ids of an epoch's records, fetched to where this runs."""
     import ray
     import torch
 
@@ -263,8 +258,6 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
 
     def step_until(true: Callable[[], Any]) -> bool:
-        """Training that is no faster than it must be for work to go on."""
-
         def step() -> Any:
             time.sleep(0.1)
             ids.extend(next(steps, []))
@@ -336,7 +329,6 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
 
 
 def ray_command(nodes: RayNodes, *words: str) -> None:
-    """Ray's own command line, on this cluster."""
     done = subprocess.run(
         ["ray", *words, f"--address={nodes.gcs}"],
         env=nodes.environment, capture_output=True, text=True, timeout=120,

@@ -16,8 +16,6 @@ from stoker.serve.opening import open_data, start_coordinator
 
 @dataclass
 class Train:
-    """The train workers of one job, asking in turn."""
-
     config: Config
     workers: int = 1
     first_epoch: int = 0
@@ -43,13 +41,11 @@ class Train:
         return ray
 
     def again(self, workers: int, first_epoch: int, place: dict[str, Any] | None) -> None:
-        """As after a restart: another attempt, perhaps with another number of train workers."""
         self.attempt, self.workers = self.attempt + 1, workers
         begin = self.coordinator.begin.remote(self.coordinator, self.attempt, workers, first_epoch, place)
         self.ray.get(begin, timeout=120)
 
     def steps(self, split: str, epoch: int, first: int = 0) -> Iterator[list[int]]:
-        """The record ids of one step after the other, rank by rank."""
         step = first
         while True:
             ids: list[int] = []
@@ -75,7 +71,6 @@ class Train:
             step += 1
 
     def kept(self) -> list[dict[str, Any]]:
-        """The columns of each batch that was handed out since the last call."""
         batches, self.batches = self.batches, []
         return batches
 
@@ -87,7 +82,6 @@ class Train:
         return place
 
     def reconcile(self, split: str, epoch: int, ids: list[int]) -> dict[str, Any]:
-        """Close the books: rank 0 hands in everything."""
         shares = [(len(ids), sum(ids) % ID_MODULUS, 0)] + [(0, 0, 0)] * (self.workers - 1)
         calls = [
             self.coordinator.epoch_done.remote(self.attempt, split, epoch, rank, share)

@@ -66,7 +66,6 @@ class Scene:
             )  # fmt: skip
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Its events of a kind so far."""
         file = self.run_dir / "events.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]

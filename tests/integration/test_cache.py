@@ -27,12 +27,10 @@ def job(data: Path, **changes: Any) -> Config:
 
 
 def pixels(train: Train) -> list[bytes]:
-    """The images of each batch that was handed out since the last call."""
     return [batch["image__hwc"].tobytes() for batch in train.kept()]
 
 
 def vanishes(folder: Path, pattern: str) -> bool:
-    """Whether nothing of that name is left within seconds."""
     deadline = time.monotonic() + 240
     while list(folder.glob(pattern)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -32,8 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Dropping(Tiny):
-    """A model that draws random numbers in every step and keeps running statistics."""
-
     def model(self) -> Any:
         return nn.Sequential(super().model(), nn.BatchNorm1d(5), nn.Dropout(0.3))
 
@@ -61,7 +59,6 @@ def state(worker: Worker) -> dict[str, Any]:
 
 
 def cases(rank: int, folder: str) -> dict[Any, Any]:
-    """One of two ranks: every case."""
     found: dict[str, Any] = {}
     batches = feed(80, 8, rank, 2)
     for name, train in CASES.items():

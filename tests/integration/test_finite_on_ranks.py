@@ -22,7 +22,6 @@ def answer(rank: int, worker: Any, progress: Progress) -> str:
 
 
 def cases(rank: int, folder: str) -> dict[Any, str]:
-    """One of two ranks: rank 1 alone is spoilt."""
     del folder
     found: dict[Any, str] = {}
     for strategy in ("ddp", "fsdp"):

@@ -19,7 +19,6 @@ RECORDS, SHARD, SEED = 120, 40, 3
 
 
 def seeded(epoch: int, without: tuple[int, ...]) -> list[int]:
-    """The records of an epoch in their order, by plain Python."""
     shards = cut_indices(RECORDS, SHARD, order_of(SEED, epoch))
     return [i for shard in shards for i in shard.items if i not in without]
 

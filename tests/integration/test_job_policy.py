@@ -72,7 +72,6 @@ def as_list(value: Any) -> list[str]:
 
 
 def wanted(environ: dict[str, Any], body: bytes) -> list[tuple[str, str]]:
-    """The IAM actions of a request to S3, with the resource of each."""
     if "/s3/aws4_request" not in environ.get("HTTP_AUTHORIZATION", ""):
         return []  # of another service
     bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
@@ -116,7 +115,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
 
 
 def keep_four(store: CheckpointStore, said: list[str]) -> Retention:
-    """Four checkpoints of which two stay, as the writer of a run does it."""
     shelf = Retention(store, newest=2, top_k=0, tell=said.append)
     for step in range(1, 5):
         about = {"step": step, "monitored": {"metric": "val/loss", "mode": "min", "value": 1.0 / step}}

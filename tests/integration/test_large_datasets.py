@@ -16,8 +16,6 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Holds(Dataset[Any]):
-    """Counts in its own memory how often a process has read it."""
-
     def __init__(self) -> None:
         self.table = torch.arange(1 << 20)
 

@@ -142,7 +142,6 @@ def test_each_stream_is_read_once_by_one_process_whatever_else_there_is_to_do(tm
 
 
 def test_passes_in_step_share_processes_that_are_too_few_for_their_streams(tmp_path: Path) -> None:
-    """As those of two ranks, which wait for each other in each step."""
     one, other = (DataLoader(Shuffled(tmp_path), batch_size=8, num_workers=3) for _ in range(2))
     found = [(a[:, 1].tolist(), b[:, 1].tolist()) for a, b in zip(one, other, strict=True)]
     for each in zip(*found, strict=True):
@@ -187,8 +186,6 @@ def test_copies_that_persistent_workers_keep_count_their_epochs_and_are_not_repl
 
 
 class Dies(Records):
-    """Its process is killed at one record, as often as there are files."""
-
     def __init__(self, lives: Path) -> None:
         super().__init__()
         self.lives = lives
@@ -467,8 +464,6 @@ def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
 
 
 class Endless(IterableDataset[Any]):
-    """Goes on where the pass before ended."""
-
     at = 0
 
     def __iter__(self) -> Iterator[int]:

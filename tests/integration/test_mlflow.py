@@ -156,7 +156,6 @@ def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
 
 
 def recorded(folder: Path, name: str) -> Path:
-    """A run directory with a configuration."""
     run_dir = folder / name
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 9}}))
@@ -164,7 +163,6 @@ def recorded(folder: Path, name: str) -> Path:
 
 
 def train(sink: MlflowSink, steps: range) -> None:
-    """Steps as training logs them."""
     for step in steps:
         rates = {"epoch_samples": 10 * step, "elapsed_s": 1.0 * step, "wait_s": 0.1 * step}
         sink.on_event(StepLogged(time=1.7e9 + step, epoch=0, step=step, loss=1 / step, lr=0.1, **rates))

@@ -53,7 +53,6 @@ EXPERIMENT = "/Shared/digits"
 
 @pytest.fixture
 def notebook(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This process as a notebook's: `setup_ray_cluster` has set its variables. Its volume."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)  # of the cluster that other tests start
     for name, value in nodes.environment.items():
@@ -70,7 +69,6 @@ def notebook(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
-    """A workspace's MLflow, and the variables of a notebook that has called `mlflow.set_experiment`."""
     server = MlflowServer(tmp_path, served=False)
     server.start()
     monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
@@ -83,7 +81,6 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mlflo
 
 
 def delta_tables(digits: Path, folder: Path) -> Path:
-    """The digits as Delta tables `train` and `val`."""
     for split in ("train", "val"):
         table = parquet.read_table(digits / "parquet" / split)
         deltalake.write_deltalake(str(folder / split), table)
@@ -92,7 +89,6 @@ def delta_tables(digits: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def slow(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A job of 100 steps, slow until `gate` exists, whose recipe lies beside the notebook."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "slow.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path / "mine")
@@ -215,8 +211,6 @@ def test_a_resumed_run_that_fails_at_once_has_no_result_of_the_start_before(note
 
 
 def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
-    """Act once the run under way has written an event of that kind."""
-
     def work() -> None:
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
@@ -232,7 +226,6 @@ def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
 
 
 def job_process() -> int:
-    """The job's process, a child of this one."""
     import psutil
 
     (found,) = [c.pid for c in psutil.Process().children() if "train.py" in c.cmdline()]

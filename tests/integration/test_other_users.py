@@ -52,7 +52,6 @@ class Endless(Counting):
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder for temporary files as every host has one, for all of its users."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
@@ -60,7 +59,6 @@ def shared() -> Iterator[Path]:
 
 
 def processes_with(folder: Path) -> list[str]:
-    """Those of a run, by the folder for temporary files in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -96,7 +94,6 @@ def wait_until_nothing_is_left(folder: Path) -> None:
 
 @contextlib.contextmanager
 def started(command: list[str], shared: Path, folder: Path) -> Iterator[IO[str]]:
-    """The output of a command that is killed in the end and shall leave nothing."""
     environment = {**os.environ, "TMPDIR": str(shared), "PYTHONPATH": str(ROOT / "source_dir")}
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)

@@ -63,8 +63,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Probe(Job):
-    """A job whose entry shows what it finds instead of training."""
-
     mode = "end"
 
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
@@ -110,8 +108,6 @@ def job_of(kind: type[Probe], output: Path) -> Job:
 
 
 class Followed(NamedTuple):
-    """A job that has ended, and the lines of its log."""
-
     run: Any
     request: Any
     lines: list[str]
@@ -200,8 +196,6 @@ def test_a_relative_output_folder_is_refused(entered: RayNodes, tmp_path: Path) 
 
 
 class OtherVersion(http.server.BaseHTTPRequestHandler):
-    """A dashboard of another Ray and Python."""
-
     ray, python = "2.40.0", "3.9.18"
 
     @property
@@ -369,6 +363,5 @@ def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
 
 
 def states_of(kind: str, nodes: RayNodes) -> set[str]:
-    """Of all actors of a class that the cluster has had."""
     actors = ray_jobs.job_server(nodes.dashboard).get("/logical/actors")["data"]["actors"].values()
     return {actor["state"] for actor in actors if actor["actorClass"] == kind}

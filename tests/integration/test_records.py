@@ -18,7 +18,6 @@ from stoker.events.summary import Summary
 
 
 def ids(outcome: Outcome, split: str, epoch: int) -> Counter[str]:
-    """Every record id that any rank used, with how often."""
     found: Counter[str] = Counter()
     for path in (outcome.run_dir / "records").glob(f"{split}-epoch-{epoch:03d}-rank-*.txt"):
         found.update(path.read_text().split())
@@ -119,8 +118,6 @@ def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
 def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
     source: dict[str, Any], records: int | None, ray_cluster: None, tmp_path: Path
 ) -> None:
-    """Within the first epoch and the next one; of one source also with nothing left, and at its end."""
-
     def job(steps: int) -> Outcome:
         more = {
             "data": {"order": "exact", "bad_record_budget": 0.1, "block_records": 16},

@@ -30,7 +30,6 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 
 def interrupted(train: Train, steps: int) -> dict[str, Any]:
-    """The place after some steps, as a checkpoint holds it."""
     seen = list(islice(train.steps("train", 0), steps))
     place: dict[str, Any] = json.loads(json.dumps(train.position(0, steps, flat(seen))))
     return place

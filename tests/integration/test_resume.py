@@ -105,7 +105,6 @@ def final_metrics(run_dir: Path) -> dict[str, float]:
 
 
 def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path]) -> None:
-    """Two runs, each as (run directory, trace)."""
     for rank in range(WORKERS):
         assert history(*interrupted, rank) == history(*whole, rank)
     assert final_metrics(interrupted[0]) == final_metrics(whole[0])
@@ -116,14 +115,12 @@ def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path]) -> No
 
 
 def best(run_dir: Path) -> tuple[Any, Any]:
-    """The best checkpoints with their values, and what became the model."""
     note = json.loads((run_dir / "checkpoints/best.json").read_text())
     return note, json.loads((run_dir / "model/model.json").read_text())["checkpoint"]
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
-    """A bucket `kept`; its environment for this process and, as a parameter of the job, for all others."""
     import boto3
 
     with moto_server() as environment, pytest.MonkeyPatch.context() as here:
@@ -135,7 +132,6 @@ def s3() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The uninterrupted run; its trace lies beside its run directory."""
     folder = tmp_path_factory.mktemp("whole")
     kept = {"every_steps": 2, "keep": 4, "save_top_k": 2}
     outcome = run_job(folder, **sections(folder / "trace", environment=s3), checkpoint=kept)

@@ -28,7 +28,6 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 
 def rows(train: Train) -> list[int]:
-    """The records that were handed out since the last call, each batch compared with what they hold."""
     found: list[int] = []
     for batch in train.kept():
         for i, index in enumerate(batch["index"].tolist()):

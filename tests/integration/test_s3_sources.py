@@ -28,7 +28,6 @@ THREADS = 12
 
 @pytest.fixture(scope="module")
 def s3(digits: Path) -> Iterator[dict[str, str]]:
-    """A bucket with the digits as tar shards and Parquet."""
     with moto_server() as environment, pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -41,7 +40,6 @@ def s3(digits: Path) -> Iterator[dict[str, str]]:
 
 
 def read(form: str, least_passes: int = 1) -> list[Any]:
-    """The records of the last pass; all passes use one client."""
     source = read_any(f"s3://{BUCKET}/{form}", "val")
     assert source is not None
     source.check()

@@ -387,7 +387,6 @@ def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remed
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every request that botocore sends, as `service:Operation`."""
     seen: list[str] = []
     real = BaseClient._make_api_call
 

@@ -25,7 +25,6 @@ def config(recipe: str, **changes: Any) -> Config:
 
 
 def batches(train: Train) -> dict[str, list[Any]]:
-    """All rows of the first training epoch, column by column, as a train worker gets them."""
     ids = [list(step) for step in train.steps("train", 0)]
     found: dict[str, list[Any]] = {}
     for batch in train.kept():

@@ -45,8 +45,6 @@ def job(folder: Path, *overrides: str, **train: Any) -> Outcome:
 
 
 class Attack:
-    """Makes a file as it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 

@@ -17,7 +17,6 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def seen(nodes: RayNodes) -> dict[str, Any]:
-    """What happened to the jobs of `several_hosts`, all in one cluster."""
     process = subprocess.run(
         [sys.executable, str(HERE / "several_hosts.py")],
         env=nodes.environment | {"STOKER_TEST_NODES": json.dumps(nodes.address())},
@@ -74,7 +73,6 @@ def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
 def test_a_host_that_is_about_to_be_taken_away_gets_no_more_work_and_others_go_on(
     seen: dict[str, Any],
 ) -> None:
-    """Ray's own command announces it, as KubeRay and a cluster's autoscaler do."""
     spot = seen["drained"]
     assert spot["used"] and spot["noted"]
     assert spot["emptied"] and spot["others"], "its chain workers end, and those of others go on"

@@ -23,7 +23,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def cases(rank: int, folder: str) -> dict[Any, Any]:
-    """One of two ranks: every case in both strategies."""
     del folder
     found: dict[Any, Any] = {}
     for strategy in ("ddp", "fsdp"):

@@ -23,7 +23,6 @@ RECORDS, VALIDATED = 48, 200
 
 @contextlib.contextmanager
 def when(ready: Callable[[], bool], then: Callable[[], None]) -> Iterator[None]:
-    """Beside what follows: wait for an event, then do something."""
     over = threading.Event()
 
     def wait() -> None:

@@ -19,8 +19,6 @@ OPTIMIZERS = {"momentum": {"momentum": 0.0}, "sgd": {"momentum": 0.9}, "adamw": 
 
 
 class Net(nn.Module):
-    """Two repeated blocks, a parameter that no loss depends on, and one that is frozen."""
-
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 100)
@@ -64,7 +62,6 @@ def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world: int = 
 
 
 def cases(rank: int, folder: str) -> dict[Any, Any]:
-    """One of two ranks: every case that needs them."""
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
         for name in OPTIMIZERS:

@@ -18,7 +18,6 @@ COLLECTIVE_TIMEOUT_S = 300
 
 
 def run(folder: Path) -> dict[str, list[Any]]:
-    """What rank 0 and rank 1 found in each module; the text of a failure where its cases raised."""
     import torch
 
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

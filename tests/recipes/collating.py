@@ -12,8 +12,6 @@ from stoker.recipe import Recipe
 
 
 class Draw(RecordTransform):
-    """An image, a text, and marks whose number varies."""
-
     random = False
 
     def __init__(self, marks: bool) -> None:

@@ -13,7 +13,6 @@ from stoker.recipe import Recipe
 
 
 def drawn() -> dict[str, float]:
-    """One number of each global generator."""
     import torch
 
     return {"r": random.random(), "n": float(np.random.rand()), "t": float(torch.rand(()))}
@@ -33,8 +32,6 @@ class Augmenting:
 
 
 class AugmentingSource(Source):
-    """As `Augmenting`, with shards and keys of its own."""
-
     def __init__(self, n: int) -> None:
         self.n = n
 
@@ -55,7 +52,6 @@ class Augment(RecordTransform):
 
 
 def augment(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch stage: a number of each generator for every record, and for one the same for all."""
     import torch
 
     n = len(batch["index"])
@@ -68,8 +64,6 @@ def augment(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class Draws(Recipe):
-    """Draws in the place that `where` names."""
-
     where: str = "dataset"
     n: int = 60
 
@@ -85,8 +79,6 @@ class Draws(Recipe):
 
 
 class Split(Recipe):
-    """Splits one dataset by chance, once for each split, as many scripts do."""
-
     n: int = 100
 
     def read(self, split: str) -> Any:
@@ -98,8 +90,6 @@ class Split(Recipe):
 
 
 class Halves(Recipe):
-    """Two subsets of one dataset, of equal length."""
-
     n: int = 40
     shift: int = 0
     """Another dataset of equal type and length."""
@@ -146,8 +136,6 @@ class Plain(RecordTransform):
 
 
 class Cached(Draws):
-    """As `Draws`, with a chain whose first stage may be kept."""
-
     def preprocess(self, split: str) -> list[Any]:
         return [Plain()]
 

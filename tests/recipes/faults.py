@@ -34,8 +34,6 @@ class Mischief(RecordTransform):
 
 
 class FlakyNumbers(Numbers):
-    """Its mount hiccups once, in the middle of a shard."""
-
     def __init__(self, n: int, shard: int, flaky: int, folder: str) -> None:
         super().__init__(n, shard=shard)
         self.flaky, self.folder = flaky, folder
@@ -63,7 +61,6 @@ class Faulty(Counting):
 
 
 def once(folder: str, what: str) -> bool:
-    """Whether nobody has asked that before."""
     try:
         Path(folder, what).touch(exist_ok=False)
     except FileExistsError:

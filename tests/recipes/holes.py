@@ -37,8 +37,6 @@ class RayRows(Recipe):
 
 
 class Worded(ImageClassification):
-    """A `ray.data.Dataset` of images and the names of their classes, in columns of other names."""
-
     def read(self, split: str) -> Any:
         import ray
 
@@ -58,15 +56,11 @@ class Kills(RecordTransform):
 
 
 class FirstKills(Counting):
-    """Its first record ends the process that preprocesses it."""
-
     def preprocess(self, split: str) -> list[Any]:
         return [Kills()] if split == "train" else []
 
 
 class Unloadable:
-    """A stage that other processes cannot load."""
-
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
@@ -75,15 +69,11 @@ class Unloadable:
 
 
 class OnlyHere(Counting):
-    """The chain of its first split works in the process that made it, and in no other one."""
-
     def preprocess(self, split: str) -> list[Any]:
         return [Unloadable()] if split == "train" else []
 
 
 class Optional(Counting):
-    """Every third record lacks a column of integers."""
-
     def read(self, split: str) -> Any:
         return WithHoles(self.train_records) if split == "train" else None
 

@@ -13,8 +13,6 @@ from rows import Counting, Numbers
 
 
 class Rows(Numbers):
-    """Records that carry their number into the batch."""
-
     def read(self, shard: Any, order: Any) -> Any:
         for record in super().read(shard, order):
             yield {**record, "row": float(record["key"])} if isinstance(record, dict) else record

@@ -10,7 +10,6 @@ from rows import Counting
 
 
 def images_of(folder: Path, count: int) -> Path:
-    """Class folders of tiny images: so many in train, three in val."""
     draws = np.random.default_rng(0)
     for split, number in (("train", count), ("val", 3)):
         for i in range(number):
@@ -21,8 +20,6 @@ def images_of(folder: Path, count: int) -> Path:
 
 
 class Normed(Counting):
-    """A model with batch norm, or one that takes single records."""
-
     norm: str = "batch"
     val_records: int = 5
 
@@ -39,7 +36,6 @@ class Normed(Counting):
 
 
 def Frozen(size: int):  # type: ignore[no-untyped-def]  # noqa: N802 - a layer
-    """Batch norm that never trains, as in detectors."""
     from torch import nn
 
     class FrozenNorm(nn.BatchNorm1d):

@@ -11,7 +11,6 @@ from stoker.recipe import Recipe
 
 
 def values(index: int) -> list[int]:
-    """What record `index` holds: 0 to 12 numbers."""
     return [index * 100 + i for i in range(index * 7 % 13)]
 
 

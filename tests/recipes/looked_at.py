@@ -12,8 +12,6 @@ from stoker.recipe import Recipe
 
 
 class Made(Source):
-    """Records made from their number."""
-
     def __init__(self, records: int) -> None:
         self.records = records
 
@@ -81,8 +79,6 @@ class Halved(RecordTransform):
 
 
 class Shapes(RecordTransform):
-    """Images of any size."""
-
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         return {**record, "image": record["image"][: 10 + record["label"]]}
 
@@ -131,8 +127,6 @@ class LookedAt(Recipe):
 
 
 class Arrays:
-    """A torch Dataset of images, masks and a number for each row of the image."""
-
     def __len__(self) -> int:
         return 40
 
@@ -142,8 +136,6 @@ class Arrays:
 
 
 class Plain(Recipe):
-    """Masks that no stage of the chain names."""
-
     chain: str = "flip"
 
     def read(self, split: str) -> Any:

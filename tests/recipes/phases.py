@@ -13,8 +13,6 @@ from stoker.recipe import Recipe
 
 
 class Sleeps(RecordTransform):
-    """Takes `ms` for each record, and gives it `kb` of payload."""
-
     def __init__(self, ms: float, kb: int) -> None:
         self.ms, self.kb = ms, kb
 

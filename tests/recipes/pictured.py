@@ -12,14 +12,11 @@ from stoker.recipe import Recipe
 
 
 def pixels(number: int) -> Any:
-    """RGB, a slope that differs by record."""
     y, x, c = np.mgrid[0:16, 0:16, 0:3]
     return (5 * y + 7 * x + 20 * c + 3 * number).astype(np.uint8)
 
 
 class Pictures:
-    """PIL images with labels; every second one may have another mode."""
-
     def __init__(self, mode: str, array: bool) -> None:
         self.mode, self.array = mode, array
 
@@ -35,8 +32,6 @@ class Pictures:
 
 
 class Pictured(Recipe):
-    """Its chain begins as `first` says."""
-
     first: str = "decode"
     mode: str = "RGB"
     array: bool = False

@@ -11,8 +11,6 @@ from stoker.recipe import Recipe
 
 
 class Regression(Recipe):
-    """Parquet rows x0, x1 → y, by a linear model."""
-
     data: str
     columns: tuple[str, ...] = ("x0", "x1", "y")
 
@@ -53,8 +51,6 @@ class Numbers(Source):
 
 
 class Counting(Regression):
-    """Numbered records, to follow each of them through a run."""
-
     data: str = ""
     train_records: int = 101
     val_records: int = 37
@@ -68,8 +64,6 @@ class Counting(Regression):
 
 
 class RaisesIn(Counting):
-    """Raises in the method that `where` names."""
-
     where: str
 
     def _maybe(self, place: str) -> None:
@@ -110,8 +104,6 @@ def fails(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class Nothing(Counting):
-    """Reads nothing at all, or an empty dataset."""
-
     empty: bool = False
 
     def read(self, split: str) -> Any:
@@ -124,8 +116,6 @@ class NoModel(Recipe):
 
 
 class FromRay(Regression):
-    """Reads through Ray Data itself."""
-
     data: str = ""
 
     def read(self, split: str) -> Any:
@@ -141,8 +131,6 @@ NOT_A_RECIPE = 3
 
 
 class DiesOnce(Counting):
-    """Its train worker is killed once, in the second epoch."""
-
     marker: str
 
     def training_step(self, model: Any, batch: Any) -> Any:

@@ -29,8 +29,6 @@ class Given:
 
 
 class Scored(Counting):
-    """The bias counts the steps."""
-
     scores: dict[str, list[float]]
     """Metric → its value in each epoch."""
     losses: list[float]

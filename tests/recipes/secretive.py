@@ -58,8 +58,6 @@ class Tells(Connects):
 
 
 class Notebook(Sink):
-    """Writes down everything that a sink is given."""
-
     def __init__(self, run_dir: Path, config: Any) -> None:
         self.file = run_dir / "notebook.txt"
 

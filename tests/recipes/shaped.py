@@ -8,8 +8,6 @@ from rows import Counting
 
 
 class Strange:
-    """A metric of one's own that computes whatever the test wants."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 

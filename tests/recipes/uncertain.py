@@ -15,8 +15,6 @@ class Uncounted(Numbers):
 
 
 class Unknown(Counting):
-    """The first `first_bad` records cannot be used."""
-
     first_bad: int = 0
 
     def read(self, split: str) -> Any:
@@ -24,8 +22,6 @@ class Unknown(Counting):
 
 
 class Miscounted(Numbers):
-    """Its last shard lacks a record, or has one that was not counted."""
-
     more: int
 
     def read(self, shard: Any, order: Any) -> Any:
@@ -36,8 +32,6 @@ class Miscounted(Numbers):
 
 
 class Short(Counting):
-    """Of the training records one is missing, or one too many comes."""
-
     more: int = -1
 
     def read(self, split: str) -> Any:

@@ -12,15 +12,12 @@ from stoker.recipe import Recipe
 
 
 def work(ms: float) -> None:
-    """Keeps this process's CPU busy."""
     ends = time.process_time() + ms / 1000
     while time.process_time() < ends:
         pass
 
 
 class Busy:
-    """A function for Ray Data's `map`."""
-
     def __init__(self, ms: float) -> None:
         self.ms = ms
 

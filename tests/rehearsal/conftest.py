@@ -32,8 +32,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RehearsalRu
 
 @pytest.fixture(scope="session")
 def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
-    """Run a rehearsal of the stand-in to its end; the deadline only catches a hang."""
-
     def whole(*overrides: str, data: dict[str, str] | None = None, **params: Any) -> Rehearsed:
         run = start("rehearsal.timeout_s=500", *overrides, data=data, **params)
         code = run.wait()
@@ -47,7 +45,6 @@ def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Namespaces, mounts, processes and links of this test are gone when it ends."""
     yield
     left = processes_left()
     assert not left, left

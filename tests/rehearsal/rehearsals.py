@@ -30,13 +30,11 @@ NAMES: list[str] = []
 
 
 def new_name() -> str:
-    """A job name that no other rehearsal on this machine has."""
     NAMES.append(f"test-{os.getpid()}-{len(NAMES)}")
     return NAMES[-1]
 
 
 def processes_left() -> list[str]:
-    """Processes of this test process's rehearsals: hosts, their worlds and launchers."""
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -49,8 +47,6 @@ def processes_left() -> list[str]:
 
 
 class StandInJob(Job):
-    """A job whose staged copy holds the stand-in driver."""
-
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
         super().stage(folder, data_at)
         for name in ("driver.py", "job_checks.py"):
@@ -61,8 +57,6 @@ class StandInJob(Job):
 
 @dataclass
 class Rehearsed:
-    """One finished rehearsal."""
-
     run: RehearsalRun
     code: int
 

@@ -20,7 +20,6 @@ DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 def rehearse_digits(
     folder: Path, *arguments: str, hosts: str = "gpu=1,cpu=2"
 ) -> tuple[int, str, dict[str, Any], dict[str, Any]]:
-    """Exit code, screen, summary.json and rehearsal.json of `submit.py digits.yaml --on rehearsal`."""
     options = [
         f"name={new_name()}",
         f"rehearsal.hosts={hosts}",
@@ -90,7 +89,6 @@ def test_a_lost_host_and_a_sigterm_cost_no_record(stopped: Path) -> None:
 
 
 def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
-    """The restart finds the synced folder and is told nothing else."""
     from stoker.checkpoints import format as checkpoint
     from stoker.storage.checkpoint_store import open_store
 
@@ -113,7 +111,6 @@ def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
 
 
 def trained(folder: Path, epoch: int) -> int:
-    """How many records an epoch of the latest run trained, each of them once."""
     ids = (folder / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
     assert len(ids) == len(set(ids))
     return len(ids)

@@ -63,7 +63,6 @@ def test_sigterm_while_waiting_for_hosts(rehearse: Rehearse) -> None:
 
 
 def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
-    """The command as a user types it, with SIGINT as a terminal sends it: SIGTERM for every host."""
     script = (
         "import sys; sys.path.insert(0, 'tests/rehearsal');"
         "from rehearsals import StandInJob; from launcher.places import rehearsal;"
@@ -106,7 +105,6 @@ def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_takes_its_hosts_along(tmp_path: Path) -> None:
-    """Even SIGKILL to the launcher leaves no host behind: their world ends with its pipe."""
     script = (
         "import sys; sys.path.insert(0, 'tests/rehearsal');"
         "from rehearsals import StandInJob, CHEAP; from launcher.places import rehearsal;"

@@ -17,7 +17,6 @@ set_environment(secrets.token_hex(32))  # before Ray is imported
 
 
 def of_recipe(recipe: str) -> list[float]:
-    """Of every step of an epoch in the order in which the records lie."""
     from running import run_job
 
     folder = Path(recipe.partition(":")[0]).resolve()
@@ -35,7 +34,6 @@ def of_recipe(recipe: str) -> list[float]:
 
 
 def of_script(path: str) -> list[float]:
-    """The lines that it prints of nothing but numbers."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")

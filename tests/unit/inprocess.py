@@ -51,8 +51,6 @@ class Head:
 
 @dataclass
 class Batches:
-    """The feed of one pass."""
-
     split: str
     epoch: int
     batches: list[Tensors]
@@ -81,8 +79,6 @@ Data = Callable[[str, int], Batches]
 
 @dataclass
 class Run:
-    """One start of a run: what it did."""
-
     worker: Worker
     keeper: CheckpointManager
     head: Head
@@ -140,12 +136,10 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
 
 
 def left(run: Run) -> str:
-    """Why a run has nothing more to train."""
     return nothing_left(run.worker, run.keeper, run.worker.config.train.epochs)
 
 
 def batches(rows: list[int], seed: int = 0) -> list[Tensors]:
-    """One batch of x0, x1 → y for each number of rows."""
     source = torch.Generator().manual_seed(seed)
     made = []
     for count in rows:

@@ -84,7 +84,6 @@ class TestInputBound:
         assert judged(waits={"wait_transfer": 60.0}, bottleneck="network", rate=1900).binds == "network"
 
     def test_a_share_that_one_wait_explains_is_told_as_that_wait(self) -> None:
-        """40 s of waiting in 100 s: 36 for first batches, then 36 for one batch; then spread."""
         waits = {"wait_production": 100.0}
         figures = {"input_wait_pct": 40.0, "steps": 400, "first_wait_s": 36.0, "longest_wait_s": 36.0}
         first = judged(waits=waits, compute=150, speed=figures, bottleneck="cpu")
@@ -106,7 +105,6 @@ class TestInputBound:
         assert found.details[1] == "send uint8 and convert on the GPU (on_device), or crop earlier"
 
     def test_slow_storage_is_not_taken_for_a_slow_network(self) -> None:
-        """The run has found that its hosts' CPUs idle while blocks are waited for."""
         found = judged(waits={"wait_production": 30.0, "wait_transfer": 5.0}, bottleneck="network")
         assert found.binds == "network"
         assert found.headline.endswith("preprocessing itself waits for the storage that it reads")

@@ -25,7 +25,6 @@ SPLIT = "id,label,split\na,cat,train\nb,dog,train\nc,eel,train\nd,dog,train\ne,c
 
 
 def folder(root: Path, csv: str | bytes, *files: str, name: str = "labels.csv") -> Path:
-    """Images in any folders, and a CSV file beside them."""
     for file in files or SIX:
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_bytes(PNG if file.endswith("png") else JPG)

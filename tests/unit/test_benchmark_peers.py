@@ -36,7 +36,6 @@ def test_uneven_records_that_do_not_come_once_are_found(change: str) -> None:
 
 @pytest.mark.long
 def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read ahead through server and link, in requests of 4 MiB: every record of every shard, unaltered."""
     monkeypatch.setattr(s3, "SHARD_RECORDS", 50)
     monkeypatch.setattr(s3, "SHARDS", 3)
     monkeypatch.setattr(s3, "TOTAL", 150)

@@ -316,7 +316,6 @@ def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(answer: Any
 def test_however_the_driver_fails_the_outcome_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, behaviour: str, code: int, cause: str
 ) -> None:
-    """The rehearsals' stand-in driver, of which nothing but its end is wanted here."""
     driver = tmp_path / "driver.py"
     shutil.copy(Path(__file__).parents[1] / "rehearsal/standin.py", driver)
     spec = importlib.util.spec_from_file_location("stoker.entry.driver", driver)
@@ -354,8 +353,6 @@ def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
 ) -> None:
 
     class Group:
-        """Ray Train's group of one train worker, in this process."""
-
         def execute(self, function: Any, *arguments: Any) -> Any:
             return function(*arguments)
 
@@ -371,7 +368,6 @@ def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
 
 
 def ray_that_exits(times: int, counter: Path) -> str:
-    """Code of a command line `ray` that gives up a number of times."""
     return f"""
 import pathlib, sys, time
 counter = pathlib.Path({str(counter)!r})

@@ -305,7 +305,6 @@ def test_a_disk_that_fails_while_the_source_is_staged_leaves_no_run(
 def test_a_staging_folder_that_is_full_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever a place writes: here, what `--request` is to hold."""
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(GOOD)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/staged")

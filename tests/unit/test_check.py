@@ -46,7 +46,6 @@ IDLE = replace(TRAINS, batches=0, trained=0, optimizer_steps=0)
 
 
 def epoch(count: int, wait: float, compute: float, *, number: int = 0, since: float = 0.0) -> list[Take]:
-    """The takes of one epoch, with the last one that ends it."""
     starts = [since + i * (wait + compute) for i in range(count + 1)]
     takes = [Take(0, number, i, start, start + wait) for i, start in enumerate(starts)]
     return [*takes[:-1], replace(takes[-1], got=starts[-1] + 0.001, ended=True)]
@@ -382,7 +381,6 @@ class Gpu:
         self.cuda = self
 
     def work(self, seconds: float, *, launching: float = 0.001) -> None:
-        """The script queues a step and goes on at once."""
         self.clock += launching
         self.busy_until = max(self.busy_until, self.clock) + seconds
 

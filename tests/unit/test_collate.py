@@ -37,7 +37,6 @@ RECORDS = [
 
 
 def left(records: list[dict[str, Any]], collate: Any = None) -> tuple[dict[str, Any], Any]:
-    """What leaves a chain of no stages."""
     return Chain([], seed=1, collate=collate).run([dict(each) for each in records], 0)
 
 

@@ -18,7 +18,6 @@ from stoker.events.summary import Cluster, Host, Metrics, Speed, Summary
 
 
 def make_run(folder: Path, name: str, acc1: float | None, *overrides: str, cost: Any = None) -> Path:
-    """A run directory as the head leaves it."""
     job = folder / "job.yaml"
     job.write_text("name: flowers\nparams: {data: rows}\n")
     run = folder / "runs" / name

@@ -90,8 +90,6 @@ class Ahead:
 
 
 class Folder:
-    """A data set of one damaged file among whole ones."""
-
     def __init__(self, root: Path, name: str, content: bytes, others: dict[str, bytes]) -> None:
         self.root, self.path, self.content = root, root / "train" / name, content
         for other, its in {name: content, **others}.items():
@@ -99,7 +97,6 @@ class Folder:
             (root / "train" / other).write_bytes(its)
 
     def outcomes(self, read: Callable[[Path], list[Any]], what: str) -> Iterator[tuple[str, Damage]]:
-        """What becomes of each damage: right, quarantined, refused, aborted, or wrong."""
         whole, ahead = read(self.root), Ahead(read)
         for number, damage in enumerate(damages(len(self.content), what)):
             self.path.write_bytes(damage(self.content))
@@ -121,7 +118,6 @@ class Folder:
 
 
 def decoded(root: Path) -> list[Any]:
-    """The records of an image folder as the chain decodes them."""
     source = read_images(str(root), "train")
     assert source is not None
     source.check()

@@ -37,7 +37,6 @@ def save(store: CheckpointStore, step: int, value: float = 0.0) -> checkpoint.Ch
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process in the middle of a checkpoint, and its draft, which looks old."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdin=-1, stdout=-1, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -16,8 +16,6 @@ GPU = ChainHost("g", 2, trains=True, name="gpu-1")
 
 
 class Given:
-    """Decides as the test says, and keeps what it is told."""
-
     def __init__(self, count: int = 0) -> None:
         self.count, self.options = count, CpuHostsConfig(max=9)
         self.steps: list[tuple[float, float, float]] = []

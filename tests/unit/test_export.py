@@ -27,8 +27,6 @@ IMAGES = Example({"image": torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uin
 
 
 class Photos(Recipe):
-    """uint8 images, normalised on the device, one convolution."""
-
     def model(self) -> nn.Module:
         convolution = nn.Conv2d(3, 4, 3)
         return nn.Sequential(
@@ -40,8 +38,6 @@ class Photos(Recipe):
 
 
 class TwoHeads(Recipe):
-    """Two columns in, two named answers out, and a training step of its own."""
-
     def model(self) -> nn.Module:
         return nn.Linear(2, 2)
 
@@ -73,7 +69,6 @@ class TextIn(TwoHeads):
 
 
 def trained(recipe: Recipe, folder: Path) -> nn.Module:
-    """What `write_model` leaves: weights, with running statistics, and model.json."""
     model = recipe.model()
     with torch.no_grad():
         for tensor in model.state_dict().values():

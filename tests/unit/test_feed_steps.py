@@ -19,8 +19,6 @@ from stoker.serve.blocks.batches import LateError, Prefetcher
 
 
 class Service:
-    """Gives its items in portions, as a service does, to one call at a time."""
-
     def __init__(self, items: int, fails_at: int = 1 << 30, silent_from: int = 1 << 30) -> None:
         self.items, self.fails_at, self.silent_from = items, fails_at, silent_from
         self.asked: list[int] = []

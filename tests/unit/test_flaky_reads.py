@@ -19,8 +19,6 @@ from stoker.read import images, sources
 
 
 class Flaky:
-    """A map-style dataset whose reads fail some times."""
-
     def __init__(self, times: int, error: Exception) -> None:
         self.times, self.error = times, error
         self.reads: Counter[int] = Counter()
@@ -122,8 +120,6 @@ def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
     opened: Counter[str] = Counter()
 
     class Mount:
-        """The file system as a mount shows it that fails twice."""
-
         def __init__(self, real: Any) -> None:
             self.real = real
 

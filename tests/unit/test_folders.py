@@ -53,7 +53,6 @@ def form_of(suffix: str) -> bytes:
 
 
 def pixels(root: Path, split: str = "train") -> dict[str, tuple[int, ...]]:
-    """Key → shape of each decoded image of a split."""
     found = {}
     for record in records(root, split):
         found[record["key"]] = DecodeImage()(record, None)["image"].shape  # type: ignore[arg-type]
@@ -170,7 +169,6 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
 
 
 def with_links(root: Path) -> None:
-    """Class folders, one of which is a link to a folder elsewhere, and a photo that is a link."""
     images(splits="data/train")(root)
     (root / "far/deep").mkdir(parents=True)
     for number in range(3):

@@ -30,8 +30,6 @@ class DeadError(BaseException):
 
 
 class Items:
-    """A map-style dataset, some of whose items kill the process that reads them."""
-
     def __init__(self, kills: frozenset[int]) -> None:
         self.kills = kills
         self.x = np.arange(COUNT, dtype=np.float64)
@@ -46,8 +44,6 @@ class Items:
 
 
 class Unlisted(Source):
-    """Records whose keys only reading tells."""
-
     def count(self) -> int:
         return COUNT
 
@@ -76,8 +72,6 @@ class Double(RecordTransform):
 
 
 class Ear:
-    """The coordinator's side, called at once."""
-
     def __init__(self, suspects: Suspects) -> None:
         self.suspects = suspects
 

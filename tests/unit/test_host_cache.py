@@ -57,7 +57,6 @@ def chain(prefix: bool = True) -> Chain:
 def run_pass(
     source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0
 ) -> list[tuple[dict[str, Any], BlockReport]]:
-    """All groups of a pass, as one task after the other makes them."""
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
     loaded = LoadedSplit(source.for_workers(), chain(cache is not None), cache)
     made = []
@@ -70,7 +69,6 @@ Made = list[tuple[dict[str, Any], BlockReport]]
 
 
 def same(one: Made, two: Made) -> bool:
-    """Whether two passes gave the same blocks with the same books."""
     return len(one) == len(two) and all(
         list(a) == list(b)
         and all(np.array_equal(a[name], b[name]) for name in a)
@@ -145,7 +143,6 @@ def test_bad_records_are_quarantined_in_every_epoch_and_never_kept(digits: Path,
 
 
 def opened_with(folder: Path, odd: Path) -> Source:
-    """The image folder as it was listed when `odd` could still be read."""
     odd.rmdir()
     odd.write_bytes(b"x")
     source = opened(folder)

@@ -43,7 +43,6 @@ def job(recipe: str, **sections: Any) -> Config:
 
 
 def resume(before: Source, now: Source, order: str = "exact") -> None:
-    """What a run does that goes on from a checkpoint: refuse other data."""
     plans = []
     for source in (before, now):
         identity = identity_of(source)
@@ -154,7 +153,6 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
-    """What a pass over a source gives on a host that keeps records."""
     loaded = LoadedSplit(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
     plan = PassPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
     found: list[int] = []

@@ -23,7 +23,6 @@ IMAGE = "image" + HWC_SUFFIX
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth structure with some detail, as photos have."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     fine = Image.fromarray(rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8))

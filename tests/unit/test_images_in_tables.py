@@ -52,7 +52,6 @@ def rows_of(root: Any, columns: list[str] | None = None) -> list[Any]:
 
 
 def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
-    """The parameters and data of a job, as they are before its cluster forms."""
     recipe = params.pop("recipe", "ImageClassification")
     params = {"data": str(root), "model": "test_resnet", "image_size": 8, "augment": "none", **params}
     config, data = open_all(load({"recipe": recipe, "params": params}))
@@ -60,7 +59,6 @@ def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
 
 
 def trained(data: Any, split: str = "train") -> list[tuple[tuple[int, ...], int]]:
-    """Colour and label of each record of a split, as a batch has them."""
     found: list[Any] = []
     for columns, report in preprocessed(data, split, 4):
         assert not report.bad
@@ -267,8 +265,6 @@ def test_text_labels_are_classes_in_sorted_order(form: str, tmp_path: Path) -> N
 
 
 class Shown(ImageClassification):
-    """Names its classes, as any recipe may."""
-
     class_names = ("dog", "cat")
 
 
@@ -371,7 +367,6 @@ def test_labels_that_are_neither_integers_nor_text_are_refused(label: Any, tmp_p
 
 
 def write_partitions(root: Path, folders: dict[str, list[int]], **more: Any) -> str:
-    """Rows of a table in folders, as Spark's `partitionBy` writes them."""
     for number, (folder, rows) in enumerate(folders.items()):
         columns = {name: [values[i] for i in rows] for name, values in more.items()}
         table = pa.table({"image": [PNGS[i] for i in rows], **columns})

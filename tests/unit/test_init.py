@@ -133,7 +133,6 @@ def test_wrong_usage_is_one_line(
 
 
 def test_a_terminal_is_asked(here: Path) -> None:
-    """Through a pseudo-terminal, as a user sits before it."""
     import pty
 
     leader, follower = pty.openpty()

@@ -27,7 +27,6 @@ def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:
 
 
 def pair(key: str, size: tuple[int, int] = (20, 30)) -> dict[str, Any]:
-    """A mask of a few blobs, and an image that shows it: grey 40 for each class."""
     mask = np.kron(
         np.random.default_rng(int(key)).integers(0, 5, (size[0] // 5, size[1] // 5)), np.ones((5, 5))
     )

@@ -21,8 +21,6 @@ __all__ = ["no_cluster", "no_ray_data"]
 
 
 class Heavy(Normed):
-    """Notes where its weights are made."""
-
     made: ClassVar[list[str]] = []
 
     def model(self):  # type: ignore[no-untyped-def]

@@ -33,8 +33,6 @@ Point = tuple[float, float]
 
 
 class Training:
-    """One start with so many train workers, of which this process is the first."""
-
     def __init__(self, workers: int, recipe: Any = None, **train: Any) -> None:
         options = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "momentum": 0.9, "scheduler": "cosine"}
         config = Config.model_validate({"train": {**options, **train}})
@@ -115,7 +113,6 @@ CURVES: dict[str, Callable[[float], float]] = {
 def test_with_another_number_of_train_workers_the_curve_goes_on(
     tmp_path: Path, before: int, after: int, scheduler: str, scale: str, at: float
 ) -> None:
-    """Interrupted within an epoch or between two."""
     factor = {"none": lambda n: 1.0, "linear": float, "sqrt": math.sqrt}[scale]
     first = Training(before, scheduler=scheduler, scale_lr=scale)
     saved = first.save(tmp_path, first.run(at))

@@ -21,8 +21,6 @@ from stoker.sizing.model import (
 
 
 class TestPublished:
-    """Cases of which others have published the measurements."""
-
     def test_aws_p4d_with_two_c5_18xlarge(self) -> None:
         """amazon-sagemaker-examples, heterogeneous-clusters/tf.data.service.sagemaker: one step is a global
         batch; alone 192 ms; GPU use 74 % of 86 ms; $37.688 and $3.672 an hour; distributing costs 11 %."""

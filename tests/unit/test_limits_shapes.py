@@ -11,7 +11,6 @@ SHAPES = [*SWEEP, *RECEIVER, *NETWORK]
 
 
 def as_predicted() -> list[Row]:
-    """A measurement that agrees with the model in everything."""
     rows = [Row(case, 1.0, "gpu") for case in SHAPES]
     return [replace(r, samples_per_s=r.predicted.samples_per_s, binds=r.predicted.binds) for r in rows]
 

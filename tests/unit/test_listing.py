@@ -75,8 +75,6 @@ def test_shards_of_files_are_those_of_before(tmp_path: Path, homes: int, seed: i
 
 
 class Reordering(Source):
-    """Permutes one list in place and returns it."""
-
     random = False
 
     def __init__(self) -> None:

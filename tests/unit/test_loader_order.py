@@ -88,7 +88,6 @@ KINDS = ("in order", "shuffled", "weighted", "batches")
 
 
 def epochs(kind: type[Any], count: int, arguments: dict[str, Any], seed: int) -> list[list[Any]]:
-    """Some passes over a loader, and the script's own draws between them."""
     torch.manual_seed(seed)
     loader = kind(Records(), **arguments)
     found = []
@@ -106,7 +105,6 @@ def epochs(kind: type[Any], count: int, arguments: dict[str, Any], seed: int) ->
 def test_batches_and_the_scripts_own_draws_are_those_of_torch(
     kind: str, workers: int, ranks: int, own: bool
 ) -> None:
-    """48 of them, over three epochs and all ranks."""
     for rank in range(ranks):
         found = []
         for loader in (TorchLoader, DataLoader):
@@ -124,8 +122,6 @@ def test_batches_and_the_scripts_own_draws_are_those_of_torch(
     list(itertools.product(KINDS, (0, 1, 4, "end"), (0, 1), (False, True))),
 )
 def test_a_pass_goes_on_where_it_stood(kind: str, after: int | str, epoch: int, own: bool) -> None:
-    """64 of them: stopped in an epoch after some batches, by another process with other draws behind it."""
-
     def loader() -> DataLoader:
         generator = torch.Generator().manual_seed(9) if own else None
         return DataLoader(Records(), num_workers=2, **samplers(kind, 0, 1, generator))

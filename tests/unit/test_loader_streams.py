@@ -43,8 +43,6 @@ class Numbers(Dataset[Any]):
 
 
 class Counts(IterableDataset[Any]):
-    """Counts its epochs, and shuffles by them."""
-
     def __init__(self, seed: int | None = 5, by: int = 1) -> None:
         self.seed, self.by, self.epoch = seed, by, 0
 
@@ -60,8 +58,6 @@ class Counts(IterableDataset[Any]):
 
 
 class Positions(Sampler[int]):
-    """A stateful sampler that keeps its position, and moves on to the next epoch at its end."""
-
     def __init__(self) -> None:
         self.epoch = self.at = 0
 
@@ -145,7 +141,6 @@ def lists(batches: Any) -> list[Any]:
 
 
 def passes(of: type[Any], kind: str, workers: int, persistent: bool, count: int) -> list[Any]:
-    """The batches of some passes, and what the script draws between them."""
     torch.manual_seed(1)
     made = loader(of, kind, workers, persistent)
     return [(lists(made), float(torch.rand(()))) for _ in range(count)]
@@ -155,7 +150,6 @@ def passes(of: type[Any], kind: str, workers: int, persistent: bool, count: int)
 @pytest.mark.parametrize("kind", [*KINDS, "epochs"])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_passes_of_persistent_workers_are_torchs(kind: str, workers: int, persistent: bool) -> None:
-    """And of others, by torch's own processes."""
     expected = passes(TorchLoader, kind, workers, persistent, 3)
     assert passes(DataLoader, kind, workers, persistent, 3) == expected
 

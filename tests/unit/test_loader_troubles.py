@@ -80,8 +80,6 @@ def test_what_worker_init_fn_raises_comes_as_from_torch() -> None:
 
 
 class FailsOnTheWay(IterableDataset[Any]):
-    """An iterator that goes on after an error."""
-
     def __iter__(self) -> Any:
         self.at = iter(range(5))
         return self
@@ -114,8 +112,6 @@ def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
 
 
 class Countless(list[int]):
-    """A sampler without a length."""
-
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -386,7 +382,6 @@ class TwoHosts:
 
 @pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
 def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int, int]) -> None:
-    """Each takes a batch as soon as it is there, so none is ever ahead."""
     head, taken = TwoHosts(budget=10**9, trains=False), [0, 0]
     with head.attempt.changed:
         passes = [head.open(f"{number}", count) for number, count in enumerate(streams)]
@@ -456,8 +451,6 @@ def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_
 
 
 class Draws(IterableDataset[Any]):
-    """The records of a pass follow from the state that the last one has left."""
-
     def __init__(self) -> None:
         self.state = 0
 

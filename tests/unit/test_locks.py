@@ -29,8 +29,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Place:
-    """A function of the project."""
-
     module: str
     owner: str
     """Its class; empty: none."""
@@ -39,8 +37,6 @@ class Place:
 
 @dataclass
 class Code:
-    """The functions of some modules, and which of them call which."""
-
     locks: set[str] = field(default_factory=set)
     """Names that a lock is bound to anywhere."""
     functions: dict[Place, Function] = field(default_factory=dict)
@@ -48,7 +44,6 @@ class Code:
     imports: dict[str, set[str]] = field(default_factory=dict)
 
     def add(self, name: str, text: str) -> None:
-        """Take in a module by its dotted name."""
         self.modules[name] = module = ast.parse(text)
         self.imports[name] = {name}
         for node in ast.walk(module):
@@ -72,7 +67,6 @@ class Code:
         return [place for place in self.functions if place.name == name and place.module in near]
 
     def waits_for_ray(self) -> set[Place]:
-        """Functions that call Ray, or call such a function."""
         inside = {place: list(calls(function.body)) for place, function in self.functions.items()}
         found = {place for place, made in inside.items() if any(map(is_ray, made))}
         meant = {place: {m for c in made for m in self.meant(c, place)} for place, made in inside.items()}
@@ -103,7 +97,6 @@ def functions_of(module: str, tree: ast.AST, owner: str = "") -> Iterator[tuple[
 
 
 def made_here(node: ast.AST) -> Iterator[str]:
-    """Names of variables, attributes and parameters that are locks."""
     if isinstance(node, ast.AnnAssign) and last_name(node.annotation) in LOCKS:
         yield last_name(node.target)
     if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:

@@ -165,8 +165,6 @@ def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> Non
 
 
 class Drawing(Counting):
-    """Draws random numbers in training and in validation."""
-
     def model(self) -> Any:
         return nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.4), nn.Linear(16, 1))
 
@@ -182,7 +180,6 @@ JOB: dict[str, Any] = {
 
 
 def ends(run: Any, folder: Path) -> tuple[Any, ...]:
-    """What a run has come to."""
     newest = checkpoint.newest_valid(run.keeper.store)
     assert newest is not None
     meta = newest.meta

@@ -23,7 +23,6 @@ def blocks(language: str) -> list[str]:
 
 
 def photos(folder: Path) -> None:
-    """Two classes of ten images without a split, and a file that is no image."""
     for name in ("circle", "square"):
         (folder / name).mkdir(parents=True)
         for i in range(10):

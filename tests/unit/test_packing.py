@@ -125,7 +125,6 @@ def test_pages_are_rows_of_one_width() -> None:
 
 
 def collated(room: Room, first: int, size: int = 20_000) -> tuple[Any, np.ndarray[Any, Any]]:
-    """A group of one batch, and its pages."""
     with room.group():
         batch = default_collate([{"x": torch.full((size,), first + n), "y": n} for n in range(4)])
         return batch, pack([batch], room)

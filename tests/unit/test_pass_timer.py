@@ -28,7 +28,6 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that have passed, for the watch."""
     now = [100.0]
     monkeypatch.setattr(pass_timer.time, "perf_counter", lambda: now[0])
     return now
@@ -74,7 +73,6 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
 
 @pytest.fixture
 def no_step_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of events of a process in which no optimizer has made a step."""
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("STOKER_LOADER", "process")
     monkeypatch.setattr(pass_timer, "EVERY_S", 1e9)
@@ -82,7 +80,6 @@ def no_step_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def counted(path: Path) -> dict[int, tuple[int, int]]:
-    """Batches and samples of each pass that counts as training."""
     latest = {event["loader"]: event for event in told(path)}
     return {n: (event["steps"], event["samples"]) for n, event in latest.items() if event["steps"]}
 

@@ -35,7 +35,6 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
-    """What the command prints, and the page that it writes."""
     job, page = folder / "job.yaml", folder / "page.html"
     settings = {"name": "look", "recipe": recipe, "params": params, "train": {"batch_size": 32}}
     job.write_text(yaml.safe_dump(settings))

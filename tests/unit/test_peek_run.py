@@ -35,8 +35,6 @@ FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s
 
 
 class Run:
-    """A run directory as training leaves it."""
-
     def __init__(self, folder: Path, *, params: dict[str, Any], **sections: Any) -> None:
         self.folder = folder / "run"
         self.folder.mkdir()

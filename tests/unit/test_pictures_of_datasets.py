@@ -30,7 +30,6 @@ def opened(**params: Any) -> Data:
 
 
 def batched(data: Data) -> Any:
-    """Every image of training, channels first."""
     found = []
     for columns, report in preprocessed(data, records=4):
         assert not report.bad

@@ -36,8 +36,6 @@ def _limit_as_before() -> Iterator[None]:
 
 
 def bomb(side: int = 13_000) -> bytes:
-    """A grey PNG of side × side pixels, made without having them."""
-
     def chunk(kind: bytes, content: bytes) -> bytes:
         whole = kind + content
         return len(content).to_bytes(4) + whole + zlib.crc32(whole).to_bytes(4)
@@ -57,8 +55,6 @@ def encoded(width: int, height: int, form: str, **options: Any) -> bytes:
 
 
 class ByPillow(RecordTransform):
-    """A user's own decoder."""
-
     def __call__(self, record: Record, rng: Any) -> Record:
         return {**record, "image": np.array(Image.open(io.BytesIO(record["image"])).convert("RGB"))}
 

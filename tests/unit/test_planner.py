@@ -64,8 +64,6 @@ class AtOnce:
 
 
 class Head:
-    """A planner with its attempt; what is delivered is noted."""
-
     def __init__(self, groups: list[int], order: str, hosts: int, budget: int) -> None:
         config = Config.model_validate(
             {
@@ -83,7 +81,6 @@ class Head:
         self.begin(DataCursor(epoch=0, plan=self.passes.identity("f")))
 
     def begin(self, start: DataCursor, before: Planner | None = None) -> None:
-        """An attempt begins."""
         shared = (Locks.new(), {"train": self.costs}, lambda *_, **__: None, None, Suspects())
         self.attempt = RecipeAttempt(0, 1, self.passes, {"train": self.source.count()}, start, *shared)
         self.delivered: list[tuple[int, int]] = []
@@ -103,22 +100,18 @@ class Head:
         self.stream = self.attempt.open["train", 0]
 
     def ready(self) -> set[tuple[int, int]]:
-        """The blocks that are needed."""
         early = [block for line in self.planner.passes for block in line.early()]
         return {(b.report.shard, b.report.nth) for b in (*self.stream.blocks.values(), *early)}
 
     def lose(self, node: str) -> None:
-        """A host is lost with its blocks."""
         self.planner.lose([block for block in self.holdings.all() if block.node == node])
 
     def again(self, step: int) -> DataCursor:
-        """A train worker was lost; the last checkpoint is of a step."""
         place = self.stream.position(step, 0)
         self.begin(place, self.planner)
         return place
 
     def consume(self) -> None:
-        """A train worker takes all the steps that are ready."""
         step = self.stream.steps.get(0, 0)
         while not self.stream.splitter.ended and self.stream.splitter.ready(step):
             self.take(step)
@@ -131,8 +124,6 @@ class Head:
 
 
 class Worker:
-    """A chain worker that asks for work and makes block after block."""
-
     def __init__(self, head: Head, node: str, worker: str = "") -> None:
         self.head = head
         self.me = Process(worker or f"{node}-{next(PROCESSES)}", node, f"{next(PROCESSES)}")
@@ -141,7 +132,6 @@ class Worker:
         self.made: list[tuple[int, int]] = []
 
     def ask(self) -> bool:
-        """Ask for work; whether there is any."""
         with self.head.attempt.changed:
             self.claim = self.head.planner.claim(self.me)
         self.todo = []
@@ -152,7 +142,6 @@ class Worker:
         return self.claim is not None
 
     def step(self) -> bool:
-        """Make a block; False where there is nothing left to do."""
         if not self.todo:
             return False
         assert self.claim is not None
@@ -166,7 +155,6 @@ class Worker:
         return self.head.planner.reported(self.me, self.claim.number, made)
 
     def work(self) -> bool:
-        """Ask and make all of it; False where there is nothing to do."""
         if not self.ask():
             return False
         while self.step():
@@ -281,7 +269,6 @@ def test_a_pass_that_is_waited_for_gets_every_host_however_much_of_later_ones_is
 
 
 def make_all(head: Head, node: str = "h0") -> list[tuple[int, int]]:
-    """Let a chain worker make what it may."""
     worker = Worker(head, node)
     look(head)
     while worker.work():

@@ -34,8 +34,6 @@ def pass_of(splitter: Splitter, account: EpochAccount, trail: Trail) -> RecipePa
 
 @dataclass
 class Run:
-    """One attempt at the epoch: tasks report groups, blocks arrive, rows are consumed."""
-
     shards: list[list[bool]]
     start: DataCursor
     exact: bool

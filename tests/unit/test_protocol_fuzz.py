@@ -62,7 +62,6 @@ def mutated(frame: bytes, chance: random.Random) -> bytes:
 
 
 def answers(port: int, frame: bytes, greet: Callable[[socket.socket], Any]) -> bytes:
-    """What comes back for a frame and the end of the stream."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         greet(connection)
         connection.settimeout(20)
@@ -77,7 +76,6 @@ def answers(port: int, frame: bytes, greet: Callable[[socket.socket], Any]) -> b
 
 @pytest.fixture
 def folder(tmp_path: Path) -> BlockFolder:
-    """The blocks of a host: one of four numbers."""
     found = BlockFolder("test", "far")
     found.roots = [tmp_path]
     return found
@@ -88,7 +86,6 @@ def add(folder: BlockFolder) -> str:
 
 
 def hello(nonce: bytes) -> bytes:
-    """A whole greeting of a train worker, which holds the key."""
     ours = b"o" * wire.NONCE_BYTES
     return ours + wire._proof(wire.run_key(SECRET), b"train worker", nonce, ours)
 
@@ -116,7 +113,6 @@ def test_a_block_server_answers_no_greeting_but_the_right_one(
 
 
 def fetched(server: BlockServer, block: str) -> list[int]:
-    """Rows as a train worker gets them."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         wire.greet_server(connection, wire.run_key(SECRET))
         wire.send_message(connection, {"take": [block, 0, 4], "done": []})
@@ -146,7 +142,6 @@ def test_a_block_server_survives_requests_that_are_none(
 
 
 def wrong_requests() -> Iterator[bytes]:
-    """Valid JSON that asks for what cannot be."""
     for take in (
         1,
         [],

@@ -40,7 +40,6 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
 
 
 def batches(way: Way, rows: list[dict[str, Any]] = ROWS, **changes: Any) -> list[dict[str, Any]]:
-    """Batches of four for one train worker, of blocks of five."""
     sizes = {"block_records": 5, "batch_size": 4, "workers": 1, "direct": True}
     steps, _ = way.batches(Listed(rows, 10), changes.pop("chain", []), **(sizes | changes))
     return [batch for step in steps for batch in step]
@@ -137,7 +136,6 @@ def of_lengths(lengths: list[int], first: int = 0) -> list[dict[str, Any]]:
 
 
 def blocks_of_random_lengths(bucket_by: str | None, epoch: int = 0) -> list[list[int]]:
-    """Lengths of the rows of twenty blocks of some 250 records."""
     chance = np.random.default_rng(3)
     chain = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by=bucket_by)
     found = []

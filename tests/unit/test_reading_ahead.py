@@ -27,8 +27,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Remote:
-    """A file elsewhere; each read of a chunk is a request."""
-
     def __init__(self, content: bytes) -> None:
         self.content = content
         self.asked: list[int] = []
@@ -129,8 +127,6 @@ def test_the_file_is_closed_after_what_is_being_read() -> None:
 
 
 class Shards:
-    """A filesystem elsewhere with two shards."""
-
     def __init__(self, folder: Path) -> None:
         self.files: dict[str, list[Remote]] = {}
         for name in ("a.tar", "b.tar"):

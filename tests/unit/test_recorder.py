@@ -28,7 +28,6 @@ EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}
 
 
 def start(run: Path, steps: int = 200) -> tuple[Recorder, Summary]:
-    """Another start of the run, from its last checkpoint."""
     summary = Summary(name="flowers", train_workers=1, steps=steps, status="succeeded")
     summary.cluster = Cluster(hosts=[Host(host="here", group="gpu", cpus=2, gpus=0, ip="10.0.0.1")])
     return Recorder(run, summary, 0.0, price_list()), summary

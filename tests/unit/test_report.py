@@ -23,8 +23,6 @@ from stoker.events.summary import read_summary
 
 
 class Page(HTMLParser):
-    """What a reader without eyes gets, and what would call out."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.titles: list[str] = []
@@ -270,8 +268,6 @@ def test_status_says_when_the_figures_cannot_be_read(tmp_path: Path) -> None:
 
 
 class EndlessLog:
-    """A remote run whose log never ends."""
-
     id = "ray:endless"
     over = False
 

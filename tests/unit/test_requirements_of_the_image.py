@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
-    """A package of one empty module."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -59,7 +58,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """What pip finds: packages that go with the image's torch, and some that do not."""
     folder = tmp_path / "index"
     wheel(folder, "torch", "1.0")
     wheel(folder, "wantsold", "1.0", "torch<2")

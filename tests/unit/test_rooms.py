@@ -22,12 +22,10 @@ PUBLIC = "stoker"
 
 
 def room_of(name: str) -> str:
-    """The most specific room of a module."""
     return max((room for room in ROOMS if f"{name}.".startswith(f"{room}.")), key=len)
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the project by its dotted name."""
     found = {}
     for top in (ROOT / "source_dir", ROOT):
         for path in (top / ("stoker" if top != ROOT else "launcher")).rglob("*.py"):
@@ -63,7 +61,6 @@ def graph() -> dict[str, set[str]]:
 
 
 def circles(depends: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that can be reached from themselves."""
     left = {name: set(needed) for name, needed in depends.items()}
     while free := [name for name, needed in left.items() if not needed & left.keys()]:
         for name in free:
@@ -108,7 +105,6 @@ def types_of(module: ast.Module) -> Iterator[str]:
 
 
 def test_a_name_has_one_meaning() -> None:
-    """No two files, and no two classes or types, have the same name."""
     files: dict[str, list[str]] = {}
     classes: dict[str, list[str]] = {}
     for name, path in modules().items():

@@ -21,7 +21,6 @@ CLUSTER = "10.0.0.4:9123"
 
 @pytest.fixture(autouse=True)
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook's folder, outside Databricks."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", DATABRICKS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -52,7 +52,6 @@ class Job:
 
 
 def model(job: Job, options: CpuHostsConfig) -> int:
-    """The limits model's number of hosts."""
     target = 1 - options.target_wait_pct / 100
     shape = ClusterShape(
         gpu_host_cpus=max(job.own, 1e-6),

@@ -113,7 +113,6 @@ def same(batched: Any, value: Any) -> bool:
 
 
 def check(rows: list[dict[str, Any]], steps: Any, bad: Any, batch_size: int, workers: int) -> None:
-    """Compare with the records themselves."""
     columns = {name for row in rows for name in row} - {"key"}
     holes = {row["key"] for row in rows if any(row.get(name) is None for name in columns)}
     left_out = {one.key for one in bad}
@@ -230,7 +229,6 @@ ROWS = [{"key": f"r{i}", "x": i, "word": f"w{i}", "v": np.full(2, i, np.float32)
 def batches(
     way: Way, rows: list[dict[str, Any]], chain: Any = (), direct: bool = True, **changes: Any
 ) -> tuple[Any, list[BadRecord]]:
-    """Batches of eight for one train worker, of blocks of five."""
     sizes = {"block_records": 5, "batch_size": 8, "workers": 1, "direct": direct}
     source = changes.pop("source", None) or Listed(rows, 10)
     return way.batches(source, list(chain), **(sizes | changes))
@@ -354,8 +352,6 @@ def test_names_that_stoker_uses_are_refused(way: Way) -> None:
 
 def test_blocks_that_disagree_end_the_run_where_nobody_knew_the_schema(way: Way) -> None:
     class Late(Listed):
-        """Its first records cannot be read where the job is opened."""
-
         def read(self, shard: Any, order: Any) -> Any:
             for record in super().read(shard, order):
                 yield BadRecord(record["key"], "bad") if record["key"] in ("r0", "r1", "r2", "r3") else record
@@ -388,7 +384,6 @@ def test_a_torch_dataset_loses_no_value_of_its_items(way: Way) -> None:
 
 
 def shard(folder: Path, lacking: int) -> str:
-    """Twelve records with a label, a text and metadata; one lacks its text."""
     with tarfile.open(folder / "train-0.tar", "w") as tar:
         for i in range(12):
             members = {"cls": str(i), "txt": f"word {i}", "json": f'{{"nr": {i}}}'}

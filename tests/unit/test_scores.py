@@ -48,7 +48,6 @@ def run(folder: Path, *kinds: str, epochs: int = 1, monitor: str = "auto", **rec
 
 
 def expected() -> torch.Tensor:
-    """Counted by hand: target × prediction."""
     found = torch.zeros(3, 3)
     for n in range(13):
         found[n % 3, n % 7 % 3] += 1
@@ -270,8 +269,6 @@ class Draws(Strange):
 
 
 class Drawing(Shaped):
-    """Its validation draws from every generator; its model has dropout and batch norm."""
-
     metric_draws: bool = True
 
     def metrics(self) -> dict[str, Any]:
@@ -308,7 +305,6 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_draws_of_a_validation_do_not_reach_training(tmp_path: Path) -> None:
-    """With dropout, as the metrics draw or not."""
     losses = []
     for number, metric_draws in enumerate((True, False)):
         recipe = Drawing(metric_draws=metric_draws)

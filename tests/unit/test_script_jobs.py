@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with a script that has the name of the container's own."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "train.py").write_text("import helper\n")

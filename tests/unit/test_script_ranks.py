@@ -40,7 +40,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """Start a script: its text, its rank."""
     started: list[Child] = []
 
     def start(text: str, rank: int = 0) -> Child:
@@ -56,8 +55,6 @@ def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 
 class Ranks:
-    """A script's ranks under one supervisor."""
-
     def __init__(self, child: Callable[..., Child], *texts: str) -> None:
         self.supervisor = Supervisor("train.py", len(texts))
         self.lock = threading.Lock()  # an actor takes one call after the other

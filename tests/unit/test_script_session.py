@@ -28,7 +28,6 @@ from stoker.events.summary import Summary, read_summary
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No job, no rank, a folder of its own."""
     for name in ("RANK", session.EVENTS_VARIABLE, session.CHECKPOINTS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(session, "_last_step", 0)

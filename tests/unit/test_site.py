@@ -63,7 +63,6 @@ def test_the_site_builds_with_every_reference_and_a_broken_link_fails(tmp_path: 
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """The commands of the launcher in a page's code blocks, without comments."""
     for block in re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             if re.match(r"(python launcher/submit\.py|stoker) ", line):

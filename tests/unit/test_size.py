@@ -46,8 +46,6 @@ def named(advice: Advice, hosts: str) -> Candidate:
 
 
 class TestSyntheticVit:
-    """A published job: what its authors found, and what would have been better still."""
-
     advice = advise(POST, ITS_HOSTS, price_list())
     composed = advise(replace(POST, cpu_s=POST.cpu_s / 30), ITS_HOSTS, price_list())
 
@@ -138,7 +136,6 @@ sagemaker:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A configuration with comments, beside a finished run of it."""
     record(tmp_path / "run", 200)
     file = tmp_path / "flowers.yaml"
     file.write_text(JOB)

@@ -92,7 +92,6 @@ def test_a_written_request_is_staged_for_sbatch(tmp_path: Path, login_node: Path
 
 
 def started(script: str, run_dir: Path, job_id: int, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The script as a job's first node runs it, up to its hosts."""
     head = script.partition("\nsrun ")[0]
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job_id), **variables}
     return subprocess.run(["bash"], input=head, text=True, capture_output=True, env=environment)

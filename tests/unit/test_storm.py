@@ -16,7 +16,6 @@ EPOCHS = 3
 
 
 def undisturbed() -> list[str]:
-    """The notes of a run: per step a loss and its records, in another order in every epoch."""
     lines = []
     for epoch in range(EPOCHS):
         order = random.Random(epoch).sample(range(RECORDS), RECORDS)

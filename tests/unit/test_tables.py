@@ -177,7 +177,6 @@ NAMES = ["a", "a.b", "b", "a.b.c", "image", "image.bytes", "label", "x.list.elem
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, str]]:
-    """A table of 7 rows, and the kind of each column; one is a small integer, for labels and filters."""
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True))
     kinds = {name: draw(st.sampled_from([*KINDS])) for name in names}
     kinds[draw(st.sampled_from(names))] = "int"
@@ -242,7 +241,6 @@ def test_a_delta_column_is_its_own_whatever_stands_beside_it(
 
 
 def told(source: str, folder: Path) -> str:
-    """Why a job on a folder of tables is refused before its cluster forms."""
     job = {"recipe": source, "params": {"data": str(folder)}, "train": {"batch_size": 1}}
     with pytest.raises(UsageError) as refused:
         open_all(load(job))

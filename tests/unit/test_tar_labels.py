@@ -33,7 +33,6 @@ def write(folder: Path, *shards: Members, split: str = "train") -> None:
 
 
 def shard(suffix: str, value: Any, count: int = 6, name: str = "{}") -> Members:
-    """Images with a label beside each."""
     return [
         member
         for i in range(count)
@@ -42,7 +41,6 @@ def shard(suffix: str, value: Any, count: int = 6, name: str = "{}") -> Members:
 
 
 def trained(folder: Path, split: str = "train", **params: Any) -> list[tuple[int, int]]:
-    """Number of each image and its label, as the recipe's batches hold them."""
     _, data = opened(folder, **params)
     found: list[tuple[int, int]] = []
     for columns, report in preprocessed(data, split):

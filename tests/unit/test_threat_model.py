@@ -139,8 +139,6 @@ def refused_by_a_worker(key: bytes, nonce: bytes, answer: Callable[[bytes], byte
 
 
 class Attack:
-    """Makes a file as it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 

@@ -27,15 +27,12 @@ SECRET = b"s" * 32
 
 @dataclass
 class Setting:
-    """A host that serves blocks, and a train worker on another."""
-
     server: BlockServer
     folder: BlockFolder
     hosts: DirectHosts
     notes: list[str]
 
     def block(self, rows: int, first: int = 0) -> BlockSlice:
-        """A new block on the other host; all its rows."""
         return BlockSlice(self.folder.write(columns_of(rows, first)), 0, rows, "far", rows)
 
     def fetch(self, *parts: BlockSlice) -> tuple[dict[str, Any], list[bool]]:
@@ -128,7 +125,6 @@ def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: 
 
 
 def transport(far: Setting, moved: Any) -> Transport:
-    """Of a process on the host of the blocks."""
     found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=5)
     found.folder = lambda: far.folder  # type: ignore[method-assign]
     return found

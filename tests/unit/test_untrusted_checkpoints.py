@@ -36,8 +36,6 @@ READERS = {"pickle", "cloudpickle", "cPickle", "dill", "joblib", "marshal", "she
 
 
 class Attack:
-    """Makes a file as it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 
@@ -80,7 +78,6 @@ def test_a_plain_pickle_in_its_place_is_refused_too(tmp_path: Path) -> None:
 
 
 def unsafe_reads(path: Path) -> list[str]:
-    """Calls in a source file that could execute what they read."""
     tree = ast.parse(path.read_text())
     found = []
     for node in ast.walk(tree):

@@ -35,8 +35,6 @@ class Crop(BaseModel):
 
 
 class Everything(Recipe):
-    """A parameter of each type."""
-
     text: str = ""
     maybe: str | None = "x"
     number: int = 0

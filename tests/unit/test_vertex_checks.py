@@ -48,7 +48,6 @@ def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
 
 
 def problems_of(changes: dict[str, str]) -> list[str]:
-    """Of the request alone, without staging the source."""
     job = make_job(changes)
     settings = job.resolved.config.vertex
     return custom_job.problems(

@@ -74,7 +74,6 @@ def run(
 
 
 def numbers(clips: Any) -> list[list[int]]:
-    """Of the frames, as their bars tell."""
     return [[int(frame[:8].mean().round()) // 4 for frame in clip] for clip in clips]
 
 

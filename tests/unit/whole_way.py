@@ -30,8 +30,6 @@ SECRET = b"s" * 32
 
 
 class Listed(Source):
-    """Records as they stand in a list."""
-
     def __init__(self, records: list[dict[str, Any]], shard: int) -> None:
         self.records, self.shard = records, shard
 
@@ -47,8 +45,6 @@ class Listed(Source):
 
 
 class Given(Recipe):
-    """Reads whatever source the test has put here."""
-
     source: Any = None
 
     @property
@@ -66,8 +62,6 @@ HELD: dict[str, Any] = {"source": None, "chain": [], "pad": {}}
 
 
 class Store:
-    """The folder of a host's blocks, in which tests may damage them."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = BlockFolder("test", "far")
         self.folder.roots = [folder]
@@ -85,13 +79,10 @@ class Store:
 
 
 def never_moved(part: BlockSlice, missing: bool) -> str:
-    """Every block is where it was made."""
     return f"block {part.block} is nowhere"
 
 
 class OtherHost:
-    """A host that serves blocks over a real socket."""
-
     def __init__(self, store: Store) -> None:
         self.store = store
         self.server = BlockServer("127.0.0.1", SECRET, store.folder)
@@ -107,8 +98,6 @@ class OtherHost:
 
 @dataclass
 class Way:
-    """Opens a job and gives the batches of its first training epoch."""
-
     store: Store
     other: OtherHost
 
