@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from alike import equal
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -53,16 +54,6 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         worker = info.id if info else 0
         yield from (torch.tensor([worker, n]) for n in range(20 + 10 * worker))
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from alike import equal
 from torch import nn
 
 from stoker.train import strategies
@@ -87,16 +88,6 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
     given = {"x": torch.arange(3), "name": ["a", "b", "c"]} if rank else {}
     found["first"] = strategies.first_record(given)
     return found
-
-
-def equal(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(one[k], two[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(equal, one, two))
-    return bool(one == two)
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_way import OtherHost, Store, Way
+from whole_way import Way
 
 from benchmarks import shapes
 from stoker.serve.opening import pads_of
-
-
-@pytest.fixture
-def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    store = Store(tmp_path_factory.mktemp("blocks"))
-    other = OtherHost(store)
-    yield Way(store, other)
-    other.server.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""`stoker.DataLoader` gives torch's batches: any sampler, workers, ranks, epochs, and from any place on.
-
-Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
-"""
+"""`stoker.DataLoader` gives torch's batches: any sampler, workers, ranks, epochs, and from any place on."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alike import equal
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -29,10 +27,7 @@ from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader.makers import ProcessMaker
 
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_LOADER", "process")
+pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
 
 class Records(Dataset[Any]):
@@ -58,16 +53,6 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         worker = info.id if info else 0
         yield from (torch.tensor([worker, n]) for n in range(5 + 6 * worker))
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 def samplers(kind: str, rank: int, ranks: int, generator: torch.Generator | None) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""`stoker.DataLoader` against torch's: samplers, epochs, persistent workers, streams, interrupted anywhere.
-
-Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
-"""
+"""`stoker.DataLoader` against torch's: samplers, epochs, persistent workers, streams, interruptions."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from stoker import DataLoader
 from stoker.loader.work import batch_digest
 
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_LOADER", "process")
+pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
 
 class Numbers(Dataset[Any]):

@@ -1,7 +1,4 @@
-"""What goes wrong around a `stoker.DataLoader` is told, and costs others nothing.
-
-Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
-"""
+"""What goes wrong around a `stoker.DataLoader` is told, and costs others nothing."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.items import ITEM_S, Holdings
 from stoker.serve.pool import ChainHost, Pool
 
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STOKER_LOADER", "process")
+pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
 
 class Records(Dataset[Any]):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from whole_way import Listed, OtherHost, Store, Way
+from whole_way import Listed, Store, Way
 
 from stoker.chain.chain import Chain
 from stoker.chain.columns import Ragged, block_columns, block_parts, schema_of
@@ -29,14 +28,6 @@ ROWS = [
     {"key": f"r{i}", "ids": np.arange(10 * i, 10 * i + n, dtype=np.int32), "y": i}
     for i, n in enumerate(LENGTHS)
 ]
-
-
-@pytest.fixture(scope="module")
-def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    store = Store(tmp_path_factory.mktemp("blocks"))
-    other = OtherHost(store)
-    yield Way(store, other)
-    other.server.close()
 
 
 def batches(way: Way, rows: list[dict[str, Any]] = ROWS, **changes: Any) -> list[dict[str, Any]]:

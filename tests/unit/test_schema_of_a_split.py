@@ -6,7 +6,6 @@ import io
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from whole_way import Listed, OtherHost, Store, Way
+from whole_way import Listed, Store, Way
 
 from stoker.chain.columns import schema_of
 from stoker.chain.transforms import Drop
@@ -63,14 +62,6 @@ DEFECTS: dict[str, Any] = {
     "date": lambda value: np.datetime64("2020-01-01"),
     "objects": lambda value: np.array([1, None], dtype=object),
 }
-
-
-@pytest.fixture(scope="module")
-def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    store = Store(tmp_path_factory.mktemp("blocks"))
-    other = OtherHost(store)
-    yield Way(store, other)
-    other.server.close()
 
 
 OUTCOMES: Counter[str] = Counter()

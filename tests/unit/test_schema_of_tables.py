@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from whole_way import OtherHost, Store, Way
+from whole_way import Way
 
 from stoker.data import read_parquet
 from stoker.errors import UsageError
@@ -30,14 +29,6 @@ KINDS: dict[str, Any] = {
     "list": (pa.list_(pa.float32(), 2), lambda i: [i, i / 2], [], None),
 }
 """Column → its type, its values, what may stand for a NULL, and what "keep" puts there."""
-
-
-@pytest.fixture(scope="module")
-def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    store = Store(tmp_path_factory.mktemp("blocks"))
-    other = OtherHost(store)
-    yield Way(store, other)
-    other.server.close()
 
 
 @settings(

@@ -1,0 +1,27 @@
+"""What several files of unit tests stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from whole_way import Way
+
+
+@pytest.fixture(scope="module")
+def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    from whole_way import OtherHost, Store, Way
+
+    store = Store(tmp_path_factory.mktemp("blocks"))
+    other = OtherHost(store)
+    yield Way(store, other)
+    other.server.close()
+
+
+@pytest.fixture
+def loader_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a `stoker.DataLoader` are made by the same code as on a cluster, without Ray."""
+    monkeypatch.setenv("STOKER_LOADER", "process")
