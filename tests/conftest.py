@@ -39,7 +39,7 @@ def part_of(path: Path) -> str:
 
 TOGETHER = {
     "ranks": ("test_exact_resume", "test_finite_on_ranks", "test_step_on_two_ranks", "test_strategies"),
-    "nodes": ("test_ray_jobs", "test_several_hosts", "test_notebook_run", "test_lost_agents"),
+    "nodes": ("test_ray_jobs", "test_several_hosts", "test_notebook_run"),
     "demo": ("test_local", "test_notebook"),
 }
 """Files whose tests share what is slow to start: they run in one process, one after the other."""

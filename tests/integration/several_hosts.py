@@ -182,6 +182,37 @@ def died(agent: Any) -> bool:
     return False
 
 
+def dying_agents() -> dict[str, Any]:
+    """The agent of one host dies, and so does the one that comes after it."""
+    import ray
+
+    train = Train(job({"records": 200, "ms": 1}, batch=50, block=25))
+
+    def servers() -> dict[str, Any]:
+        found: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
+        return found
+
+    node = min(until(servers))
+    notes: list[str] = []
+
+    def noted(times: int) -> bool:
+        notes.extend(event["text"] for event in train.events("note"))
+        return sum("died" in text for text in notes) >= times
+
+    ports = []
+    for death in (1, 2):
+        server = until(lambda: servers().get(node))
+        ports.append(server.port)
+        ray.kill(server.agent)
+        assert until(lambda death=death: noted(death)), notes
+        assert until(lambda old=server: servers().get(node) != old), "a dead agent is no server"
+    ports.append(until(lambda: servers().get(node)).port)
+    ids = [i for step in train.steps("train", 0) for i in step]
+    sampled = until(lambda: [e for e in train.events("host_cpu") if node in e["hosts"]])
+    train.close()
+    return {"ports": ports, "notes": notes, "rows": len(set(ids)), "sampled": bool(sampled)}
+
+
 def ready_servers(train: Train) -> dict[str, Any]:
     import ray
 
@@ -385,6 +416,7 @@ def main() -> None:
         "slow_sample": slow_sample,
         "made_on_the_head": made_on_the_head,
         "lost_server": lost_server,
+        "dying_agents": dying_agents,
         "cached": cached,
         "drained": lambda: drained(nodes),
         "lost_while_full": lambda: lost_while_full(nodes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,10 @@ from stoker.protocol import ID_COLUMN, StepAssignment
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.blocks.client import block_transport
 from stoker.serve.opening import open_data, start_coordinator
+
+
+def flat(steps: Iterable[list[int]]) -> list[int]:
+    return [number for step in steps for number in step]
 
 
 @dataclass

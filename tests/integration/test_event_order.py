@@ -1,17 +1,12 @@
-"""Events of a train worker reach the coordinator, an actor with many threads, in the order of its calls; with
-the last one, a run ends.
-"""
+"""Events of a train worker reach the coordinator, an actor with many threads, in the order of its calls."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run_job
 
 from stoker.events.kinds import Printed
 from stoker.train.state import Worker
@@ -47,13 +42,3 @@ def test_events_come_in_the_order_of_the_steps_and_all_before_training_ends() ->
     worker.flush()
     assert ray.get(head.all.remote(), timeout=60) == list(range(10))
     ray.kill(head)
-
-
-def test_a_run_ends_soon_after_its_training(tmp_path: Path) -> None:
-    """Ray Train alone waits 12 s for an actor that looks for the dashboard, where there is none."""
-    outcome = run_job(tmp_path, recipe="rows:Counting", train={"epochs": 1, "batch_size": 20})
-    ended = time.time()
-    assert outcome.code == 0, outcome.summary.error
-    lines = (outcome.run_dir / "events.jsonl").read_text().splitlines()
-    [complete] = [event["time"] for event in map(json.loads, lines) if event["event"] == "complete"]
-    assert ended - complete < 10

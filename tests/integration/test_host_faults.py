@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from running import run_job
-from streaming import Train
+from streaming import Train, flat
 
 from stoker.config.schema import Config
 from stoker.read.sources import cut_indices, record_id
@@ -52,10 +52,6 @@ def test_a_record_that_kills_its_process_is_quarantined_in_every_epoch(
     assert 4 <= deaths <= 8, "four, and as many in a task of the next epoch that had been sent before"
     again = [event["split"] for event in outcome.summary.events if event["event"] == "work_repeated"]
     assert again == ["train"] * deaths, "the work of a process that died is done again, and the run says so"
-
-
-def flat(steps: list[list[int]]) -> list[int]:
-    return [i for step in steps for i in step]
 
 
 def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_position(

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from streaming import Train
+from streaming import Train, flat
 
 from benchmarks.storm.hosts import anonymous_mb
 from stoker.config.schema import Config
@@ -30,10 +30,6 @@ def job(recipe: str = "rows:Counting", order: str = "exact", **params: object) -
             "seed": 3,
         }
     )
-
-
-def flat(steps: list[list[int]]) -> list[int]:
-    return [i for step in steps for i in step]
 
 
 @pytest.mark.parametrize("order", ["exact", "any"])
@@ -185,26 +181,6 @@ def test_a_stop_reaches_all_ranks_in_the_same_step(ray_cluster: None) -> None:
     next(steps)
     assert [p.stop for p in train.portions] == [""] * 6 + ["enough"] * 2
     train.close()
-
-
-def test_a_dataset_of_the_recipes_own_goes_on_by_rows_or_says_that_it_cannot(ray_cluster: None) -> None:
-    exact = Train(job("rows:FromRay", order="exact"))
-    whole = flat(list(exact.steps("train", 0)))
-    exact.again(1, 0, None)
-    steps = list(islice(exact.steps("train", 0), 4))
-    exact.again(1, 0, exact.position(0, 4, flat(steps)))
-    rest = flat(list(exact.steps("train", 0)))
-    assert flat(steps) + rest == whole
-    assert exact.reconcile("train", 0, rest)["trained"] == 103
-    exact.close()
-
-    loose = Train(job("rows:FromRay", order="any"))
-    steps = list(islice(loose.steps("train", 0), 4))
-    loose.again(1, 0, loose.position(0, 4, flat(steps)))
-    again = flat(list(loose.steps("train", 0)))
-    assert sorted(again) == sorted(whole)
-    assert "epoch 1 begins again" in loose.events("note")[0]["text"]
-    loose.close()
 
 
 def test_small_blocks_leave_the_coordinators_memory_once_they_were_taken(ray_cluster: None) -> None:

@@ -80,25 +80,6 @@ def test_the_order_is_permuted_anew_in_every_epoch_and_the_same_in_every_run(ray
     assert len(set(orders[0][0])) == 200
 
 
-def test_a_ray_dataset_of_the_recipes_own_is_accounted_for_and_padding_repeats_instead_of_dropping(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    outcome = run_job(
-        tmp_path,
-        recipe="rows:FromRay",
-        data={"remainder": "pad"},
-        train={"epochs": 2, "workers": 2, "batch_size": 16, "lr": 0.001},
-        tracking={"record_ids": True, "tensorboard": False},
-    )
-    assert outcome.code == 0, outcome.summary.error
-    assert outcome.summary.records.read == outcome.summary.records.trained == 206
-    for epoch in range(2):
-        trained = ids(outcome, "train", epoch)
-        assert len(trained) == 103
-        assert sorted(trained.values())[-2:] == [1, 2], "one of 103 is given to both workers"
-    assert [books["padded"] for books in outcome.summary.records.epochs] == [1, 1]
-
-
 def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
     """Read, trained, quarantined and remaining: of each training pass, then of the run."""
     passes = [books for books in summary.records.epochs if books["split"] == "train"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rebuilding import rebuilt_as_recorded
 from running import run_job
-from streaming import Train
+from streaming import Train, flat
 
 from stoker.config.schema import Config
 
@@ -23,10 +24,6 @@ def job(order: str, block_records: int = 32) -> Config:
             "seed": 3,
         }
     )
-
-
-def flat(steps: list[list[int]]) -> list[int]:
-    return [i for step in steps for i in step]
 
 
 def interrupted(train: Train, steps: int) -> dict[str, Any]:
@@ -44,7 +41,7 @@ def test_an_epoch_that_begins_again_counts_what_it_trains_once_more(ray_cluster:
     assert (counts["read"], counts["trained"]) == (103, 103)
     assert counts["repeated"] == 40 + 30
     notes = [event["text"] for event in train.events("note")]
-    assert "40 records are trained once more (40 repeated" in notes[0]
+    assert "epoch 1 begins again" in notes[0] and "40 records are trained once more (40 repeated" in notes[0]
     assert "30 records are trained once more (70 repeated" in notes[1]
     # The next epoch has nothing to repeat.
     assert train.reconcile("train", 1, flat(list(train.steps("train", 1))))["repeated"] == 0
@@ -87,6 +84,11 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
     assert outcome.code == 0, outcome.summary.error
     assert outcome.summary.records.repeated == 2
     assert [e["repeated"] for e in outcome.summary.records.epochs if e["split"] == "train"] == [1, 1]
+    assert outcome.summary.records.read == outcome.summary.records.trained == 130
+    for epoch in range(2):
+        ranks = (outcome.run_dir / "records").glob(f"train-epoch-{epoch:03d}-rank-*.txt")
+        trained = Counter(key for rank in ranks for key in rank.read_text().split())
+        assert sorted(trained.values()) == [1] * 64 + [2], "one of 65 is given to both workers"
     said = (outcome.run_dir / "logs/console.log").read_text()
     assert "130 read = 130 trained + 0 quarantined + 0 remaining; 2 repeated" in said
     assert "2 repeated" in (outcome.run_dir / "report.html").read_text()

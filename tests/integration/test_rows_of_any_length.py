@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 from lengths import values
-from streaming import Train
+from streaming import Train, flat
 
 from stoker.config.schema import Config
 
@@ -21,10 +21,6 @@ def job() -> Config:
     }
     train = {"epochs": 4, "batch_size": 7}
     return Config.model_validate({"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1})
-
-
-def flat(steps: list[list[int]]) -> list[int]:
-    return [number for step in steps for number in step]
 
 
 def rows(train: Train) -> list[int]:

@@ -59,6 +59,17 @@ def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
     assert any("the agent on host" in text and "made again" in text for text in lost["notes"])
 
 
+def test_an_agent_that_dies_is_started_again_and_noted(seen: dict[str, Any]) -> None:
+    found = seen["dying_agents"]
+    assert len(found["ports"]) == 3, "three agents of one host, one after the other"
+    died = [text for text in found["notes"] if "died" in text]
+    assert len(died) == 2
+    assert all("the agent on host" in text and "restarting it" in text for text in died)
+    assert "its process ended" in died[0]
+    assert found["rows"] == 200
+    assert found["sampled"], "its CPUs, too"
+
+
 def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
     first, *later = seen["cached"]["passes"]
     # Passes overlap, so a late worker of the first may find what the second has kept.
