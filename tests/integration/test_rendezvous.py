@@ -1,4 +1,4 @@
-"""What PyTorch opens for its ranks is reached at the cluster's address alone; a run ends after its training."""
+"""What PyTorch opens for its ranks is reached at the cluster's address alone; training ends the run."""
 
 from __future__ import annotations
 

@@ -250,13 +250,9 @@ def test_following_shows_late_lines_once_and_ends_with_the_job(
     assert lines[-1].startswith("[") and any("succeeded" in line for line in lines)
 
 
-def test_a_job_without_logs_yet_shows_none() -> None:
-    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
-    assert list(submitted.logs()) == []
-
-
 def test_status_wait_and_closing_with_cost() -> None:
     submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
+    assert list(submitted.logs()) == []
     assert submitted.status() == "succeeded"
     assert submitted.wait() == 0
     assert submitted.id == f"sagemaker:{REGION}/{submitted.name}"
