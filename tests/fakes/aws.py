@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 REGION = "us-east-1"
@@ -30,17 +32,23 @@ def service_quotas(values: dict[str, float], per_page: int = 2) -> Iterator[None
         yield
 
 
+def moto() -> Any:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+
+    return DomainDispatcherApplication(create_backend_app)
+
+
 @contextlib.contextmanager
-def moto_server() -> Iterator[dict[str, str]]:
-    from moto.server import ThreadedMotoServer
+def served(application: Callable[..., Any]) -> Iterator[dict[str, str]]:
+    """Serves what may note, refuse or change what goes to `moto()`; the environment variables of clients."""
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # one line per request otherwise
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        host, port = server.get_host_and_port()
         yield {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
             "AWS_ACCESS_KEY_ID": "testing",
             "AWS_SECRET_ACCESS_KEY": "testing",
             "AWS_DEFAULT_REGION": REGION,
@@ -48,4 +56,8 @@ def moto_server() -> Iterator[dict[str, str]]:
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
     finally:
-        server.stop()
+        server.shutdown()
+
+
+def moto_server() -> contextlib.AbstractContextManager[dict[str, str]]:
+    return served(moto())

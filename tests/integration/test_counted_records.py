@@ -1,4 +1,4 @@
-"""Data that is not what it was: a run whose source gives other records than it counted, or listed, fails."""
+"""Data that is not what it was counted as, or of unknown count with too many bad records, fails the run."""
 
 from __future__ import annotations
 
@@ -51,5 +51,44 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
                 AssertionError, match=f"counted 101 records before training, but gave {given}"
             ):
                 train.reconcile("train", 0, rest)
+    finally:
+        train.close()
+
+
+def job(budget: float, **params: Any) -> Config:
+    return Config.model_validate(
+        {
+            "recipe": "uncertain:Unknown",
+            "params": params,
+            "data": {"block_records": 10, "bad_record_budget": budget, "shuffle": False},
+            "train": {"epochs": 1, "batch_size": 10},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("first_bad", "said"),
+    [
+        (2000, r"none of the first [234]0 train records can be used; the first is"),
+        (15, r"[12]\d of \d+ train records read so far cannot be used, more than"),
+    ],
+)
+def test_a_source_with_too_many_bad_records_fails_long_before_its_end(
+    first_bad: int, said: str, ray_cluster: None
+) -> None:
+    train = Train(job(0.0001, train_records=2000, first_bad=first_bad))
+    try:
+        with pytest.raises(AssertionError, match=said):
+            list(train.steps("train", 0))
+    finally:
+        train.close()
+
+
+def test_bad_records_at_the_start_are_no_false_alarm(ray_cluster: None) -> None:
+    train = Train(job(0.05, train_records=200, first_bad=10))
+    try:
+        ids = [i for step in train.steps("train", 0) for i in step]
+        assert len(ids) == 190
+        assert train.reconcile("train", 0, ids)["quarantined"] == 10
     finally:
         train.close()

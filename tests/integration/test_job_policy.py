@@ -5,9 +5,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import json
-import logging
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention
 from stoker.data import read_any
 from stoker.storage.checkpoint_store import CheckpointStore, open_store
+from tests.fakes.aws import REGION, ROLE, moto, served
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET, DATA = "my-bucket", "my-data"
@@ -40,9 +39,7 @@ class Policed:
     guarded: bool = False
 
     def __post_init__(self) -> None:
-        from moto.server import DomainDispatcherApplication, create_backend_app
-
-        self.moto = DomainDispatcherApplication(create_backend_app)
+        self.moto = moto()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         length = environ.get("CONTENT_LENGTH")
@@ -96,22 +93,14 @@ def statements(policy: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
-    from werkzeug.serving import make_server
-
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # one line per request otherwise
     door = Policed(statements("job-role"))
-    server = make_server("127.0.0.1", 0, door, threaded=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    client = boto3.client("s3")
-    for bucket in (BUCKET, DATA):
-        client.create_bucket(Bucket=bucket)
-    door.guarded = True
-    yield door
-    server.shutdown()
+    with served(door) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for bucket in (BUCKET, DATA):
+            boto3.client("s3").create_bucket(Bucket=bucket)
+        door.guarded = True
+        yield door
 
 
 def keep_four(store: CheckpointStore, said: list[str]) -> Retention:
@@ -170,7 +159,6 @@ def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_pa
     from launcher.places import sagemaker
     from launcher.places.sagemaker import aws
     from stoker.config.loading import load
-    from tests.fakes.aws import REGION, ROLE
 
     s3.statements = statements("launcher")
     (tmp_path / "shards").mkdir()

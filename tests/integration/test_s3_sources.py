@@ -1,25 +1,21 @@
-"""Records straight from S3 (a moto server), also while it answers with errors."""
+"""Records straight from S3 (a moto server), also while it errs; each byte is read once, damage is found."""
 
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import boto3
 import pytest
+from damage import records, tar_of
 
 from stoker.data import read_any, read_images
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from aws import moto_server
+from stoker.errors import UsageError
+from tests.fakes.aws import moto, moto_server, served
 
 BUCKET = "stoker-data"
 THREADS = 12
@@ -61,7 +57,7 @@ def test_half_of_the_answers_being_503_loses_nothing(
     s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, attempts = random.Random(3), Counter[str]()
-    refused = 0
+    refused, app = 0, moto()
 
     def flaky(environ: dict[str, Any], start_response: Any) -> Any:
         nonlocal refused
@@ -75,29 +71,15 @@ def test_half_of_the_answers_being_503_loses_nothing(
             return [
                 b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
             ]
-        from moto.server import DomainDispatcherApplication, create_backend_app
-
-        app = flaky.__dict__.setdefault("app", DomainDispatcherApplication(create_backend_app))
         return app(environ, start_response)
 
-    class Quiet(WSGIRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    class Threaded(ThreadingMixIn, WSGIServer):
-        daemon_threads = True
-
-    server = make_server("127.0.0.1", 0, flaky, server_class=Threaded, handler_class=Quiet)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with served(flaky) as environment:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", environment["AWS_ENDPOINT_URL"])
         assert len(read("parquet")) == 360
         # After some hundred errors a client of AWS's SDK may have used up its retries for good.
         while refused < 250:
             assert len(read("parquet", least_passes=36)) == 360
         assert max(attempts.values()) == 6
-    finally:
-        server.shutdown()
 
 
 def test_images_come_from_s3_by_content_and_with_their_labels_in_a_file(s3: dict[str, str]) -> None:
@@ -121,3 +103,58 @@ def test_images_come_from_s3_by_content_and_with_their_labels_in_a_file(s3: dict
         [shard] = source.shards(10, None)
         found = [*source.for_workers().read(shard, None)]
         assert found == [{"key": k, "image": jpeg, "label": label} for k, label in labels.items()]
+
+
+DAMAGED = "stoker-damage"
+
+
+@pytest.fixture(scope="module")
+def answered() -> Iterator[list[tuple[str, int]]]:
+    """A bucket behind a server that notes (path, bytes) of every answer to a GET."""
+    app, seen = moto(), list[tuple[str, int]]()
+
+    def noting(environ: dict[str, Any], start_response: Any) -> Any:
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            if environ["REQUEST_METHOD"] == "GET":
+                seen.append((environ["PATH_INFO"], int(dict(headers).get("Content-Length", 0))))
+            return start_response(status, headers, *rest)
+
+        return app(environ, start)
+
+    with served(noting) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket=DAMAGED)
+        yield seen
+
+
+def upload(folder: Path, prefix: str) -> str:
+    for path in folder.rglob("*.*"):
+        boto3.client("s3").upload_file(str(path), DAMAGED, f"{prefix}/{path.relative_to(folder)}")
+    return f"s3://{DAMAGED}/{prefix}"
+
+
+def shard() -> bytes:
+    return tar_of((f"{i:04d}.{s}", b"x" * 700) for i in range(100) for s in ("jpg", "txt"))
+
+
+def test_a_shard_is_read_once(answered: list[tuple[str, int]], tmp_path: Path) -> None:
+    (tmp_path / "train-0.tar").write_bytes(shard())
+    root = upload(tmp_path, "whole")
+    source = read_any(root, "train")
+    assert source is not None
+    source.check()
+    answered.clear()
+    [only] = source.shards(100, None)
+    assert len(list(source.read(only, None))) == 100
+    assert sum(size for path, size in answered if path.endswith("train-0.tar")) == len(shard())
+
+
+def test_a_damaged_header_is_found(answered: list[tuple[str, int]], tmp_path: Path) -> None:
+    at = 40 * 3072
+    content = bytearray(shard())
+    content[at + 3] ^= 1
+    (tmp_path / "train-0.tar").write_bytes(content)
+    root = upload(tmp_path, "damaged")
+    with pytest.raises(UsageError, match=f"damaged tar shard, byte {at}: bad checksum"):
+        records(root)

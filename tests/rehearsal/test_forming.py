@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rehearsals import Rehearse
+from pathlib import Path
+
+from rehearsals import CHEAP, Rehearse, new_name
+
+from launcher.job import Job
+from launcher.places import rehearsal
+from stoker.config.loading import load
 
 
 def test_hosts_of_odd_names_form_work_and_leave_under_the_toolkit_also_one_that_comes_late(
@@ -70,3 +76,20 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
     assert "continuing without cpu: algo-2, algo-3" in done.log("algo-1")
     assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
     assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": None}
+
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(tmp_path: Path) -> None:
+    keys = [
+        *CHEAP, f"output_dir={tmp_path}", f"name={new_name()}", "recipe=rows:Counting",
+        "rehearsal.hosts=gpu=2", "rehearsal.timeout_s=500",
+        "train.workers=2", "train.batch_size=8", "train.epochs=1", "train.max_failures=1",
+    ]  # fmt: skip
+    run = rehearsal.submit(rehearsal.plan(Job(load(None, keys), RECIPES)), show=False)
+    assert run.wait() == 2, run.failure_reason
+    line = run.failure_reason
+    assert "train.max_failures: 1 restart may land on another host, but algo-" in line
+    assert "cannot see the checkpoints in /opt/ml/checkpoints of algo-" in line
+    assert "set checkpoint.dir to s3:// or a folder shared by the hosts that train" in line

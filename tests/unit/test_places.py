@@ -1,13 +1,17 @@
-"""The same job in every place: one job file is planned for each, and docs/places.md has them all."""
+"""Places: their names, outputs and manifests."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import yaml
 
+from launcher import run_directory
 from launcher.places import names
+from stoker.errors import UsageError
 from tests.command_line import type_command
 from tests.pages import DOCS
 
@@ -48,3 +52,59 @@ def test_one_job_file_is_planned_for_each(
 def test_the_page_has_every_place() -> None:
     page = (DOCS / "places.md").read_text()
     assert {*re.findall(r"--on (\w+)", page)} == {*names()} - {"local"}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER, GPU, CPU = yaml.safe_load_all((ROOT / "docs/ray/sky.yaml").read_text())
+
+
+def test_the_tasks_agree_with_one_another() -> None:
+    assert {
+        "name": "stoker",
+        "execution": "parallel",
+        "primary_tasks": [GPU["name"]],
+        "termination_delay": "30s",
+    } == HEADER
+    assert CPU["envs"]["HEAD"] == f"{GPU['name']}-0.{HEADER['name']}", (
+        "the name that SkyPilot gives its host 0"
+    )
+    assert CPU["envs"]["PORT"] == GPU["envs"]["PORT"] and CPU["setup"] == GPU["setup"]
+    assert GPU["envs"]["CPU_HOSTS"] == str(CPU["num_nodes"])
+    pins = (ROOT / "constraints.txt").read_text()
+    version = next(line for line in pins.splitlines() if line.startswith("ray=="))
+    assert version in GPU["setup"].replace("ray[default]", "ray")
+    for task in (GPU, CPU):
+        assert task["envs"]["RAY_AUTH_MODE"] == "token" and task["secrets"] == {"RAY_AUTH_TOKEN": None}
+
+
+TASK_FIELDS = {
+    "api_server_access", "config", "envs", "event_callback", "file_mounts", "file_mounts_mapping", "inputs",
+    "managed_secrets", "name", "num_nodes", "outputs", "pool", "resources", "run", "secrets", "service",
+    "setup", "volume_mounts", "volumes", "workdir",
+}  # fmt: skip
+RESOURCES_FIELDS = {
+    "accelerator_args", "accelerators", "any_of", "autostop", "cloud", "cpus", "disk_size", "disk_tier",
+    "ephemeral_storage", "image_id", "infra", "instance_type", "job_recovery", "labels", "local_disk",
+    "max_hourly_cost", "memory", "network_tier", "ordered", "ports", "priority", "priority_class", "region",
+    "use_spot", "volumes", "zone",
+}  # fmt: skip
+"""Of SkyPilot 0.14.1, sky/utils/schemas.py: it refuses what is not among them."""
+
+
+def test_the_tasks_have_only_fields_of_skypilot() -> None:
+    for task in (GPU, CPU):
+        assert set(task) <= TASK_FIELDS and set(task["resources"]) <= RESOURCES_FIELDS
+    assert {mount["mode"] for mount in GPU["file_mounts"].values()} <= {"MOUNT", "COPY", "MOUNT_CACHED"}
+
+
+def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) -> None:
+    run_directory.refuse_unwritable(tmp_path / "new" / "runs")
+    assert not list(tmp_path.iterdir()), "looking leaves nothing behind"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file cannot be written: .*Not a directory"):
+        run_directory.refuse_unwritable(tmp_path / "file")
+    with pytest.raises(UsageError, match="/proc/runs cannot be written"):
+        run_directory.refuse_unwritable(Path("/proc/runs"))
+    full = mock.Mock(free=2**20)
+    with mock.patch("shutil.disk_usage", return_value=full), pytest.raises(UsageError, match=r"full \(1 MB"):
+        run_directory.refuse_unwritable(tmp_path)

@@ -1,4 +1,4 @@
-"""Metrics that are no single numbers: by class, in tables, or named; and tried before training."""
+"""Metrics of a recipe: trial, scalars, tables; the default one is torchmetrics'."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from recorded import record
 from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from stoker.accuracy import Accuracy
 from stoker.errors import UsageError
 from stoker.events.console import Console
 from stoker.events.kinds import event_of
@@ -320,3 +321,22 @@ def test_metrics_that_get_nothing_are_named(tmp_path: Path) -> None:
     assert notes == [
         "2 metrics (accuracy, confusion) not computed: validation_step returns no preds and target"
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [(), (4, 5)])
+def test_scores_and_classes_count_as_in_torchmetrics(more: tuple[int, ...]) -> None:
+    from torchmetrics.classification import MulticlassAccuracy  # takes seconds to import
+
+    ours, theirs = Accuracy(), MulticlassAccuracy(num_classes=None, average="micro")
+    for records in (7, 1, 12):
+        scores, target = torch.randn(records, 3, *more), torch.randint(0, 3, (records, *more))
+        for preds in (scores, torch.randint(0, 3, (records, *more))):
+            ours.update(preds, target)
+            theirs.update(preds, target)
+    assert ours.compute() == pytest.approx(float(theirs.compute()))
+
+
+def test_shapes_that_would_broadcast_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"preds of shape \(4, 1\) do not fit target of shape \(4, 4\)"):
+        Accuracy().update(torch.zeros(4, 1), torch.zeros(4, 4))

@@ -30,43 +30,37 @@ def write(folder: Path, *parts: list[str]) -> None:
         (folder / f"start-{number:020d}").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_starts_that_begin_at_a_checkpoint_are_one_undisturbed_run(tmp_path: Path) -> None:
-    whole = undisturbed()
-    write(tmp_path, whole[:70], whole[60:65], whole[60:140], [], whole[140:])
-    with (tmp_path / f"start-{2:020d}").open("a") as file:
-        file.write(whole[140][:20])  # killed while it wrote
-    assert verdict.compare_traces(tmp_path, whole) == ([], {}, {})
+WHOLE = undisturbed()
+LOSS, _, IDS = WHOLE[100].partition(" ")
+OTHER_LOSS = f"{float(LOSS) * (1 + 1e-15):.17g} {IDS}"
 
 
-def test_a_gap_is_lost_records(tmp_path: Path) -> None:
-    whole = undisturbed()
-    write(tmp_path, whole[:70], whole[72:])
-    problems, lost, repeated = verdict.compare_traces(tmp_path, whole)
-    assert problems == [f"start-{1:020d} begins at step 72, but only 70 were trained"]
-    assert (lost, repeated) == ({1: 2 * BATCH}, {})
-
-
-def test_an_end_before_the_last_step_is_lost_records(tmp_path: Path) -> None:
-    whole = undisturbed()
-    write(tmp_path, whole[:-1])
-    assert verdict.compare_traces(tmp_path, whole) == ([], {EPOCHS - 1: BATCH}, {})
-
-
-def test_another_loss_or_order_is_a_difference(tmp_path: Path) -> None:
-    whole = undisturbed()
-    loss, ids = whole[100].split(" ", 1)
-    write(tmp_path, [*whole[:100], f"{float(loss) * (1 + 1e-15):.17g} {ids}", *whole[101:]])
-    problems, lost, repeated = verdict.compare_traces(tmp_path, whole)
-    assert len(problems) == 1 and "step 100" in problems[0]
-    assert (lost, repeated) == ({}, {})
-
-
-def test_a_step_that_is_trained_in_place_of_another_loses_one_and_repeats_one(tmp_path: Path) -> None:
-    whole = undisturbed()
-    write(tmp_path, [*whole[:10], whole[9], *whole[11:]])
-    problems, lost, repeated = verdict.compare_traces(tmp_path, whole)
-    assert len(problems) == 1
-    assert (lost, repeated) == ({0: BATCH}, {0: BATCH})
+@pytest.mark.parametrize(
+    ("starts", "problem", "lost", "repeated"),
+    [
+        ([WHOLE[:70], WHOLE[60:65], WHOLE[60:140], [], WHOLE[140:]], "", {}, {}),
+        (
+            [WHOLE[:70], WHOLE[72:]],
+            f"start-{1:020d} begins at step 72, but only 70 were trained",
+            {1: 2 * BATCH},
+            {},
+        ),
+        ([WHOLE[:-1]], "", {EPOCHS - 1: BATCH}, {}),
+        ([[*WHOLE[:100], OTHER_LOSS, *WHOLE[101:]]], "step 100", {}, {}),
+        ([[*WHOLE[:10], WHOLE[9], *WHOLE[11:]]], "step 10", {0: BATCH}, {0: BATCH}),
+    ],
+    ids=["begin at checkpoints", "a gap", "an early end", "another loss", "a step in place of another"],
+)
+def test_starts_are_compared_with_one_undisturbed_run(
+    starts: list[list[str]], problem: str, lost: dict[int, int], repeated: dict[int, int], tmp_path: Path
+) -> None:
+    write(tmp_path, *starts)
+    if [] in starts:
+        with (tmp_path / f"start-{2:020d}").open("a") as file:
+            file.write(WHOLE[140][:20])  # killed while it wrote
+    problems, *counts = verdict.compare_traces(tmp_path, WHOLE)
+    assert counts == [lost, repeated]
+    assert len(problems) == bool(problem) and all(problem in each for each in problems)
 
 
 @pytest.mark.parametrize(

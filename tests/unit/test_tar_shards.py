@@ -1,19 +1,23 @@
-"""Tar shards are read to their end: damage, joined archives and ambiguous names are refused."""
+"""Tar shards: records, labels, and archives that are damaged or ambiguous."""
 
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from damage import keys, records, tar_of
+from damage import keys, opened, preprocessed, read_all, records, tar_of
+from PIL import Image
 
 from stoker.data import read_any, read_webdataset
 from stoker.errors import UsageError
+from stoker.protocol import BadRecord
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -197,3 +201,249 @@ def test_a_column_that_no_record_has_is_refused_before_training(tmp_path: Path) 
     derived = read_any(str(tmp_path), "train", ["image", "made"])
     assert derived is not None
     derived.check()
+
+
+Members = list[tuple[str, bytes]]
+CLASSES = ("cat", "dog", "eel")
+
+
+def jpg(number: int) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.full((16, 16, 3), 10 * number + 20, np.uint8)).save(content, "JPEG", quality=95)
+    return content.getvalue()
+
+
+def write(folder: Path, *shards: Members, split: str = "train") -> None:
+    for number, members in enumerate(shards):
+        (folder / f"{split}-{number}.tar").write_bytes(tar_of(members))
+
+
+def shard(suffix: str, value: Any, count: int = 6, name: str = "{}") -> Members:
+    return [
+        member
+        for i in range(count)
+        for member in ((f"{name.format(i)}.jpg", jpg(i)), (f"{name.format(i)}.{suffix}", value(i)))
+    ]
+
+
+def trained(folder: Path, split: str = "train", **params: Any) -> list[tuple[int, int]]:
+    _, data = opened(folder, **params)
+    found: list[tuple[int, int]] = []
+    for columns, report in preprocessed(data, split):
+        assert not report.bad, report.bad
+        numbers = (columns["image__hwc"].mean((1, 2, 3)) - 20) / 10
+        found += zip(numbers.round().astype(int).tolist(), columns["label"].tolist(), strict=True)
+    return sorted(found)
+
+
+def text(i: int) -> bytes:
+    return CLASSES[i % 3].encode()
+
+
+FORMS: dict[str, tuple[str, Any]] = {
+    "cls": ("cls", lambda i: b"%d" % (i % 3)),
+    "class": ("class", lambda i: b"%d\n" % (i % 3)),
+    "label": ("label", lambda i: b"%d" % (i % 3)),
+    "index": ("index", lambda i: b"%d" % (i % 3)),
+    "inx": ("inx", lambda i: b"%d" % (i % 3)),
+    "one-hot as numpy prints it": ("cls", lambda i: str(np.eye(3)[i % 3]).encode()),
+    "one-hot as JSON writes it": ("cls", lambda i: json.dumps([int(j == i % 3) for j in range(3)]).encode()),
+    "a number in JSON": ("json", lambda i: json.dumps({"id": i, "label": i % 3}).encode()),
+    "a number as text in JSON": ("json", lambda i: json.dumps({"class": str(i % 3)}).encode()),
+    "a fraction of 0 in JSON": ("json", lambda i: json.dumps({"target": float(i % 3)}).encode()),
+    "a number in named JSON": ("label.json", lambda i: b"%d" % (i % 3)),
+    "a name in named JSON": ("label.json", lambda i: json.dumps(CLASSES[i % 3]).encode()),
+    "one-hot in JSON": (
+        "json",
+        lambda i: json.dumps({"label": [int(j == i % 3) for j in range(3)]}).encode(),
+    ),
+    "a number in text": ("txt", lambda i: b"%d" % (i % 3)),
+    "a name in cls": ("cls", text),
+    "a name in label": ("label", text),
+    "a name in text": ("txt", lambda i: text(i) + b"\n"),
+    "a name in JSON": ("json", lambda i: json.dumps({"label": CLASSES[i % 3]}).encode()),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [*((case, {}) for case in FORMS), *((case, {"num_classes": 3}) for case in ("cls", "a name in text"))],
+)
+def test_a_label_is_read_from_the_member_that_holds_it(case: str, given: Any, tmp_path: Path) -> None:
+    members = shard(*FORMS[case])
+    write(tmp_path, members[:6], members[6:])
+    write(tmp_path, members, split="val")
+    for split in ("train", "val"):
+        assert trained(tmp_path, split, **given) == [(i, i % 3) for i in range(6)]
+    assert opened(tmp_path)[0].params["num_classes"] == 3
+
+
+@pytest.mark.parametrize("root", ["", "./", "train/", "data/train/"])
+def test_class_folders_give_the_labels_in_the_order_of_their_names(root: str, tmp_path: Path) -> None:
+    members = [(f"{root}{CLASSES[i % 3]}/{i}.jpg", jpg(i)) for i in range(6)]
+    write(tmp_path, members[:4], members[4:])
+    write(tmp_path, members[1:2], split="val")
+    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
+    assert trained(tmp_path, "val") == [(1, 1)]
+
+
+def test_a_caption_is_no_class_but_its_folder_is(tmp_path: Path) -> None:
+    members = [
+        member
+        for i in range(6)
+        for member in ((f"{CLASSES[i % 3]}/{i}.jpg", jpg(i)), (f"{CLASSES[i % 3]}/{i}.txt", b"photo %d" % i))
+    ]
+    write(tmp_path, members)
+    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
+
+
+REFUSED: dict[str, tuple[list[Members], str]] = {
+    "folders that number the shards": (
+        [[(f"{n:05d}/{i}.jpg", jpg(i)) for i in range(3)] for n in range(2)],
+        "each folder is in one shard only, so it may number the shards",
+    ),
+    "folders of different depths": (
+        [[("cat/0.jpg", jpg(0)), ("cat/small/1.jpg", jpg(1)), ("dog/2.jpg", jpg(2))]],
+        "the folders in the shards have different depths or parents",
+    ),
+    "no folders": ([[(f"{i}.jpg", jpg(i)) for i in range(3)]], "add it as 0.cls beside 0.jpg"),
+    "ids only": ([shard("id", lambda i: b"%d" % i)], "params.label_column=id"),
+    "cls2 only": ([shard("cls2", lambda i: b"%d" % (i % 2))], "params.label_column=cls2"),
+    "captions only": ([shard("txt", lambda i: b"photo %d" % i)], "params.label_column=text"),
+    "metadata only": (
+        [shard("json", lambda i: b'{"width": 3}')],
+        "no field of label, cls, class, target is a",
+    ),
+    "lists of classes": (
+        [shard("cls", lambda i: str([1, 0, 0][: 2 + i % 2]).encode())],
+        "lists of different lengths, which are not one-hot",
+    ),
+    "fractions": (
+        [shard("cls", lambda i: b"%d.0" % (i % 2))],
+        "holds b'0.0', neither an integer nor the name",
+    ),
+    "lists in JSON": ([shard("json", lambda i: b'{"label": ["cat"]}')], "has no column label"),
+    "text and numbers": (
+        [shard("cls", lambda i: b"7" if i == 5 else text(i))],
+        "holds both text (cat) and numbers (7); write either",
+    ),
+    "one class": ([[(f"cat/{i}.jpg", jpg(i)) for i in range(3)]], "holds one class only"),
+    "a dot in every name": (
+        [[(f"{i} Track 2.0 (Clean).{s}", b"1") for i in range(3) for s in ("jpg", "cls")]],
+        "the dot in 0 Track 2.0 (clean) ends the name of record 0 Track 2; rename it without dots",
+    ),
+    "a dot before a word": (
+        [[(f"{i}.final.{s}", b"1") for i in range(3) for s in ("jpg", "cls")]],
+        "or rename them without dots, because the dot in 0.final ends the name of record 0",
+    ),
+    "a dot before a number": (
+        [[(f"cat/v1.{i}.jpg", jpg(i)) for i in range(3)]],
+        "cat/v1.0.jpg: the dot in v1.0 ends the name of record v1: rename it without dots",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("given", [{}, {"num_classes": 2}])
+def test_shards_without_a_certain_label_are_refused_with_what_to_write(
+    case: str, given: Any, tmp_path: Path
+) -> None:
+    shards, expected = REFUSED[case]
+    if given and case in ("one class", "fractions", "text and numbers", "lists of classes"):
+        return  # quarantined as they are read
+    write(tmp_path, *shards)
+    with pytest.raises(UsageError) as refused:
+        opened(tmp_path, **given)
+    assert expected in str(refused.value)
+
+
+def test_labels_of_two_kinds_in_two_splits_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, shard("cls", text))
+    write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)), split="val")
+    with pytest.raises(UsageError, match="column label is text in train and int64 in val"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_classes": 3}])
+def test_text_in_shards_that_are_not_read_before_training_needs_the_classes(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.read.webdataset.WALK_LIMIT_BYTES", 0)
+    write(tmp_path, shard("cls", text))
+    with pytest.raises(UsageError, match=r"column label is text; list the classes in params.class_names"):
+        opened(tmp_path, **given)
+    assert trained(tmp_path, class_names=list(CLASSES)) == [(i, i % 3) for i in range(6)]
+    write(tmp_path, [(f"cat/{i}.jpg", jpg(i)) for i in range(3)])
+    with pytest.raises(UsageError, match="class folders are read in local shards of up to 4 GB only"):
+        opened(tmp_path, **given)
+    write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)))
+    if given:
+        assert trained(tmp_path, **given) == [(i, i % 3) for i in range(6)]
+    else:
+        with pytest.raises(UsageError, match=r"params.num_classes: is required"):
+            opened(tmp_path)
+
+
+def test_a_class_of_validation_only_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [(f"{CLASSES[i % 2]}/{i}.jpg", jpg(i)) for i in range(4)])
+    write(tmp_path, [("eel/0.jpg", jpg(0))], split="val")
+    with pytest.raises(UsageError, match="val has the label eel"):
+        opened(tmp_path)
+
+
+def test_a_record_whose_label_is_none_is_quarantined_with_the_reason(tmp_path: Path) -> None:
+    values = {0: b"[0. 1.]", 1: b"[0.5 0.5]", 2: b"1", 3: b"[0 0]", 4: b"[1 1]", 5: b"cat"}
+    write(tmp_path, shard("cls", lambda i: values[i]))
+    source = read_webdataset(str(tmp_path), "train", ["label"])
+    found = read_all(source)
+    assert [r["label"] for r in found if not isinstance(r, BadRecord)] == [1, 1]
+    reasons = [r.reason for r in found if isinstance(r, BadRecord)]
+    assert reasons[-1] == ".cls: invalid literal for int() with base 10: b'cat'"
+    assert all("has not exactly one 1 among zeros" in reason for reason in reasons[:-1])
+
+
+def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
+    names = [(f"s{i}.{rest}", i) for i in range(6) for rest in ("input.jpg", "target.cls", "meta.id")]
+    write(tmp_path, [(n, jpg(i) if n.endswith("jpg") else b"%d" % (i % 3)) for n, i in names])
+    columns = {"image_column": "input", "label_column": "target"}
+    assert trained(tmp_path, **columns) == [(i, i % 3) for i in range(6)]
+    _, data = opened(tmp_path, **columns)
+    assert data.notes() == [f"{tmp_path}/: members that are not read: meta"]
+    deep = io.BytesIO()
+    Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(deep, "PNG")
+    write(tmp_path, [(n.replace("jpg", "png"), deep.getvalue() if "jpg" in n else b"1") for n, _ in names])
+    assert "which leaves 16 of 256 levels" in opened(tmp_path, num_classes=3, **columns)[1].notes()[1]
+
+
+@pytest.mark.parametrize("suffix", ["breed.txt", "id"])
+def test_any_text_member_may_be_the_label(suffix: str, tmp_path: Path) -> None:
+    write(tmp_path, shard(suffix, text))
+    assert trained(tmp_path, label_column=suffix.partition(".")[0]) == [(i, i % 3) for i in range(6)]
+
+
+def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path: Path) -> None:
+    def with_header(kind: bytes, content: bytes = b"") -> None:
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
+            extra = tarfile.TarInfo("backup")
+            extra.type, extra.size = kind, len(content)
+            header = extra.tobuf(tarfile.GNU_FORMAT)
+            for name, value in shard("cls", lambda i: b"%d" % (i % 3)):
+                member = tarfile.TarInfo(name)
+                member.size = len(value)
+                tar.addfile(member, io.BytesIO(value))
+        padded = content.ljust(-(-len(content) // 512) * 512, b"\0")
+        (tmp_path / "train-0.tar").write_bytes(header + padded + stream.getvalue())
+
+    for kind, content in ((b"V", b""), (b"D", b"Y0.jpg\0Y0.cls\0\0"), (b"5", b"")):
+        with_header(kind, content)
+        assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
+    for kind, named in ((b"M", "another volume"), (b"3", "a device"), (b"6", "a named pipe"), (b"Z", "b'Z'")):
+        with_header(kind)
+        with pytest.raises(UsageError, match=rf"backup \(byte 0\) is .*{named}.*write it again"):
+            opened(tmp_path)
+
+
+def test_the_same_names_in_two_shards_are_two_records(tmp_path: Path) -> None:
+    write(tmp_path, *(shard("cls", lambda i: b"%d" % (i % 3)) for _ in range(2)))
+    assert trained(tmp_path) == sorted(2 * [(i, i % 3) for i in range(6)])

@@ -1,0 +1,235 @@
+"""What the benchmarks compute from what they see: absent, double, altered or less work is found."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from whole_way import Way
+
+from benchmarks import end_to_end, epoch_gap, gpu, harness, s3, shapes, slow_samples
+from benchmarks.harness import Measure
+from benchmarks.jobs import RECIPES
+from benchmarks.limits import NETWORK, RECEIVER, SWEEP, Row, measures
+from benchmarks.loaders.work import Consumer, files_of, longest_gap, pillow, rate, slope, write_folder
+from stoker.config.schema import Config
+from stoker.data import read_webdataset
+from stoker.read.sources import ID_MODULUS, record_id
+from stoker.recipe import load_recipe
+from stoker.serve.opening import pads_of
+
+
+def jpeg(level: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (64, 48), (level, level, level)).save(content, "JPEG")
+    return content.getvalue()
+
+
+def test_the_rate_is_that_of_the_window_alone() -> None:
+    """Slow at first (starting), then 10 records in 1 s, then slow again (the last tasks, alone)."""
+    times = [(0.0, 10), (50.0, 40), (51.0, 50), (52.0, 60), (53.0, 70), (54.0, 80), (55.0, 90), (56.0, 95)]
+    assert rate(times, 100) == pytest.approx(45 / 5)
+    assert longest_gap(times) == 50.0
+
+
+def test_all_loaders_read_each_image_of_the_folder_once(tmp_path: Path) -> None:
+    write_folder(tmp_path, [jpeg(50), jpeg(150)], total=10, classes=2)
+    files = files_of(tmp_path)
+    assert len(files) == len({path for path, _ in files}) == 10
+    assert [label for _, label in files] == [0, 1] * 5
+    image = pillow()(Path(files[0][0]).read_bytes())
+    assert image.shape == (3, 224, 224)
+    assert image.dtype == torch.uint8
+
+
+def test_the_consumer_notes_what_it_was_given(tmp_path: Path) -> None:
+    consumer = Consumer(total=8)
+    for level in (10, 20, 30, 40):
+        consumer.take(torch.full((2, 3, 224, 224), level, dtype=torch.uint8), torch.tensor([0, 1]))
+    consumer.write(tmp_path / "seen.json")
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["rows"], seen["mean"]) == (8, 25.0)
+    assert json.loads(seen["sorted_labels"]) == {"0": 4, "1": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 8_000}, "8000 of 8960 images"),
+        ({"mean": 140.0}, "mean pixel 140.00"),
+        ({"sorted_labels": '{"0": 12800}'}, "other labels"),
+    ],
+)
+def test_speed_from_doing_less_is_found(change: dict[str, Any], reason: str) -> None:
+    seen = {"rows": end_to_end.TOTAL, "mean": 126.0, "sorted_labels": '{"0": 6400, "1": 6400}'}
+    found = {"Stoker": [seen], end_to_end.BASE: [seen]}
+    end_to_end.check(found)
+    with pytest.raises(RuntimeError, match=reason):
+        end_to_end.check(found | {"peer": [seen | change]})
+
+
+def test_memory_that_grows_does_not_count_as_flat() -> None:
+    ready = round(epoch_gap.PREFETCH_S / epoch_gap.STEP_S) * epoch_gap.BATCH * 224 * 224 * 3
+    flat = [ready + 400 * 2**20] * epoch_gap.EPOCHS
+    growing = [value + number * 2**20 for number, value in enumerate(flat)]
+    assert epoch_gap.memory(flat)[1].met
+    assert not epoch_gap.memory(growing)[1].met
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "synthetic"])
+@pytest.mark.long
+def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> None:
+    from stoker.chain.chain import Chain
+    from stoker.chain.entries import as_stages
+    from stoker.train.feed import as_tensors
+
+    write_folder(tmp_path / "data", [jpeg(9)], total=8)
+    size = gpu.Size(records=8, batch=4, precision="fp32", image=32)
+    job = gpu.job_of("resnet10t", kind, tmp_path, size)
+    Config.model_validate(job)
+    recipe = load_recipe(job["recipe"], job["params"], RECIPES)
+    source = recipe.read("train")
+    assert source.count() == 8
+    records = list(source.read(source.shards(4, None)[0], None))
+    columns, _ = Chain(as_stages(recipe.preprocess("train")), seed=0).run(records, epoch=0)
+    batch = as_tensors({name: np.array(column) for name, column in columns.items()})[0]
+    assert batch["image"].shape == (4, 3, 32, 32)
+    assert batch["image"].dtype == torch.uint8
+    loss: Any = recipe.training_step(recipe.model(), recipe.on_device("train")(batch))
+    assert torch.isfinite(loss)
+
+
+def test_the_rate_of_batches_that_come_in_waves_is_that_of_the_waves() -> None:
+    """100 records each second, all at its end: whichever waves the window cuts, 100 records per second."""
+    waves = [(float(second), 100.0 * second) for second in range(1, 101) for _ in range(4)]
+    for first in (0.2, 0.21, 0.29):
+        assert slope(waves, 10_000, (first, 0.9)) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("change", ["absent", "twice", "another one"])
+def test_uneven_records_that_do_not_come_once_are_found(change: str) -> None:
+    indices = list(range(slow_samples.TOTAL))
+    slow_samples.taken(torch.tensor(indices).split(100))
+    wrong = {"absent": indices[:-1], "twice": [*indices, 7], "another one": [*indices[:-1], 7]}[change]
+    with pytest.raises(RuntimeError, match="of 2400"):
+        slow_samples.taken(torch.tensor(wrong).split(100))
+
+
+@pytest.mark.long
+def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "SHARD_RECORDS", 50)
+    monkeypatch.setattr(s3, "SHARDS", 3)
+    monkeypatch.setattr(s3, "TOTAL", 150)
+    crcs = s3.write(tmp_path / "shard.tar")
+    with s3.served(tmp_path / "shard.tar"):
+        source = read_webdataset(f"s3://{s3.BUCKET}", "train")
+        assert source is not None
+        source.check()
+        records: list[Any] = [r for shard in source.shards(50, None) for r in source.read(shard, None)]
+    assert "AWS_ENDPOINT_URL" not in os.environ
+    sums = [int(crc) for crc in s3.Decode()({"bin": [r["bin"] for r in records]})["crc"]]
+    ids = sum(record_id(record["key"]) for record in records) % ID_MODULUS
+    s3.check(SimpleNamespace(rows=len(records), id_sum=ids), sums, crcs)
+    with pytest.raises(RuntimeError, match="some are missing or repeated"):
+        s3.check(SimpleNamespace(rows=len(records), id_sum=ids + 1), sums, crcs)
+    with pytest.raises(RuntimeError, match="wrong contents"):
+        s3.check(SimpleNamespace(rows=len(records), id_sum=ids), [*sums[:-1], 0], crcs)
+
+
+def row(name: str, ours: float) -> Measure:
+    return Measure(name, ours, 2.0, "peer", ours / 2, None, None, "s")
+
+
+def test_results_are_kept_by_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results" / "latest.json")
+    harness.publish([row("a", 1.0), row("b", 2.0)])
+    harness.publish([row("b", 3.0), row("c", 4.0)])
+    rows = json.loads(harness.RESULTS.read_text())
+    assert {r["measure"]: r["ours"] for r in rows} == {"a": 1.0, "b": 3.0, "c": 4.0}
+    assert all(r["date"] and r["cores"] for r in rows)
+
+
+def test_measures_that_share_a_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="share a name: a"):
+        harness.merged([], [{"measure": "a"}, {"measure": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        ("text", 1e-9),
+        ("audio", 1e-6),
+        ("segmentation", 0.3),  # of few records, cropped at random
+        ("video", 0.1),
+    ],
+)
+@pytest.mark.long
+def test_the_peer_gives_the_same_columns_with_the_same_in_them(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tolerance: float
+) -> None:
+    monkeypatch.setitem(shapes.KINDS, kind, (shapes.KINDS[kind][0], 20, 2, tolerance))
+    monkeypatch.setattr(shapes, "BATCH", 4)
+    shapes.write(kind, tmp_path)
+    folder = str(tmp_path / "data")
+    recipe = shapes.recipe_of(kind)(data=folder)
+    steps, bad = way.batches(
+        recipe.read("train"),
+        recipe.preprocess("train"),
+        block_records=8,
+        batch_size=4,
+        workers=1,
+        direct=False,
+        pad=pads_of(recipe),
+    )
+    assert not bad
+    ours = [{name: v for name, v in batch.items() if name != "__id"} for (batch,) in steps]
+    shapes.check(kind, shapes.consume(ours, 40), shapes.peer(kind, folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 11}, "DataLoader gave 11 of 200000 records"),
+        ({"kinds": {"ids": ["torch.int32", 2]}}, "the DataLoader {'ids': \\['torch.int32', 2\\]}"),
+        ({"means": {"ids": 21.0}}, "ids sums to 20.0 a record"),
+    ],
+)
+def test_a_data_loader_that_does_other_work_is_no_peer(change: dict[str, Any], reason: str) -> None:
+    seen = {"rows": shapes.total_of("text"), "means": {"ids": 20.0}, "kinds": {"ids": ["torch.int64", 2]}}
+    shapes.check("text", seen, seen)
+    with pytest.raises(RuntimeError, match=reason):
+        shapes.check("text", seen, seen | change)
+
+
+SHAPES = [*SWEEP, *RECEIVER, *NETWORK]
+
+
+def as_predicted() -> list[Row]:
+    rows = [Row(case, 1.0, "gpu") for case in SHAPES]
+    return [replace(r, samples_per_s=r.predicted.samples_per_s, binds=r.predicted.binds) for r in rows]
+
+
+def test_each_limit_binds_in_some_of_them() -> None:
+    found = Counter(row.predicted.binds for row in as_predicted())
+    assert found == {"cpu": 4, "gpu": 3, "receiver": 2, "network": 3}
+    assert len(SHAPES) == 12
+
+
+def test_a_row_is_met_within_a_tenth_and_for_the_models_reason_only() -> None:
+    rows = as_predicted()
+    assert all(measure.met for measure in measures(rows))
+    slower = replace(rows[0], samples_per_s=0.89 * rows[0].samples_per_s)
+    faster = replace(rows[1], samples_per_s=1.11 * rows[1].samples_per_s)
+    other = replace(rows[2], binds="network")
+    met = [measure.met for measure in measures([slower, faster, other, *rows[3:]])]
+    assert met[:4] == [False, False, False, True]
