@@ -216,12 +216,6 @@ def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> Non
     assert next(iterator).tolist() == [12, 13, 14, 15, 16, 17]
 
 
-def test_quarantined_records_are_counted() -> None:
-    loader = DataLoader(Broken(), batch_size=6, on_error="quarantine", bad_record_budget=0.1)
-    assert [i for b in loader for i in b.tolist()] == [i for i in range(61) if i % 25 != 7]
-    assert loader.quarantine.records == [(i, f"ValueError: no record {i}") for i in (7, 32, 57)]
-
-
 def test_loaders_may_run_at_once_within_each_other_and_be_given_up() -> None:
     train, val = DataLoader(Records(), batch_size=6), DataLoader(Records(30), batch_size=10)
     seen = []
@@ -404,15 +398,6 @@ class Copies(Records):
 def test_a_process_keeps_no_copy_of_the_dataset_for_a_pass_that_is_over() -> None:
     loader = DataLoader(Copies(6), batch_size=1)
     assert max(int(batch) for _ in range(5) for batch in loader) <= 2
-
-
-def test_validation_within_an_iterable_dataset_that_has_all_processes_goes_on() -> None:
-    given = []
-    for n, batch in enumerate(DataLoader(Stream(), batch_size=4, num_workers=2)):
-        given += batch.tolist()
-        if n == 3:
-            assert len(list(DataLoader(Records(), batch_size=6, timeout=300))) == 11
-    assert sorted(given) == [[w, n] for w in range(2) for n in range(20 + 10 * w)]
 
 
 class Leaves(Records):

@@ -15,7 +15,7 @@ def test_the_ranks_of_a_recipe_open_no_port_to_the_rest_of_the_network(
     ray_cluster: None, tmp_path: Path, workers: int
 ) -> None:
     train = {"epochs": 1, "batch_size": 8, "workers": workers, "threads": 1}
-    outcome = run_job(tmp_path, recipe="listening:Listening", train=train)
+    outcome = run_job(tmp_path, recipe="rows:Listening", train=train)
     ended = time.time()
     assert outcome.code == 0, outcome.summary.error
     # Ray Train alone waits 12 s for an actor that looks for the dashboard, where there is none.

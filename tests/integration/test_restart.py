@@ -23,7 +23,7 @@ def test_without_restarts_the_cause_is_named(ray_cluster: None, tmp_path: Path) 
 def test_a_restart_without_the_last_checkpoint_fails_and_names_it(ray_cluster: None, tmp_path: Path) -> None:
     outcome = run_job(
         tmp_path,
-        recipe="lost_disk:LosesItsDisk",
+        recipe="rows:LosesItsDisk",
         params={"train_records": 96, "marker": str(tmp_path / "marker"), "run_dir": str(tmp_path / "run")},
         train={"epochs": 3, "batch_size": 16, "max_failures": 1},
         data={"order": "exact"},

@@ -45,7 +45,7 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     monkeypatch.setattr(driver, "_stop_reason", "")
     run_dir = tmp_path / "run"
     job: dict[str, Any] = {
-        "recipe": "slow_validation:SlowValidation",
+        "recipe": "rows:SlowValidation",
         "params": {"train_records": RECORDS, "val_records": VALIDATED, "run_dir": str(run_dir)},
         # What was asked for before the stop is still validated.
         "data": {"order": "exact", "prefetch_s": 0.001},

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,10 +139,6 @@ class DiesOnce(Counting):
     marker: str
 
     def training_step(self, model: Any, batch: Any) -> Any:
-        import os
-        import signal
-        from pathlib import Path
-
         import torch.distributed as dist
 
         if dist.is_initialized() and dist.get_rank():
@@ -148,4 +149,64 @@ class DiesOnce(Counting):
             marker.write_text("x" * (calls + 1))
         if calls == 9:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(model, batch)
+
+
+class LosesItsDisk(DiesOnce):
+    """As if Ray started it again on another host: in its second epoch its checkpoints are gone."""
+
+    run_dir: str
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        marker, run_dir = Path(self.marker), Path(self.run_dir)
+        if marker.exists() and len(marker.read_text()) == 9:
+            deadline = time.monotonic() + 300
+            while '"checkpoint"' not in (run_dir / "events.jsonl").read_text():
+                assert time.monotonic() < deadline, "no checkpoint of the first epoch"
+                time.sleep(0.1)
+            (run_dir / "checkpoints").rename(run_dir / "elsewhere")
+        return super().training_step(model, batch)
+
+
+class SlowValidation(Counting):
+    run_dir: str
+    """Where the driver notes events."""
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        folder = Path(self.run_dir)
+        if len(batch["y"]) > 1:  # the trial before the first step; the job has batches of one
+            return super().validation_step(model, batch)
+        with (folder / "validating").open("a") as file:
+            batches = file.tell()
+            file.write(".")
+        until = time.monotonic() + 300
+        while batches and not self._asked(folder):
+            assert time.monotonic() < until, "nobody asked the run to stop"
+            time.sleep(0.02)
+        return super().validation_step(model, batch)
+
+    @staticmethod
+    def _asked(folder: Path) -> bool:
+        return '"event": "stop"' in (folder / "events.jsonl").read_text()
+
+
+class Listening(Counting):
+    def training_step(self, model: Any, batch: Any) -> Any:
+        import psutil
+        import torch.distributed as dist
+
+        assert dist.is_initialized()
+        listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+        everywhere = [each for each in listening if not each.ip.strip("0.:")]
+        assert len(everywhere) <= 1, f"besides Ray's own: {everywhere}"
+        if dist.get_world_size() == 1:
+            assert "MASTER_PORT" not in os.environ
+        else:
+            address = next(a for a in ("127.0.0.1", "127.0.0.2") if a != os.environ["MASTER_ADDR"])
+            try:
+                socket.create_connection((address, int(os.environ["MASTER_PORT"])), 5).close()
+            except ConnectionRefusedError:
+                pass
+            else:
+                raise AssertionError("the store listens on every address")
         return super().training_step(model, batch)

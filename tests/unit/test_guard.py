@@ -132,12 +132,3 @@ def test_groups_keep_their_numbers_and_all_other_records(
         assert report.id_sum == sum(record_id(str(i)) for i in members)
         assert sorted(int(b.key) for b in report.bad) == sorted(set(members) - set(left))
         assert columns.get("x", np.empty((0, 1))).ravel().tolist() == [2.0 * i for i in left]
-
-
-def test_quarantined_records_are_not_even_read() -> None:
-    source = read_torch(Items(frozenset({7})))
-    (shard,) = source.shards(COUNT, None)
-    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
-    loaded = LoadedSplit(source, Chain([], seed=1))
-    ((_, report),) = blocks_of(loaded, plan, Work(0, shard), Guard({"7": "it kills"}, None))
-    assert report.bad == [BadRecord("7", "it kills")]

@@ -325,23 +325,6 @@ def test_losses_in_a_row_do_not_fill_the_store(order: str) -> None:
     assert ready[-1] == ready[1] <= 2.5 * ready[0], "twice that, once"
 
 
-def test_blocks_of_a_lost_host_are_made_again_and_keep_their_place() -> None:
-    head = Head([6], "any", 2, 10_000)
-    look(head)
-    lost, other = Worker(head, "h1"), Worker(head, "h0")
-    lost.work()
-    (block,) = [b for b in head.holdings.all() if b.report.nth == 2]
-    before = block.part(0, 4)
-    assert before.node == "h1"
-    head.lose("h1")
-    assert block.part(0, 4).node == "", "nobody asks for it there"
-    assert other.work() and other.made == [(0, nth) for nth in range(6)]
-    assert head.holdings.find(before.block) is block, "whoever was given its old name finds it"
-    assert block.part(0, 4).node == "h0" and block.part(0, 4).block != before.block
-    assert head.delivered == [(0, nth) for nth in range(6)], "delivered once"
-    assert not Worker(head, "h0").ask()
-
-
 def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:
     head = Head([2], "any", 2, 10_000)
     look(head)

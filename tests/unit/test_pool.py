@@ -56,15 +56,6 @@ def test_on_one_host_it_makes_no_difference_whether_it_trains(trains: bool) -> N
     assert pool_of(ChainHost("only", 2, trains)).missing({}) == ["only"] * 2
 
 
-def test_a_host_that_comes_late_is_used_and_a_lost_one_is_not() -> None:
-    pool = pool_of(A)
-    pool.update([A, B], False, 5)
-    pool.workers_are({f"p{n}": "a" for n in range(4)}, 5)
-    assert pool.missing({"b": 1}) == ["b"] * 3
-    pool.update([B], False, 6)
-    assert pool.slots == 4 and not pool.may_work("a")
-
-
 def test_a_host_that_is_about_to_leave_gets_no_chain_worker_and_its_own_end() -> None:
     pool = pool_of(A, B)
     pool.update([A], False, 5, closing=["b"])
@@ -145,11 +136,6 @@ def test_the_group_of_the_head_trains_and_lost_hosts_do_not_count() -> None:
     lost = node("x", 8, "cpu", alive=False)
     nodes = [node("h", 3, "gpu", 1), node("g2", 3, "gpu"), node("c", 8, "cpu"), lost]
     assert hosts_of(nodes) == {"h": (3, True), "g2": (3, True), "c": (8, False)}
-
-
-def test_groups_that_may_preprocess_restrict_the_hosts() -> None:
-    nodes = [node("h", 3, "gpu", 1), node("c", 8, "cpu"), node("d", 8, "more")]
-    assert set(hosts_of(nodes, groups=["cpu"])) == {"c"}
 
 
 def test_a_cluster_that_stoker_did_not_form_keeps_a_core_for_each_train_worker() -> None:
@@ -277,20 +263,6 @@ def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> N
         assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
     assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
     assert case.elastic.closing == set(), "and keeps its chain workers"
-
-
-def test_chain_workers_of_a_closing_host_end_at_once() -> None:
-    pool = Pool()
-    pool.update([GPU, cpu("a")], True, 0.0)
-    running = {"p1": "a", "p2": "a"}
-    pool.workers_are(running, 0.0)
-    assert pool.leaving == []
-    pool.update([GPU], True, 1.0, {"a"})
-    assert not pool.may_work("a") and pool.may_work("g")
-    pool.workers_are(running, 1.0)
-    assert pool.leaving == ["p1", "p2"]
-    pool.workers_are({"p3": "g", "p4": "a"}, 2.0)
-    assert pool.leaving == ["p4"], "also one that had been starting"
 
 
 def step(number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0) -> StepLogged:

@@ -142,13 +142,6 @@ def test_a_consumed_shard_is_not_read_again_and_others_skip_their_whole_groups()
     assert (position.books.read, position.books.trained) == (8, 10)
 
 
-def test_rows_of_a_dataset_without_shards_are_skipped_from_the_front() -> None:
-    start = DataCursor(epoch=2, plan=PLAN, by_row=True, rows=5)
-    trail = Trail(start)
-    assert [trail.arrive(-1, rows) for rows in (3, 4, 2)] == [3, 2, 0]
-    assert trail.after(3, 10).rows == 8
-
-
 def test_a_place_ahead_of_the_data_is_refused() -> None:
     trail = Trail(DataCursor(epoch=0, plan=PLAN))
     stream = pass_of(Splitter(2, 4, equal=True), EpochAccount("train", 0), trail)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import DataError
 from stoker.read.sources import reread_wait_s
-from stoker.serve.recovery import NAMED_DEATHS, UNNAMED_DEATHS, Patience, Suspects, give_up_s, others
+from stoker.serve.recovery import NAMED_DEATHS, UNNAMED_DEATHS, Patience, Suspects, give_up_s
 
 
 def run(
@@ -144,11 +144,6 @@ def test_a_late_host_is_avoided_for_a_while_and_longer_each_time() -> None:
     assert patience.avoided(121) == set()
     assert patience.avoid("a", now=200) == 240
     assert patience.avoided(439) == {"a"}
-
-
-def test_others_are_all_where_nothing_else_is_left() -> None:
-    assert others({"a", "b"}, {"a"}) == {"b"}
-    assert others({"a"}, {"a"}) == {"a"}
 
 
 @pytest.mark.parametrize(

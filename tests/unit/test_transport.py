@@ -68,16 +68,6 @@ def far(tmp_path: Path) -> Iterator[Setting]:
     here.server.close()
 
 
-def test_rows_of_several_blocks_arrive_as_one_batch(far: Setting) -> None:
-    first, second = far.block(10), far.block(10, first=10)
-    columns, came = far.fetch(first._replace(start=7), second._replace(stop=5))
-    assert came == [True, True]
-    assert columns["__id"].tolist() == list(range(7, 15))
-    assert columns["image__hwc"].dtype == np.uint8
-    assert columns["image__hwc"][:, 3, 3, 2].tolist() == list(range(7, 15))
-    assert columns["word"] == [f"w{i}" for i in range(7, 15)]
-
-
 def test_a_block_that_only_one_process_knows_goes_with_its_next_request(far: Setting) -> None:
     first, second = far.block(8), far.block(8)
     far.fetch(first)
@@ -128,20 +118,6 @@ def transport(far: Setting, moved: Any) -> Transport:
     found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=5)
     found.folder = lambda: far.folder  # type: ignore[method-assign]
     return found
-
-
-def test_a_block_that_was_made_again_elsewhere_is_fetched_there(far: Setting) -> None:
-    lost, again = far.block(4), far.block(4)
-    far.folder.remove([lost.block])
-    asked: list[tuple[str, bool]] = []
-
-    def moved(part: BlockSlice, missing: bool) -> BlockSlice:
-        asked.append((part.block, missing))
-        return part._replace(block=again.block)
-
-    fetched = transport(far, moved).fetch([lost], schema_of(columns_of(1)))
-    assert fetched.columns["__id"].tolist() == [0, 1, 2, 3]
-    assert asked == [(lost.block, True)]
 
 
 @pytest.mark.long
