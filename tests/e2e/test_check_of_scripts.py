@@ -300,23 +300,6 @@ def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, code: int, sa
     assert script != FAILS or "record 70 is damaged" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["trian.py"], "trian.py: no such script; did you mean train.py?"),
-        (["job.yaml"], "job.yaml: is a job's configuration; measure it with `size job.yaml`"),
-        ([], "no script given"),
-        (["train.py", "--steps", "3"], "--steps: must be at least 10 (got 3)"),
-        (["train.py", "--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
-    ],
-)
-def test_wrong_usage_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
-    (tmp_path / "train.py").write_text("")
-    done = submit("check", *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {said}") and len(done.stderr.splitlines()) == 1
-
-
 def started(folder: Path, script: str, *given: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(script)
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "check", "train.py", "--", *given]

@@ -179,21 +179,3 @@ def test_ctrl_c_while_data_are_opened_before_ray_is_there(tmp_path: Path) -> Non
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=180)
     assert (process.returncode, "Traceback" in said) == (130, False), said
-
-
-def test_dry_run_writes_nothing_and_show_config_lists_the_recipes_parameters(tmp_path: Path) -> None:
-    done = submit(DIGITS, "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "python train.py --config job.yaml" in done.stdout
-    assert not (tmp_path / "runs").exists()
-    shown = submit(DIGITS, "train.epochs=3", "--show-config", cwd=tmp_path)
-    assert "3 (command line)" in shown.stdout
-    assert "params.data" in shown.stdout
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
-def test_help_fits_a_screen_and_shows_an_example(arguments: list[str], tmp_path: Path) -> None:
-    done = submit(*arguments, cwd=tmp_path)
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) <= 40
-    assert "source_dir/configs/digits.yaml" in done.stdout

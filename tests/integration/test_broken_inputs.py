@@ -39,9 +39,6 @@ def recipe(name: str, **params: Any) -> Callable[[Path, Path], dict[str, Any]]:
 
 
 BEFORE_TRAINING = {
-    "no such recipe module": (recipe("rowz:Counting"), "no module rowz"),
-    "no such recipe class": (recipe("rows:Countin"), "has no Countin; did you mean Counting?"),
-    "not an import path": (recipe("rows.Counting"), "is not of the form package.module:name"),
     "not a recipe": (recipe("rows:NOT_A_RECIPE"), "is not a Recipe class"),
     "unknown parameter": (recipe("rows:Counting", train_record=3), "did you mean train_records?"),
     "wrong parameter type": (recipe("rows:Counting", train_records="x"), "params.train_records: "),
@@ -59,9 +56,7 @@ BEFORE_TRAINING = {
 }
 
 BY_OVERRIDE = {
-    "unknown optimiser": ("train.optimizer=adamm", "timm has no optimiser 'adamm'; did you mean adam"),
     "a group that is not there": ("data.preprocess_on=[cpus]", "no host in group cpus; available: "),
-    "batch larger than the data": ("train.batch_size=500", "exceed the 101 training records"),
 }
 
 IN_TRAINING = {

@@ -62,13 +62,6 @@ def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
     assert "Ray runtime started" not in done.log("algo-1")
 
 
-def test_a_wrong_gpu_group_is_refused_with_those_found(rehearse: Rehearse) -> None:
-    done = rehearse("rehearsal.hosts=gpu=1,cpu=1", "sagemaker.hyperparameters={cluster.gpu_group: gpus}")
-    assert done.code == 2
-    expected = "cluster.gpu_group: no group is named 'gpus'; found: gpu (ml.g5.xlarge), cpu (ml.c5.xlarge)"
-    assert expected in done.run.failure_reason
-
-
 def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
     start: Callable[..., RehearsalRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,14 +92,17 @@ def test_a_shell_completes_commands_keys_and_places(typed: str, offered: set[str
     assert set(done.stdout.split()) == offered, done.stderr
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_fits_a_screen_and_names_every_command(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     from launcher.submit import app
 
-    code, _, out = type_command(["--help"], capsys)
+    code, _, out = type_command(words, capsys)
     assert code == 0
-    assert all(
-        f"\n  {command.callback.__name__} " in out for command in app.registered_commands if command.callback
-    )
+    assert len(out.splitlines()) <= 40 and "source_dir/configs/digits.yaml" in out
+    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    assert words != ["--help"] or all(f"\n  {name} " in out for name in commands)
 
 
 WRONG = {

@@ -45,11 +45,6 @@ def test_hyperparameters_come_in_many_forms(words: list[str]) -> None:
     assert load(None, hyperparameter_overrides(words)).config.train.lr == 0.1
 
 
-def test_booleans_as_either_toolkit_writes_them() -> None:
-    for text in ("True", "true"):
-        assert load(None, hyperparameter_overrides(["--data.shuffle", text])).config.data.shuffle is True
-
-
 def test_a_flag_without_a_value_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--train.lr has no value"):
         hyperparameter_overrides(["--train.lr"])

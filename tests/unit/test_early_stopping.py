@@ -59,12 +59,6 @@ def test_it_goes_on_counting_after_a_restart() -> None:
     assert "has not improved by more than 0 for 3 epochs; best 1" in second.reason
 
 
-def test_a_limit_without_a_metric_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"train.early_stopping: monitor is required"):
-        load(None, ["train.early_stopping.patience=5"])
-    assert EarlyStopping.of(load(None).config.train.early_stopping) is None
-
-
 def problems_of(overrides: list[str], has_val: bool) -> tuple[str, ...]:
     try:
         check_monitors(load(None, overrides).config, Counting(), has_val)

@@ -22,7 +22,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.chain.transforms import CheckLabel, DecodeImage
-from stoker.config.schema import Config, DataConfig
+from stoker.config.schema import Config
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
@@ -230,15 +230,6 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
         refuse_nothing_to_keep(as_stages([crop]))
     with pytest.raises(UsageError, match="chain is empty"):
         refuse_nothing_to_keep([])
-
-
-def test_configurations_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(ValueError, match="cache_gb requires cache: memory"):
-        DataConfig(cache_gb=1)
-    for wrong in ({"cache": "memory", "cache_folder": "/x"}, {"cache": "disk", "cache_folder": "x"}):
-        with pytest.raises(ValueError, match="requires cache: disk and an absolute path"):
-            DataConfig.model_validate(wrong)
-    assert Config.model_validate({"recipe": "r", "data": {"cache": "disk", "cache_folder": "/x"}})
 
 
 def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:

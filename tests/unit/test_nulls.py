@@ -149,16 +149,6 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
     assert np.isfinite([r["x"] for r in records(read_delta(root, columns=["x"]))]).all()
 
 
-def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> None:
-    from stoker.serve.shards import as_records
-
-    table = pa.table({"key": ["a", "b"], "x": [2**53 + 1, None], "y": [1.5, 2.5], "v": [[1, 2], [3, 4]]})
-    first, second = as_records(table)
-    assert (first["x"], second["x"]) == (2**53 + 1, None)
-    assert (first["y"], second["v"].tolist()) == (1.5, [3, 4])
-    assert [record["key"] for record in (first, second)] == ["a", "b"]
-
-
 def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
     from stoker.serve.shards import as_records
 

@@ -44,22 +44,6 @@ def test_all_problems_of_a_recipe_and_its_data_are_told_at_once(tmp_path: Path) 
         assert line.startswith(f"error: {begins}")
 
 
-@pytest.mark.long
-def test_settings_that_do_not_fit_the_data_are_told_before_a_cluster_forms(tmp_path: Path) -> None:
-    job = ["recipe=rows:Counting", "params.train_records=96", "params.val_records=10", "train.batch_size=500"]
-    job += ["checkpoint.monitor=val/losss", "--source-dir", str(ROOT / "tests/recipes")]
-    (tmp_path / "job.yaml").write_text("name: large\n")
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", *job]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (2, ""), done.stdout
-    batch, monitor = done.stderr.splitlines()
-    assert batch == (
-        "error: train.batch_size: 500 records × 1 train worker exceed the 96 training records; lower it"
-    )
-    assert monitor.startswith("error: checkpoint.monitor: no metric 'val/losss'; did you mean val/loss?")
-    assert not list((tmp_path / "runs").glob("large-*"))
-
-
 REFUSE = """
 import sys
 from stoker.entry.main import run

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,6 @@ from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.place import local_place
 from stoker.scripts.script_checks import refuse_foreign_keys, script_command_line
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -126,26 +122,12 @@ def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_wrong_usage_is_one_line_and_exit_code_2(project: Path) -> None:
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "trian.py", "--", "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, "error: script: no file trian.py; did you mean train.py?\n")
-    assert not (project / "runs").exists()
-
-
-@pytest.mark.long
 def test_a_dry_run_shows_script_and_arguments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Path("train.py"), ["train.workers=2"], Options(dry_run=True), ["--lr", "0.1"]) == 0
     shown = capsys.readouterr().out
     assert "script   train.py --lr 0.1" in shown and "python train.py --config job.yaml" in shown
     assert "recipe" not in shown
     assert not (project / "runs").exists()
-
-
-def test_a_script_that_is_not_python_is_refused_before_hosts_are_paid_for(project: Path) -> None:
-    (project / "train.py").write_text("def f(:\n")
-    with pytest.raises(UsageError, match=r"script: train.py is not Python: invalid syntax \(line 1\)"):
-        open_job(job_of("train.py"))
 
 
 @pytest.mark.long
@@ -218,13 +200,6 @@ def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> No
     assert copied.checkpoints == (run_dir / "checkpoints" / "last.pt",)
     with pytest.raises(UsageError, match="a script resumes from"):
         resolve_resume("never", place, config)
-
-
-def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
-    from launcher.advise.sizing import SizeOptions, size
-
-    with pytest.raises(UsageError, match="size: needs a recipe"):
-        size(Path("train.py"), [], SizeOptions())
 
 
 def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts(

@@ -93,19 +93,6 @@ def test_gpus_in_the_second_component_train() -> None:
     assert found.head == "nid00011" and found.trains
 
 
-def test_one_node_and_32_nodes_as_in_the_guides_example() -> None:
-    found = topology(
-        {
-            **GUIDE,
-            "SLURM_JOB_NODELIST": "nid[00001,00101-00132]",
-            "SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00101-00132]",
-            "SLURMD_NODENAME": "nid00132",
-            "SLURM_GPUS_HET_GROUP_0": "2",
-        }
-    )
-    assert len(found.hosts) == 33 and found.hosts[0] == "nid00001" and found.hosts[-1] == "nid00132"
-
-
 def test_three_components_of_which_two_preprocess() -> None:
     found = topology(
         {
