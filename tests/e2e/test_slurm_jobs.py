@@ -20,7 +20,7 @@ import pytest
 from commands import ROOT
 from slurm_cluster import SlurmCluster, absent
 
-from tests.summaries import EVERYWHERE, fields
+from tests.summaries import EVERYWHERE, fields, trained
 
 if reason := absent():
     pytest.skip(reason, allow_module_level=True)
@@ -124,12 +124,6 @@ def kill_task_on(node: str, job: str) -> None:
             started = (process / "cmdline").read_bytes().split(b"\0")[1:2] == [b"train.py"]
             if started and own <= set((process / "environ").read_bytes().split(b"\0")):
                 os.kill(int(process.name), signal.SIGKILL)
-
-
-def trained(run_dir: Path, epoch: int) -> int:
-    ids = (run_dir / f"records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
-    assert len(ids) == len(set(ids))
-    return len(ids)
 
 
 def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_once(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damage import Attack
 from running import Outcome, run_job
 
 from stoker.checkpoints import format as checkpoint
@@ -42,14 +42,6 @@ def job(folder: Path, *overrides: str, **train: Any) -> Outcome:
         tracking={"mlflow": {"uri": f"sqlite:///{folder}/mlflow.db", "tags": {"api_key": TAG, "team": "a"}}},
         sagemaker={"environment": {"HF_TOKEN": VARIABLE}, "hyperparameters": {"params.hf_token": TOKEN}},
     )
-
-
-class Attack:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
 
 
 def test_no_file_of_a_run_holds_a_secret_and_a_forged_checkpoint_executes_nothing(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rehearsals import SAME_PRIORITY, new_name
 
-from tests.summaries import EVERYWHERE, fields
+from tests.summaries import EVERYWHERE, fields, trained
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
@@ -85,7 +85,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_lost_host_and_a_sigterm_cost_no_record(stopped: Path) -> None:
     for epoch in range(3):
-        assert trained(stopped, epoch) == 1437, "every record once, the lost host's too"
+        assert trained(stopped / "runs/latest", epoch) == 1437, "every record once, the lost host's too"
 
 
 def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
@@ -107,10 +107,4 @@ def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
     assert [event["step"] for event in resumed] == [content.meta["step"]]
     assert len(summary["cluster"]["hosts"]) == 1
     assert summary["records"]["read"] == summary["records"]["trained"] == (epoch + 1) * 1437
-    assert trained(stopped, epoch) == 1437, "every record of the interrupted epoch once"
-
-
-def trained(folder: Path, epoch: int) -> int:
-    ids = (folder / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
-    assert len(ids) == len(set(ids))
-    return len(ids)
+    assert trained(stopped / "runs/latest", epoch) == 1437, "every record of the interrupted epoch once"

@@ -199,26 +199,29 @@ def test_a_wrong_recipe_is_refused_in_one_line(
     assert "recipe.py" not in problem, "no file of ours is named"
 
 
-def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "digits.yaml").write_text(GOOD)
-    code, lines, _ = type_command([str(tmp_path / "digit.yaml")], capsys)
-    assert code == 2
-    assert "no such configuration file; did you mean" in lines[0]
-    assert "digits.yaml" in lines[0]
-
-
-def test_an_empty_file_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.yaml").write_text("")
-    code, lines, _ = type_command([str(tmp_path / "job.yaml")], capsys)
-    assert code == 2
-    assert "the file is empty" in lines[0]
-
-
-def test_all_errors_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.yaml").write_text("trian: 1\ntrain: {epochs: 0, lr: x}\n")
-    code, lines, _ = type_command([str(tmp_path / "job.yaml"), "data.order=no"], capsys)
-    assert code == 2
-    assert len(lines) == 4
+@pytest.mark.parametrize(
+    ("typed", "text", "lines", "parts"),
+    [
+        ("jobs.yaml", GOOD, 1, ["no such configuration file; did you mean", "job.yaml"]),
+        ("job.yaml", "", 1, ["the file is empty"]),
+        ("job.yaml data.order=no", "trian: 1\ntrain: {epochs: 0, lr: x}\n", 4, []),
+    ],
+    ids=["absent: the nearest is named", "empty", "all errors come at once"],
+)
+def test_a_file_that_gives_no_job_is_refused(
+    typed: str,
+    text: str,
+    lines: int,
+    parts: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(text)
+    code, told, _ = type_command(typed.split(), capsys)
+    assert (code, len(told)) == (2, lines)
+    assert [part for part in parts if part not in told[0]] == []
 
 
 TYPED = {

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_loader_order import Records
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DistributedSampler, IterableDataset, default_collate
 
 from stoker import DataLoader
 from stoker.errors import UsageError
@@ -31,17 +32,6 @@ from stoker.serve.items import ITEM_S, Holdings
 from stoker.serve.pool import ChainHost, Pool
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
-
-
-class Records(Dataset[Any]):
-    def __init__(self, count: int = 43) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((2,), float(index)), index
 
 
 class Stream(IterableDataset[Any]):

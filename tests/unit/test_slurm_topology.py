@@ -81,16 +81,14 @@ def test_every_host_sees_the_same_groups() -> None:
     assert len({str(groups(each)) for each in found}) == 1
 
 
-def test_two_components_of_the_guide_with_gpus_in_the_first() -> None:
-    found = topology({**GUIDE, "SLURM_GPUS_PER_NODE_HET_GROUP_0": "4"})
-    assert groups(found) == {"gpu": ("nid00001",), "cpu": ("nid00011", "nid00012")}
-    assert found.head == "nid00001"
-
-
-def test_gpus_in_the_second_component_train() -> None:
-    found = topology({**GUIDE, "SLURM_GPUS_PER_NODE_HET_GROUP_1": "a100:8"})
-    assert groups(found) == {"cpu": ("nid00001",), "gpu": ("nid00011", "nid00012")}
-    assert found.head == "nid00011" and found.trains
+@pytest.mark.parametrize(
+    ("number", "gpus", "head"), [(0, "4", "nid00001"), (1, "a100:8", "nid00011")], ids=["first", "second"]
+)
+def test_the_component_of_the_guide_with_gpus_trains(number: int, gpus: str, head: str) -> None:
+    found = topology({**GUIDE, f"SLURM_GPUS_PER_NODE_HET_GROUP_{number}": gpus})
+    names = ["gpu", "cpu"] if number == 0 else ["cpu", "gpu"]
+    assert groups(found) == dict(zip(names, [("nid00001",), ("nid00011", "nid00012")], strict=True))
+    assert found.head == head and found.trains == (number == 1)
 
 
 def test_three_components_of_which_two_preprocess() -> None:

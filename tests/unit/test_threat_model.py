@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import pickle
 import socket
 import struct
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from damage import Attack
 from pyarrow import parquet
 
 from stoker.data import read_parquet
@@ -136,14 +136,6 @@ def refused_by_a_worker(key: bytes, nonce: bytes, answer: Callable[[bytes], byte
         fake.sendall(answer(wire.receive(fake, wire.NONCE_BYTES + wire.PROOF_BYTES)))
         thread.join(20)
     return "".join(found)
-
-
-class Attack:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damage import Attack
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
@@ -33,14 +33,6 @@ ARGUED = {
 """Where pickles are read, how often, and why nobody else can have written them."""
 
 READERS = {"pickle", "cloudpickle", "cPickle", "dill", "joblib", "marshal", "shelve"}
-
-
-class Attack:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
 
 
 def forge(folder: Path, state: Any) -> checkpoint.Checkpoint:

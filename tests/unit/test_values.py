@@ -243,46 +243,29 @@ def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
     assert (recipe.some, recipe.any) == (None, 5)
 
 
+AS_TEXT = {
+    "train__lr": "1e-3",
+    "train__scheduler": "cosine",
+    "data__cache": "none",
+    "params__text": "/data/my set #2",
+    "params__maybe": "none",
+    "params__some": "null",
+    "params__number": "64",
+    "params__flag": "false",
+    "params__names": '["010", "b"]',
+    "params__rates": '{"a": 1}',
+    "tracking__mlflow__experiment": "010",
+}
+QUOTED = (
+    *("train__scheduler", "data__cache", "params__text"),
+    *("params__maybe", "params__number", "tracking__mlflow__experiment"),
+)
 SENT: dict[str, dict[str, str]] = {
-    "the AWS CLI and boto3": {
-        "train__lr": "1e-3",
-        "train__scheduler": "cosine",
-        "data__cache": "none",
-        "params__text": "/data/my set #2",
-        "params__maybe": "none",
-        "params__some": "null",
-        "params__number": "64",
-        "params__flag": "false",
-        "params__names": '["010", "b"]',
-        "params__rates": '{"a": 1}',
-        "tracking__mlflow__experiment": "010",
-    },
-    "SageMaker's SDK 2": {
-        "train__lr": "0.001",
-        "train__scheduler": '"cosine"',
-        "data__cache": '"none"',
-        "params__text": '"/data/my set #2"',
-        "params__maybe": '"none"',
-        "params__some": "null",
-        "params__number": '"64"',
-        "params__flag": "false",
-        "params__names": '["010", "b"]',
-        "params__rates": '{"a": 1}',
-        "tracking__mlflow__experiment": '"010"',
-    },
-    "an estimator that prints Python": {
-        "train__lr": "0.001",
-        "train__scheduler": "cosine",
-        "data__cache": "none",
-        "params__text": "/data/my set #2",
-        "params__maybe": "none",
-        "params__some": "None",
-        "params__number": "64",
-        "params__flag": "False",
-        "params__names": "['010', 'b']",
-        "params__rates": "{'a': 1}",
-        "tracking__mlflow__experiment": "010",
-    },
+    "the AWS CLI and boto3": AS_TEXT,
+    "SageMaker's SDK 2": AS_TEXT | {key: f'"{AS_TEXT[key]}"' for key in QUOTED} | {"train__lr": "0.001"},
+    "an estimator that prints Python": AS_TEXT
+    | {"train__lr": "0.001", "params__some": "None", "params__flag": "False"}
+    | {"params__names": "['010', 'b']", "params__rates": "{'a': 1}"},
 }
 
 
