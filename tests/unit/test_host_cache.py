@@ -30,7 +30,6 @@ from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode,
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
 from stoker.read.sources import Source, cut_indices
-from stoker.serve.accounting import EpochAccount
 from stoker.serve.passes import Passes
 from stoker.serve.pool import LOOK_AHEAD, CacheAffinity
 from stoker.serve.shards import LoadedSplit, blocks_of
@@ -335,19 +334,3 @@ def test_hosts_find_most_of_what_they_kept_whoever_is_faster(look: int) -> None:
             found += sum(keeping.take_work("train", left, node, 8, look)[1])
         # In exact order a host looks less far.
         assert found > (0.95 if look == LOOK_AHEAD else 0.55) * len(shards)
-
-
-def test_one_line_says_how_much_fits() -> None:
-    keeping = CacheAffinity("memory")
-    account = EpochAccount("train", 0)
-    account.take(BlockReport(records=100, found=0, kept=25, kept_bytes=25 * 10**7), "a")
-    keeping.used("a", (25 * 10**7, 26 * 10**7))
-    assert not keeping.lacking(keeping.figures("val", 0, account.by_node))
-    figures = keeping.figures("train", 0, account.by_node)
-    assert figures["hosts"] == {
-        "a": {"records": 100, "found": 0, "bytes": 25 * 10**7, "limit_bytes": 26 * 10**7}
-    }
-    line = keeping.lacking(figures)
-    assert "25 % of the training records fit, 250.0 MB on 1 host of at most 260.0 MB" in line
-    assert "all would take about 1.0 GB" in line
-    assert not keeping.lacking(figures), "once"

@@ -171,12 +171,6 @@ def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
     assert source is not None and source.classes() == ["circle", "square", "triangle"]
 
 
-def test_a_class_that_only_validation_has_is_refused(tmp_path: Path) -> None:
-    images(tmp_path, train="circle square", val="circle star")
-    with pytest.raises(UsageError, match=r"val: .* no class folder star \(it has circle, square\)"):
-        read_any(str(tmp_path), "val")
-
-
 def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> None:
     images(tmp_path, training="a c", val="a c")
     (tmp_path / "training" / "b").mkdir()
