@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -100,11 +101,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written once for all test processes, which only read it."""
     from recipes.digits import write
 
-    folder = tmp_path_factory.mktemp("data") / "digits"
-    write(folder)
-    return folder
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with (root / "digits.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(root / "digits")
+    return root / "digits"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

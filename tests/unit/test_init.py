@@ -57,7 +57,6 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
         assert load_recipe(config.recipe, config.params, here / f"my {kind}")
 
 
-TYPED = ("images", "script", "lightning")
 TESTS = """
 import sys, pytest
 for folder in sys.argv[1:]:
