@@ -120,21 +120,15 @@ def test_samples_are_counted_as_they_come(kind: str, no_step_yet: Path) -> None:
     assert list(counted(no_step_yet).values()) == [wanted]
 
 
+ONE = {"event": "loader", "time": 1.0, "rank": 0, "steps": 11, "samples": 88, "wait_s": 1.0, "elapsed_s": 4.0}
+
+
 def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_path: Path) -> None:
     summary = Summary(name="job", train_workers=1)
     recorder = Recorder(tmp_path, summary, 0.0)
-    one = {
-        "event": "loader",
-        "time": 1.0,
-        "rank": 0,
-        "steps": 11,
-        "samples": 88,
-        "wait_s": 1.0,
-        "elapsed_s": 4.0,
-    }
-    recorder.on_event(event_of(one | {"loader": 0}))
+    recorder.on_event(event_of(ONE | {"loader": 0}))
     recorder.on_event(event_of({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0}))
-    recorder.on_event(event_of(one | {"loader": 1, "samples": 352}))
+    recorder.on_event(event_of(ONE | {"loader": 1, "samples": 352}))
     recorder.close(summary)
     assert (summary.steps, summary.speed.samples_per_s) == (11, 80.0)
 
@@ -142,21 +136,12 @@ def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_p
 def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> None:
     summary = Summary(name="job", place="local", started="", train_workers=2)
     recorder = Recorder(tmp_path, summary, 0.0)
-    one = {
-        "event": "loader",
-        "time": 1.0,
-        "rank": 0,
-        "steps": 11,
-        "samples": 88,
-        "wait_s": 1.0,
-        "elapsed_s": 4.0,
-    }
-    recorder.on_event(event_of(one | {"loader": 0}))
+    recorder.on_event(event_of(ONE | {"loader": 0}))
     recorder.on_event(
-        event_of(one | {"loader": 1, "rank": 1, "wait_s": 3.0})
+        event_of(ONE | {"loader": 1, "rank": 1, "wait_s": 3.0})
     )  # ranks do alike: the first tells for all
     recorder.on_event(
-        event_of(one | {"loader": 1, "steps": 31, "samples": 248, "wait_s": 3.0, "elapsed_s": 12.0})
+        event_of(ONE | {"loader": 1, "steps": 31, "samples": 248, "wait_s": 3.0, "elapsed_s": 12.0})
     )
     recorder.on_event(
         event_of({"event": "metrics", "time": 2.0, "rank": 0, "step": 1, "metrics": {"loss": 0.5}})
