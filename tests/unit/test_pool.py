@@ -150,7 +150,7 @@ def test_where_train_workers_run_is_where_training_happens() -> None:
     assert hosts_of(nodes, own_group=None, training=Counter(b=1)) == {"a": (2, False), "b": (2, True)}
 
 
-GPU = ChainHost("g", 2, trains=True, name="gpu-1")
+TRAINS = ChainHost("g", 2, trains=True, name="gpu-1")
 
 
 class Given:
@@ -212,53 +212,55 @@ def cpu(node: str) -> ChainHost:
 
 def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> None:
     case = Case(count=3)
-    assert case.staying(GPU, cpu("b")) == ["g", "b"]
-    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b", "c"]
+    assert case.staying(TRAINS, cpu("b")) == ["g", "b"]
+    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b", "c"]
     case.given.next = Decision(1, "because")
-    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
+    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
     assert case.elastic.closing == {"a", "c"}
     assert case.told() == [
         ("cpu_hosts", {"count": 1, "reason": "because"}),
         ("closing", {"nodes": ["a", "c"]}),
     ]
     case.given.next = Decision(2, "more")
-    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
+    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
     assert case.given.looked == (2, [4], False), "decided from the host that was in use"
 
 
 def test_a_host_that_reads_a_stream_is_let_go_when_that_has_ended() -> None:
     """Another process would have to read the stream again, which not all streams allow."""
     case = Case(count=2)
-    case.staying(GPU, cpu("a"), cpu("b"))
+    case.staying(TRAINS, cpu("a"), cpu("b"))
     case.given.next = Decision(0, "enough")
-    assert case.staying(GPU, cpu("a"), cpu("b"), bound=("b",)) == ["g", "b"]
-    assert case.staying(GPU, cpu("a"), cpu("b")) == ["g"]
-    assert case.staying(GPU, cpu("b"), draining={"b"}, bound=("b",)) == ["g"], "what others take away, goes"
+    assert case.staying(TRAINS, cpu("a"), cpu("b"), bound=("b",)) == ["g", "b"]
+    assert case.staying(TRAINS, cpu("a"), cpu("b")) == ["g"]
+    assert case.staying(TRAINS, cpu("b"), draining={"b"}, bound=("b",)) == ["g"], (
+        "what others take away, goes"
+    )
 
 
 def test_a_chain_worker_that_reads_a_stream_stays_where_others_end() -> None:
     pool = Pool(bound={"p2"})
-    pool.update([GPU, cpu("a")], False, 0.0)
+    pool.update([TRAINS, cpu("a")], False, 0.0)
     pool.workers_are({"p1": "g", "p2": "g"}, 0.0)
     assert pool.leaving == ["p1"]
 
 
 def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
     case = Case(count=2)
-    case.staying(GPU, cpu("a"), cpu("b"))
+    case.staying(TRAINS, cpu("a"), cpu("b"))
     case.given.next = Decision(1, "because")
-    case.staying(GPU, cpu("a"), cpu("b"))
-    case.staying(GPU, cpu("a"))
+    case.staying(TRAINS, cpu("a"), cpu("b"))
+    case.staying(TRAINS, cpu("a"))
     assert case.told()[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
     case.given.next = Decision(0, "done")
-    case.staying(GPU, cpu("a"))
+    case.staying(TRAINS, cpu("a"))
     assert case.told()[-1] == ("closing", {"nodes": ["b", "a"]})
 
 
 def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
     for case in (Case(count=2), Case(scaled=False)):
-        assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
-        assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
+        assert case.staying(TRAINS, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
+        assert case.staying(TRAINS, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
         notes = [event.text for event in case.events if isinstance(event, Note)]
         assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
     assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
@@ -290,11 +292,11 @@ def test_training_is_measured_between_logged_steps_without_the_start() -> None:
 def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
     case = Case(count=2)
     for now in range(int(3 * RENEW_S)):
-        case.staying(GPU, now=float(now))
+        case.staying(TRAINS, now=float(now))
         case.scaled.send(float(now))
     assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
     case.given.next = Decision(5, "more")
-    case.staying(GPU, now=30.5)
+    case.staying(TRAINS, now=30.5)
     case.scaled.send(30.5)
     assert case.requests.sent[-1] == (5, EXPIRES_S)
 
@@ -302,8 +304,8 @@ def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
 def test_blocks_of_all_splits_count_once() -> None:
     case = Case()
     case.costs["train"].records, case.costs["train"].seconds = 100, 4.0
-    case.staying(GPU)
+    case.staying(TRAINS)
     case.costs["val"].records, case.costs["val"].seconds = 50, 1.0
-    case.staying(GPU)
-    case.staying(GPU)
+    case.staying(TRAINS)
+    case.staying(TRAINS)
     assert case.given.blocks == [(100, 4.0), (50, 1.0)]
