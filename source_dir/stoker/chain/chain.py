@@ -23,8 +23,6 @@ from stoker.read.sources import record_id, seed_globals, seed_torch
 
 
 class Segment(NamedTuple):
-    """Adjacent stages of one kind, as they are executed."""
-
     number: int
     """Seeds its draws; independent of whether earlier stages are cached."""
     stages: list[Stage]
@@ -33,8 +31,6 @@ class Segment(NamedTuple):
 
 
 class Chain:
-    """The stages of one split with the job's seed."""
-
     def __init__(
         self,
         stages: list[Stage],
@@ -81,7 +77,6 @@ class Chain:
         epoch: int,
         keep: Callable[[Record], int] | None = None,
     ) -> tuple[dict[str, Any], BlockReport]:
-        """Records → columns, and the report of the block."""
         limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost(random=False)})
         good = self._take(records, report)
@@ -113,7 +108,6 @@ class Chain:
         return columns
 
     def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
-        """Records as columns, with the schema of the split if it is known."""
         at = len(report.schemas)
         expected = self.schemas[at].of_records() if self.schemas else None
         packed = pack_columns(records, expected, stage, self.pads)
@@ -220,7 +214,6 @@ class Chain:
 
 
 def _text_in(record: Record, error: Exception) -> str:
-    """The columns of text in a record, if a stage may have taken one for a number."""
     found = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
     mixed = found and isinstance(error, TypeError | ValueError) and "str" in str(error)
     return f" (columns of text: {', '.join(found)})" if mixed else ""

@@ -124,7 +124,6 @@ def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
 
 
 def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float) -> list[int]:
-    """The clip's frames by the moments at which they are shown."""
     if rate is None:
         starts = len(moments) - frames + 1
     else:
@@ -154,7 +153,6 @@ def _decode(
     size: tuple[int, int] | None,
     first: int | None = None,
 ) -> dict[int, NDArray[Any]]:
-    """The wanted frames, as far as they come, by moment."""
     if first is None:
         keys = _keys(packets)
         first = max((i for i in keys if packets[i].pts <= wanted[0]), default=keys[0])
@@ -172,7 +170,6 @@ def _decode(
 
 
 def _keys(packets: list[Any]) -> list[int]:
-    """Where decoding can begin."""
     return [i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None] or [0]
 
 
@@ -183,7 +180,6 @@ def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:
 
 
 def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
-    """Height × width × 3, turned as the file says."""
     import numpy as np
 
     quarters = round(frame.rotation / 90) % 4

@@ -25,8 +25,6 @@ SHOWN_KEYS = 3
 
 @dataclass(frozen=True)
 class Collate:
-    """The `collate` of a recipe that each process creates for itself."""
-
     recipe: bytes
     """Its import path and parameters, pickled."""
 
@@ -74,7 +72,6 @@ def _plain(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def records_of(rows: Ragged) -> list[Record]:
-    """The records of `as_rows`, with their keys."""
     content = memoryview(rows.values)
     ends = rows.offsets.tolist()
     return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301 - of the job's chain workers

@@ -137,7 +137,6 @@ BATCHABLE = frozenset(
 
 class Packed(NamedTuple):
     records: list[Record]
-    """The records that have every column."""
     columns: dict[str, Any]
     schema: Schema
     bad: list[BadRecord]
@@ -190,7 +189,6 @@ def _names(records: list[Record]) -> list[str]:
 def _complete(
     records: list[Record], names: list[str], expected: Schema | None
 ) -> tuple[list[Record], list[BadRecord]]:
-    """The records that hold a value in every column, and the others."""
     whole = {"key", *names}
     if expected and any(record.keys() - whole for record in records):
         record, name = next((r, n) for r in records for n in r if n not in whole)
@@ -275,7 +273,6 @@ def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
 
 
 def _same(values: list[Any]) -> Column | None:
-    """The common type of all values, if a cheap check finds it."""
     import numpy as np
 
     if len(set(map(type, values))) > 1:
@@ -353,7 +350,6 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 
 def _channels(shape: tuple[int, ...]) -> int:
-    """Number of channels of an image; 0 without such a dimension, negative if it comes first."""
     return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
 
 
@@ -383,7 +379,6 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
 
 
 def block_parts(columns: dict[str, Any]) -> list[Any]:
-    """A block as the parts of a file: its layout, then the memory of its columns."""
     import numpy as np
 
     layout, arrays = [], []
@@ -428,7 +423,6 @@ def _texts(whole: Any, lengths: Any) -> NDArray[Any]:
 
 
 def columns_of(block: Any) -> dict[str, Any]:
-    """A block of Ray Data, an Arrow or pandas table, as NumPy columns."""
     from ray.data.block import BlockAccessor
 
     accessor = BlockAccessor.for_block(block)

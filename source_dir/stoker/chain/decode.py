@@ -34,13 +34,11 @@ class Layout(NamedTuple):
 
     bits: int
     kind: str
-    """Kind of its numbers."""
     photometric: int
     channels: int
     extra: tuple[int, ...]
     """What each channel beyond the colours is: 0 unknown, 1 and 2 alpha."""
     planes: bool
-    """Each channel is stored separately."""
     dark_palette: bool
     """Its colours have 8 bits where the format asks for 16."""
 
@@ -84,7 +82,6 @@ class Layout(NamedTuple):
         return f"a TIFF of {self.channels} channel{'s'[: self.channels > 1]} of {self.bits} bits"
 
     def unread(self) -> ValueError:
-        """The error for a file of this layout that Pillow does not open."""
         return ValueError(f"cannot be decoded: {self} ({self.kind}) is not supported; {_REMEDY}")
 
 
@@ -169,7 +166,6 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def too_large(error: Exception) -> ValueError:
-    """Rephrase Pillow's error in terms of the configuration."""
     return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
 
 
@@ -181,7 +177,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def depth_of(image: Any) -> tuple[int, int]:
-    """Bits per channel, and number of pictures, of encoded bytes or a Pillow image."""
     if isinstance(image, bytes):
         if image.startswith(b"\xff\xd8"):
             return 8, 1
@@ -208,15 +203,12 @@ _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 """Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-"""Modes of Pillow that keep more than 8 bits per channel."""
 
 _of_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """What a JPEG header says before any pixel."""
-
     rows: int
     columns: int
     rows_at: int
@@ -228,7 +220,6 @@ class JpegHeader:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of the upright picture, pixels."""
         turned = self.orientation in _TRANSPOSED
         return (self.columns, self.rows) if turned else (self.rows, self.columns)
 
@@ -270,7 +261,6 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
 
 
 def check_size(content: bytes) -> None:
-    """Refuse an encoded image whose header exceeds the pixel limit, for any decoder."""
     from PIL import Image
 
     if content.startswith(_IMAGES) and jpeg_header(content) is None:
@@ -284,7 +274,6 @@ def check_size(content: bytes) -> None:
 
 
 def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
-    """A record, or a bad one if an encoded image in it exceeds the pixel limit."""
     if isinstance(record, BadRecord):
         return record
     for name, value in record.items():

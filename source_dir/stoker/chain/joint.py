@@ -184,7 +184,6 @@ class MaskWatch(RecordTransform):
         return record
 
     def among(self, stages: list[Stage]) -> list[Stage]:
-        """The stages of a chain and, before each that moves the image alone, this one."""
         own = Stage("masks", "record", self, random=False)
         return [each for stage in stages for each in ([own, stage] if _moved_by(stage) else [stage])]
 

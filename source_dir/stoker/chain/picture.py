@@ -99,9 +99,7 @@ class Picture:
             self.array = source
         height, width = self.array.shape[:2] if self.array is not None else self.header.size
         self.box = (0, 0, height, width)
-        """Top, left, height and width of the crop, in pixels of the source."""
         self.size: tuple[int, int] | None = None
-        """Height and width after resizing the crop."""
         self.window: tuple[int, int, int, int] | None = None
         """Top, left, height and width of the part of that to keep."""
         self.cubic = False
@@ -109,7 +107,6 @@ class Picture:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Current height and width, pixels."""
         return (self.window or (0, 0, *self.size))[2:] if self.size else self.box[2:]
 
     def crop(self, top: int, left: int, height: int, width: int) -> Picture:
@@ -156,7 +153,6 @@ class Picture:
         return Picture(np.pad(self.pixels(), ((top, bottom), (left, right), (0, 0))))
 
     def pixels(self) -> NDArray[Any]:
-        """Carry out the pending operations."""
         import numpy as np
 
         if self.size is None:

@@ -35,12 +35,9 @@ FEW_LEVELS = 64
 
 
 class ProbeResult(NamedTuple):
-    """What the first records of a split show."""
-
     schemas: tuple[Schema, ...] = ()
     note: str = ""
     made: tuple[dict[str, Any], BlockReport] | None = None
-    """What the chain made of them: columns and report."""
 
 
 NOTHING = ProbeResult()
@@ -68,7 +65,6 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard | None, chain: Chain) -> ProbeResult | str:
-    """What the first records of a shard show; a text if they cannot be batched."""
     if shard is None:
         return NOTHING
     stages, watch = chain.stages, MaskWatch()

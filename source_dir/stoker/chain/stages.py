@@ -51,11 +51,9 @@ class Stage:
     apply: Callable[..., Any]
     """record: (record, rng) → record; batch: (dict of arrays) → dict of arrays."""
     uses_torch: bool = False
-    """Draws from torch's global generator."""
     random: bool = True
     """False: draws nothing, so its result may be cached across epochs. Unknown callables count as random."""
     uses_random: bool = True
-    """May draw from the global generators of Python's `random`, NumPy or torch."""
     of_torchvision: bool = False
     """Replaces a torchvision transform, which returns a tensor to the next stage."""
 
@@ -66,7 +64,6 @@ def is_plain(module: Any) -> bool:
 
 
 def may_draw(module: Any) -> bool:
-    """Whether a torchvision transform may draw random numbers; a subclass always may."""
     if not is_plain(module):
         return True
     if type(module).__name__ == "Compose":
@@ -116,7 +113,6 @@ def prefix_length(stages: list[Stage]) -> int:
 
 
 def refuse_nothing_to_keep(stages: list[Stage]) -> None:
-    """Refuse a training chain whose first stage is random, because nothing could be cached."""
     if prefix_length(stages):
         return
     if not stages:
@@ -130,7 +126,6 @@ def refuse_nothing_to_keep(stages: list[Stage]) -> None:
 
 
 def cache_key(split: str, fingerprint: str, stages: list[Stage]) -> str:
-    """Cache key for the results of these stages on the data of this split."""
     from ray import cloudpickle
 
     return digest(split, fingerprint, [stage.name for stage in stages], cloudpickle.dumps(stages))

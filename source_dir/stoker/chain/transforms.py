@@ -64,7 +64,6 @@ class DecodeImage(RecordTransform):
         return Picture(self._source(record), self.mode, self.bits)
 
     def _source(self, record: Record) -> Any:
-        """The file's bytes, or an array."""
         image = column_value(record, "image")
         encoded = isinstance(image, bytes | bytearray | memoryview)
         return bytes(image) if encoded else with_channels(image, self.mode, self.bits)
@@ -305,7 +304,6 @@ class GaussianBlurs(RecordTransform):
         self.blurs = blurs
 
     def prepare(self) -> None:
-        """Import what the first image would otherwise import."""
         import cv2  # noqa: F401
         import torch  # noqa: F401
 

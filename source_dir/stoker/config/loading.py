@@ -54,7 +54,6 @@ class Resolved:
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
     file: Path | None = None
-    """The YAML file that was read, if any."""
 
 
 def load(
@@ -147,7 +146,6 @@ def _without_removed(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def unquoted(text: str) -> Text:
-    """A hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
     with contextlib.suppress(ValueError):
         if isinstance(found := json.loads(text), str):
             return Quoted(found)
@@ -155,7 +153,6 @@ def unquoted(text: str) -> Text:
 
 
 def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
-    """`--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`."""
     overrides: list[str] = []
     words = list(arguments)
     while words:
@@ -201,7 +198,6 @@ def error_line(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -
 
 
 def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, type as text, field) of every key, depth first."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         annotation = info.annotation
@@ -247,7 +243,6 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def secrets_json(config: BaseModel) -> str | None:
-    """The values that `to_yaml` redacts, as JSON for `SECRETS_FILE`; None without secrets."""
 
     def hidden(whole: Any, shown: Any) -> Any:
         if isinstance(whole, Mapping):
@@ -260,7 +255,6 @@ def secrets_json(config: BaseModel) -> str | None:
 
 
 def resolved_yaml(resolved: Resolved) -> str:
-    """Dump the configuration without secrets, with the origin of each value as a comment."""
     origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
     header = ["# The resolved configuration of this run. Values not named below are defaults."]
     header += [f"# {line.strip().rstrip(',')}" for line in origins]
@@ -324,7 +318,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Parse the text of a job's file."""
     try:
         tree = read_yaml(text)
     except ValueError as error:

@@ -22,7 +22,6 @@ SHORTEST = 6
 """Values shorter than this are redacted only at their key, not in other text."""
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
 _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption"}
-"""Words that make a name secret when `key` follows."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
 _VALUE = re.compile(
@@ -53,7 +52,6 @@ def is_secret(name: str, value: Any = "") -> bool:
 
 
 def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where a configuration contains `(redacted)`, as paths of keys."""
     if isinstance(tree, Mapping):
         for key, below in tree.items():
             yield from redacted_at(below, (*path, str(key)))
@@ -109,7 +107,6 @@ def learn_job(config: Any) -> None:
 
 
 def scrub(text: str) -> str:
-    """Replace all learned secrets in a text."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text

@@ -280,11 +280,9 @@ SCRIPT_KEYS = {
     "tracking": ("tensorboard", "mlflow", "sinks"),
     **dict.fromkeys(("recipe", "seed", "export"), ()),
 }
-"""Keys of recipe-specific sections that also apply to script jobs."""
 
 
 def for_scripts(section: str, key: str) -> bool:
-    """Whether a key of a section (or, without one, the section itself) applies to script jobs."""
     return section not in SCRIPT_KEYS or key in SCRIPT_KEYS[section]
 
 
@@ -304,12 +302,10 @@ def _needed(config: Config) -> dict[str, dict[str, str]]:
 
 
 def requirement_lines(config: Config) -> list[str]:
-    """The lines to add to the staged `requirements.txt` for this job."""
     return [line for modules in _needed(config).values() for line in modules.values()]
 
 
 def refuse_missing(config: Config) -> None:
-    """Raises if packages for the job are not installed here, before a cluster is formed."""
     problems = []
     for asked, modules in _needed(config).items():
         absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]

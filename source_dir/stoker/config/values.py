@@ -73,7 +73,6 @@ def _typed(value: Any, kinds: list[Any]) -> Any:
 
 
 def has_text(value: Any) -> bool:
-    """Whether there are texts in a value."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, Text) or any(map(has_text, parts))
 
@@ -289,7 +288,6 @@ def _part(kinds: list[Any], key: str | None) -> list[Any]:
 
 
 def _item(kinds: list[Any], at: int) -> list[Any]:
-    """The types of what these types have at a place."""
     found: list[Any] = []
     for kind in kinds:
         args = get_args(kind)

@@ -69,7 +69,6 @@ def content_of_struct(kind: Any) -> str:
 
 
 def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
-    """Spark's image struct as an array, height × width × channels, RGB."""
     import numpy as np
 
     channels, shape = image["nChannels"], (image["height"], image["width"], image["nChannels"])
@@ -144,7 +143,6 @@ def refuse_code(schema: Any, path: str) -> None:
 
 
 def _made_by_python(field: Any) -> str:
-    """The name of such an extension type in a column; empty if there is none."""
     import pyarrow as pa
 
     kind = field.type
@@ -212,8 +210,6 @@ ends the run when it is read."""
 
 @dataclass
 class NullCount:
-    """A column's NULLs according to a file's statistics."""
-
     nulls: int = 0
     unclear: list[int] = field(default_factory=list)
     """Row groups without such statistics."""
@@ -253,7 +249,6 @@ def in_statistics(
 
 
 def check_nulls(source: ParquetSource, columns: list[str]) -> None:
-    """Refuse NULLs without a rule, in all columns at once."""
     problems, reads = [], 0
     files = list(zip(source.paths, source.footers, strict=True))
     rows = {path: footer.matching for path, footer in files}

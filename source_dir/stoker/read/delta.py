@@ -16,7 +16,6 @@ from stoker.read.sources import Source
 from stoker.storage.filesystems import filesystem_of, join
 
 CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")
-"""`catalog.schema.table`."""
 
 
 class DeltaSource(ParquetSource):
@@ -38,7 +37,6 @@ def open_delta(
     version: int | None,
     nulls: Nulls | None = None,
 ) -> DeltaSource:
-    """The files of a Delta table at a version, without those that the partitions rule out."""
     try:
         import deltalake
     except ImportError:

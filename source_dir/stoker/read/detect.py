@@ -107,7 +107,6 @@ def column_types(source: Any) -> dict[str, Any]:
 def refuse_absent_columns(
     data: str, types: dict[str, Any], params: dict[str, str], hints: Mapping[str, str] = {}
 ) -> None:
-    """Refuse data that lacks a column, with the parameter to set."""
     fits = dict(zip(params, (_may_be_image, _may_be_label), strict=True))
     problems = []
     for param, column in params.items():

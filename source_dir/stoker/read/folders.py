@@ -189,7 +189,6 @@ def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
 
 
 def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
-    """A line that counts files by suffix, with the first of each; none without files."""
     found = defaultdict(list)
     for path in paths:
         _, sign, suffix = path.rpartition("/")[2].rpartition(".")
@@ -277,7 +276,6 @@ def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]
 
 
 def _folder_name(root: str, split: str) -> str:
-    """The name of a split's folder; empty if there is none."""
     there = child_folders(root)
     name = only(root, split, [name for name in SPLIT_NAMES[split] if name in there])
     if not name and split == "val" and {*there} & {*SPLIT_NAMES["train"]}:

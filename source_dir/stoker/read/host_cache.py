@@ -60,7 +60,6 @@ class CacheSpec:
     """For `disk`; None: the host's temporary folder. Ray's own is open to all users of the host."""
 
     def root(self) -> Path:
-        """The run's folder on this host of the cluster."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -70,7 +69,6 @@ class CacheSpec:
 
 
 def open_root(root: Path) -> None:
-    """Create the run's folder, readable by this user only."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = root.stat().st_uid
@@ -245,7 +243,6 @@ def framed(body: bytes, buffers: list[Any]) -> list[Any]:
 
 
 def unframed(content: Any) -> list[memoryview]:
-    """The body and the buffers that were `framed`, as views of the content."""
     view = memoryview(content)
     count, length = struct.unpack_from("<2q", view)
     sizes = struct.unpack_from(f"<{count}q", view, 16)
@@ -360,7 +357,6 @@ class CachedReader:
         return self.source.arrangement(count, self.order()) if len(owners) == 1 else None
 
     def keep(self, record: Record) -> int:
-        """Cache a record that has passed the first stages; returns the bytes it takes."""
         if not self.store:
             return 0
         size = self.cache.keep(record)

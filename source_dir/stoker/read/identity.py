@@ -145,17 +145,13 @@ BUDGET_S = 0.25
 BUDGET_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 CHUNKS = (4, 16, 64, 256, 1024, 4096, 16384)
-"""Number of file chunks in each successive sample."""
 RECORDS = (2, 4, 8, 16)
 """Number of records in each successive sample, if only reading gives their content."""
 SAMPLED_PIECE = 256
-"""Size in records of the shards that samples are taken from."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a split's records, determined before training."""
-
     text: str
     draws: str = ""
     """Why records must not be cached across epochs: reading draws random numbers."""
@@ -204,7 +200,6 @@ def _as_tasks_get_it(source: Source) -> Source:
 
 
 def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
-    """Digests of successive samples, whether reading draws, and whether two reads differ."""
     content, found, draws, differs = blake2b(digest_size=4), [], False, False
     shards = list(_sampled_shards(source))
     until, done = time.monotonic() + BUDGET_S, 0
@@ -224,7 +219,6 @@ def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
 
 
 def _sampled_shards(source: Source) -> Iterator[tuple[Shard, int]]:
-    """Shards from all over the split, and how many of the first records of each to sample."""
     shards = source.shards(SAMPLED_PIECE, None)
     count = max(1, -(-RECORDS[-1] // max(1, len(shards))))
     for number in spread(len(shards), RECORDS[-1]):
@@ -255,7 +249,6 @@ def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[byt
 
 
 def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], about: Any) -> str:
-    """The fingerprint of a source that reads files: their sizes and samples of their content."""
     ends = list(accumulate(-(-size // CHUNK_BYTES) for size in sizes))
     chunks = list(spread(ends[-1], CHUNKS[-1])) if ends and ends[-1] else []
     files = [bisect_right(ends, chunk) for chunk in chunks]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 MOST_CLASSES = 1_000_000
-"""Higher numbers are ids of something else."""
 IDS = (
     *("id", "image", "image_id", "imageid", "image_name", "imagename", "image_path", "img", "img_name"),
     *("file", "filename", "file_name", "fname", "filepath", "file_path", "path"),
@@ -54,7 +53,6 @@ class Labels(NamedTuple):
     splits: dict[str, list[tuple[Any, Any]]]
     """File and label: a number, or a tuple of numbers if an image may have several labels."""
     names: list[str]
-    """Names of the classes, in the order of their numbers."""
     notes: tuple[str, ...]
 
 
@@ -76,7 +74,6 @@ class Columns:
     lists: bool = False
     """Whether cells hold lists of labels: ["cat", "dog"]."""
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """What is wrong with rows → where."""
 
 
 def read_labels(
@@ -88,7 +85,6 @@ def read_labels(
     class_names: list[str] | None = None,
     multi_label: bool = False,
 ) -> Labels:
-    """Find the images that the rows of a CSV file name, with their labels."""
     path = table if is_there(table) else join(root, table)
     filesystem, at = filesystem_of(path)
     header, lines = _lines(path, filesystem, at)
@@ -140,7 +136,6 @@ def _counted(path: str, noun: str, what: str, which: list[str]) -> str:
 
 
 def _lines(path: str, filesystem: Any, at: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Names of the columns, and number and cells of each line; semicolons and tabs may separate them."""
     try:
         with filesystem.open_input_stream(at) as stream:
             text = stream.read().decode("utf-8-sig")
@@ -400,7 +395,6 @@ class ImageFolderSource(IndexedSource):
         self.sizes = [f.size or 0 for f in files]
         paths = [f.path[len(self.root) :].strip("/") for f in files]
         self.files = list(zip(paths, labels, strict=True))
-        """Path and label."""
 
     def check(self) -> None:
         if len(self.names) < 2:
@@ -458,12 +452,9 @@ class ImageFolderSource(IndexedSource):
 
 
 class LabelledImages(ImageFolderSource):
-    """Images in any folders, with the labels that a CSV file gives them."""
-
     def __init__(self, folder: str, labels: Labels, split: str) -> None:
         self.folder, self.names = folder, labels.names
         self.several = any(isinstance(label, tuple) for _, label in labels.splits["train"])
-        """Whether an image may have several labels."""
         files, numbers = zip(*labels.splits[split], strict=True)
         self._hold([*files], [*numbers])
 

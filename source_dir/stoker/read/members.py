@@ -120,7 +120,6 @@ def place_of_one(values: list[Any]) -> int:
 
 
 LABEL_KEYS = ("label", "cls", "class", "target")
-"""Fields of a `.json` member that may hold the label."""
 FOLDER, JSON, TEXT = "folder", "json", "text"
 
 
@@ -136,7 +135,6 @@ class Values:
     lengths: set[int] = field(default_factory=set)
     """Lengths of one-hot lists."""
     odd: str = ""
-    """The first that is neither number nor text."""
 
     def take(self, value: Any) -> None:
         self.count += 1
@@ -167,12 +165,10 @@ class Values:
 
     @property
     def labels(self) -> set[Any]:
-        """What is a label if the others are not."""
         return self.texts if self.are_text else self.numbers
 
     @property
     def why_none(self) -> str:
-        """Why these are no labels; empty if they are."""
         if len(self.lengths) > 1:
             return "lists of different lengths, which are not one-hot; write one number per record"
         if self.numbers and 2 * self.words >= self.count:
@@ -183,15 +179,10 @@ class Values:
 
 
 class Rule(NamedTuple):
-    """Where labels are if no member is one."""
-
     place: str = ""
-    """A column, or FOLDER; empty: nowhere."""
     name: str = ""
-    """Name of its values in a survey."""
     texts: bool = False
     why: str = ""
-    """Why folders are no classes."""
 
 
 NO_RULE = Rule()

@@ -72,8 +72,6 @@ fewer and fewer."""
 
 
 class RowGroup(NamedTuple):
-    """A row group that may hold rows of the split."""
-
     number: int
     first_row: int
     rows: int
@@ -153,7 +151,6 @@ class Footer:
     rows: int
     groups: list[RowGroup]
     matching: int
-    """Rows that match the filters."""
     nulls: dict[str, NullCount]
     """Columns that hold NULLs, or may."""
 
@@ -239,7 +236,6 @@ class ParquetSource(StreamedSource):
                 )
 
     def count_nulls(self, path: str, column: str, groups: list[RowGroup]) -> int:
-        """Number of NULLs of a column in rows that match the filters, found by reading it."""
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())
@@ -284,7 +280,6 @@ class ParquetSource(StreamedSource):
         return slim
 
     def _matching(self, path: str, schema: Any, groups: list[RowGroup]) -> tuple[list[RowGroup], int]:
-        """The row groups with matching rows, and the total number of matching rows."""
         from pyarrow import dataset
 
         constants = self.constants.get(path, {})
@@ -387,11 +382,9 @@ class ParquetSource(StreamedSource):
             yield record
 
     def column_types(self) -> dict[str, Any]:
-        """Column → its type in the first file."""
         return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
 
     def metadata(self) -> list[dict[bytes, bytes]]:
-        """What the writers of the files left beside their schemas."""
         self._ensure_footers()
         return [footer.schema.metadata or {} for footer in self.footers]
 

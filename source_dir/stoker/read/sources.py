@@ -118,7 +118,6 @@ class StreamedSource(Source):
 
 
 def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
-    """Key and shard of each record; None if only reading the shard tells."""
     return source.listing(shard) if isinstance(source, IndexedSource) else None
 
 
@@ -204,7 +203,6 @@ def permuted(items: list[T], order: np.random.Generator | None) -> list[T]:
 
 
 def digest(*parts: Any) -> str:
-    """An identifier of data, 16 hexadecimal digits."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -219,7 +217,6 @@ def one_by_one(
     load: Callable[[str], Record | None],
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
-    """The listed records of a shard, each read alone unless it is refused or cached here."""
     for key, alone in listing:
         if reason := refuses(key):
             yield BadRecord(key, reason)
@@ -230,7 +227,6 @@ def one_by_one(
 
 
 WAITS_S = (0.1, 0.5)
-"""Delays before the second and the third try."""
 
 
 def read_again(
@@ -400,8 +396,6 @@ class NumberedSource(IndexedSource):
 
 
 class RangeSource(NumberedSource):
-    """The numbers 0 … n-1 as records of one column `index`."""
-
     random = False
 
     def __init__(self, n: int) -> None:

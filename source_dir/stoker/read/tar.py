@@ -45,7 +45,6 @@ _KINDS = {
 class Member(NamedTuple):
     name: str
     content: bytes
-    """Empty if it was not requested."""
 
 
 def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
@@ -81,8 +80,6 @@ def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name:
 
 
 class _Tar:
-    """Headers and contents of one archive, by position."""
-
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
         self.start = self.at = 0
@@ -115,7 +112,6 @@ class _Tar:
         return b""
 
     def pax(self, size: int) -> dict[str, str]:
-        """An extended header: lines of `length key=value`."""
         lines, at = {}, 0
         content = self.content(size)
         try:
@@ -167,7 +163,6 @@ class _Tar:
 
 
 def streamed(file: Any) -> io.BufferedReader:
-    """A pyarrow file or an Ahead, read in large chunks; closing the stream closes the file."""
     return io.BufferedReader(file, CHUNK_BYTES)
 
 

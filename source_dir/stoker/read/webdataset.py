@@ -58,7 +58,6 @@ class WebDatasetSource(StreamedSource):
         self.texts: frozenset[str] = frozenset()
         """Columns with text where others have numbers."""
         self.rule = NO_RULE
-        """Where labels are, if `columns` names `label` and no member is one."""
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
@@ -95,7 +94,6 @@ class WebDatasetSource(StreamedSource):
         return not self.far and sum(self.sizes) <= WALK_LIMIT_BYTES
 
     def survey(self) -> Survey:
-        """What the shards hold, or the first records if they are far away or large."""
         if self._found is not None:
             return self._found
         with ThreadPoolExecutor(8) as pool:
@@ -134,7 +132,6 @@ class WebDatasetSource(StreamedSource):
         return types
 
     def hints(self) -> dict[str, str]:
-        """By parameter of `ImageClassification`, what else to do if shards lack its column."""
         found = self.survey()
         far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
         keys = f"no field of {', '.join(LABEL_KEYS)} is a label in every .json"
@@ -146,7 +143,6 @@ class WebDatasetSource(StreamedSource):
         }
 
     def label_values(self, column: str) -> set[Any] | None:
-        """The distinct labels of a column; None if the shards are not read before training."""
         found, name = self.survey(), self.rule.name if column == "label" and self.rule.place else column
         if not self.walked or not (self.rule.place or column in found.columns):
             return None
@@ -249,7 +245,6 @@ class WebDatasetSource(StreamedSource):
             yield self._whole(current)
 
     def _whole(self, record: Record) -> Record | BadRecord:
-        """A record with its label, without what is not requested; bad if a member cannot be read."""
         reason = record.pop("__bad", None)
         if self.rule.place and not reason:
             try:

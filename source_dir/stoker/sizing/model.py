@@ -34,8 +34,6 @@ MAX_CPU_HOSTS = 100
 
 @dataclass(frozen=True)
 class Workload:
-    """The cost of one sample of a job; measured, never assumed."""
-
     cpu_s: float
     """c: CPU-seconds of the chain per sample, on a vCPU whose neighbours are busy too."""
     gpu_samples_per_s: float
@@ -59,7 +57,6 @@ class ClusterShape:
     cpu_host_cpus: float = 0.0
     """C_c: vCPUs of one CPU host."""
     cpu_hosts: int = 0
-    """n."""
     gpu_hosts: int = 1
     gpus_per_host: int = 1
     reserved_cpus: float = 0.0
@@ -87,18 +84,13 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's result for a workload on a shape."""
-
     samples_per_s: float
-    """T."""
     binds: Term
-    """The limit that must be raised first."""
     remote_share: float
     """x: share of the samples preprocessed by CPU hosts, in 0…1."""
 
 
 def predict(work: Workload, shape: ClusterShape) -> Prediction:
-    """The highest throughput that satisfies all limits, and the binding limit."""
     curve = _Curve(work, shape)
     remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
     rate = curve.total(remote)
@@ -155,15 +147,12 @@ class _Curve:
         self.receiving = _ratio(self.gpu_cpus, work.receive_s + work.other_s)
 
     def produced(self, count: float) -> float:
-        """R that `count` CPU hosts can preprocess."""
         return _ratio(self.shape.efficiency * count * self.shape.cpu_host_cpus, self.work.cpu_s)
 
     def sent(self, count: float) -> float:
-        """R that `count` CPU hosts can send."""
         return _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample) if count else 0.0
 
     def most_remote(self, count: float) -> float:
-        """The largest R that can be produced, sent and received."""
         produced = self.produced(count) if count else 0.0
         return min(produced, self.sent(count), self.network, self.receiving)
 
@@ -189,7 +178,6 @@ class _Curve:
         return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
 
     def _corner(self) -> float:
-        """R at the intersection of the two lines."""
         (base, slope), (slots, one) = self._lines()
         return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
 
@@ -232,20 +220,16 @@ SPARE = 0.1
 """A host is released only if training that is faster by this share would not need it either, so that
 measurement noise around a whole number of hosts does not make the request flap."""
 TRAINING_S, PRODUCTION_S = 10.0, 30.0
-"""Length of the sliding windows: seconds of training, and of chain workers' time."""
 JOIN_DEADLINE_S = 300.0
 
 
 @dataclass
 class Window:
-    """Sums over the most recent entries that add up to `seconds`."""
-
     seconds: float
     entries: deque[Counter[str]] = field(default_factory=deque)
     sums: Counter[str] = field(default_factory=Counter)
 
     def add(self, **values: float) -> None:
-        """Add an entry; `seconds` is one of its values."""
         entry: Counter[str] = Counter()
         entry.update(values)
         self.entries.append(entry)
@@ -317,13 +301,11 @@ class Scaler:
         return Decision(wanted, reason)
 
     def missing(self, now: float) -> int:
-        """CPU hosts that should have joined long ago."""
         late = self._asked is not None and now - self._asked > JOIN_DEADLINE_S
         self._asked = now if late else self._asked
         return self.count if late else 0
 
     def _wanted(self, own: int) -> int | None:
-        """The number of hosts to request; None: unknown."""
         low, high = self.options.min, self.options.max
         if self._ended:
             return low
