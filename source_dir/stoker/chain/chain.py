@@ -101,7 +101,7 @@ class Chain:
         stages = report.schemas if self.collate else report.schemas[:-1]
         if self.collate:
             packed = packed._replace(columns=as_rows(packed.records))
-        columns = leave(packed, record_id, self.with_keys)
+        columns = leave(packed, self.with_keys)
         report.rows = len(packed.records)
         report.bytes_out += sum(map(size_of, packed.columns.values()))
         report.schemas = (*stages, schema_of(columns, packed.schema.record, self.pads))
@@ -197,9 +197,11 @@ class Chain:
             raise ChainError(f"stage {stage.name}: {where_raised(error)}") from error
         cost = report.costs.setdefault(stage.name, StageCost())
         cost.cpu_s += time.thread_time() - started
-        out = _as_columns(out)
-        if out is None:
-            raise ChainError(f"stage {stage.name}: did not return a dict of columns")
+        try:
+            # Ray Data preprocessors return Arrow or pandas tables.
+            out = out if isinstance(out, dict) else columns_of(out)
+        except TypeError:
+            raise ChainError(f"stage {stage.name}: did not return a dict of columns") from None
         for name, column in out.items():
             if len(column) != len(records):
                 raise ChainError(
@@ -228,14 +230,6 @@ def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockRep
             report.kept_bytes += size
     if report.kept:
         report.costs.setdefault("keep", StageCost()).cpu_s += time.thread_time() - started
-
-
-def _as_columns(out: Any) -> dict[str, Any] | None:
-    """A stage's output as columns: Ray Data preprocessors return Arrow or pandas tables."""
-    try:
-        return out if isinstance(out, dict) else columns_of(out)
-    except TypeError:
-        return None
 
 
 def _generators(stages: list[Stage]) -> Callable[[str], Any]:

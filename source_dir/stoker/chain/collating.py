@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,17 +22,13 @@ CollateFn = Callable[[list[Record]], Any]
 SHOWN_KEYS = 3
 
 
-@dataclass(frozen=True)
-class Collate:
-    recipe: bytes
-    """Its import path and parameters, pickled."""
+def collate_of(path: str, params: dict[str, Any]) -> CollateFn:
+    """The `collate` of a recipe; pickled, so that each process creates the recipe for itself."""
+    return partial(_collate, pickle.dumps((path, params)))
 
-    @classmethod
-    def of(cls, path: str, params: dict[str, Any]) -> Collate:
-        return cls(pickle.dumps((path, params)))
 
-    def __call__(self, records: list[Record]) -> Any:
-        return _opened(self.recipe).collate(records)
+def _collate(recipe: bytes, records: list[Record]) -> Any:
+    return _opened(recipe).collate(records)
 
 
 @cache

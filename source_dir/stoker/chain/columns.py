@@ -164,13 +164,11 @@ def pack_columns(
 
 
 def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
-    return Schema({name: column_of(values) for name, values in columns.items()}, record, pads)
-
-
-def column_of(values: Any) -> Column:
-    if values.dtype == object:
-        return Column(TEXT)
-    return Column(_name(values.dtype), values.shape[1:])
+    found = {
+        name: Column(TEXT) if values.dtype == object else Column(_name(values.dtype), values.shape[1:])
+        for name, values in columns.items()
+    }
+    return Schema(found, record, pads)
 
 
 @cache
@@ -206,12 +204,8 @@ def _complete(
         if hole is None:
             good.append(record)
         else:
-            why = (
-                f"column {hole!r} is None"
-                if hole in record
-                else f"no column {hole!r}, which other records have"
-            )
-            bad.append(BadRecord(record["key"], why))
+            lacks = f"no column {hole!r}, which other records have"
+            bad.append(BadRecord(record["key"], f"column {hole!r} is None" if hole in record else lacks))
     return good, bad
 
 
@@ -359,7 +353,7 @@ def size_of(column: Any) -> int:
     return sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
 
 
-def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
+def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
     """Packed columns as they leave it: images marked by their layout, plus row ids."""
     import numpy as np
 
@@ -372,7 +366,7 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
             raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
         array = type(column) is type(packed.records[0].get(name)) is np.ndarray
         out[name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name] = column
-    out[ID_COLUMN] = np.array([ids(key) for key in keys], dtype=np.int64)
+    out[ID_COLUMN] = np.array([record_id(key) for key in keys], dtype=np.int64)
     if with_keys:
         out[KEY_COLUMN] = np.array(keys, dtype=object)
     return out

@@ -81,9 +81,6 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         return f"a TIFF of {self.channels} channel{'s'[: self.channels > 1]} of {self.bits} bits"
 
-    def unread(self) -> ValueError:
-        return ValueError(f"cannot be decoded: {self} ({self.kind}) is not supported; {_REMEDY}")
-
 
 _REMEDY = (
     "write it as grey or RGB of 8 or 16 bits, for example with gdal_translate -b 1 -b 2 -b 3 -co"
@@ -156,12 +153,8 @@ def allow_text() -> None:
     PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
 
 
-def allowed() -> int:
-    return _of_process["most"]
-
-
 def check_pixels(width: int, height: int) -> None:
-    if width * height > allowed():
+    if width * height > _of_process["most"]:
         raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
 
 
@@ -170,7 +163,7 @@ def too_large(error: Exception) -> ValueError:
 
 
 def _beyond() -> str:
-    return f"more than data.max_pixels allows ({allowed():,})"
+    return f"more than data.max_pixels allows ({_of_process['most']:,})"
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -260,28 +253,25 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
     return JpegHeader(rows, columns, rows_at, sequential, orientation) if orientation else None
 
 
-def check_size(content: bytes) -> None:
-    from PIL import Image
-
-    if content.startswith(_IMAGES) and jpeg_header(content) is None:
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                check_pixels(*image.size)
-        except Image.DecompressionBombError as error:
-            raise too_large(error) from None
-        except (OSError, SyntaxError):
-            return  # damaged or not an image: its decoder reports that
-
-
 def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
+    """A record, or a bad one if the header of an encoded image in it exceeds the pixel limit."""
     if isinstance(record, BadRecord):
         return record
     for name, value in record.items():
-        if isinstance(value, bytes) and not (decodes and name == "image"):
-            try:
-                check_size(value)
-            except ValueError as error:
-                return BadRecord(record["key"], f"column {name}: {error}")
+        if not isinstance(value, bytes) or (decodes and name == "image") or not value.startswith(_IMAGES):
+            continue
+        from PIL import Image
+
+        try:
+            if jpeg_header(value) is None:
+                with Image.open(io.BytesIO(value)) as image:
+                    check_pixels(*image.size)
+        except Image.DecompressionBombError as error:
+            return BadRecord(record["key"], f"column {name}: {too_large(error)}")
+        except ValueError as error:
+            return BadRecord(record["key"], f"column {name}: {error}")
+        except (OSError, SyntaxError):
+            pass  # damaged or not an image: its decoder reports that
     return record
 
 
@@ -408,7 +398,8 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
     except UnidentifiedImageError:
         if layout:
             layout.check(by_libtiff=True)
-            raise layout.unread() from None
+            text = f"{layout} ({layout.kind}) is not supported; {_REMEDY}"
+            raise ValueError(f"cannot be decoded: {text}") from None
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None

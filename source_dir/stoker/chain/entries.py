@@ -222,5 +222,5 @@ def _as_stage(entry: Any, position: int) -> Stage:
 
 
 def _of_transform(name: str, entry: RecordTransform) -> Stage:
-    uses_torch = getattr(entry, "uses_torch", False)
-    return Stage(name, "record", entry, uses_torch, entry.random, entry.uses_random)
+    uses_torch, uses_random = getattr(entry, "uses_torch", False), entry.random and entry.uses_random
+    return Stage(name, "record", entry, uses_torch, entry.random, uses_random)

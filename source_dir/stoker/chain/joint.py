@@ -28,7 +28,6 @@ class DecodeMask(RecordTransform):
     """
 
     random = False
-    uses_random = False
 
     def __init__(self, *columns: str) -> None:
         self.columns = columns or ("mask",)
@@ -88,7 +87,7 @@ class Joint(RecordTransform):
         self.transform, self.boxes, self.format = transform, tuple(boxes), format
         self.masks = ("mask",) if masks is None else tuple(masks)
         self.needs_masks = masks is not None or not boxes
-        self.random = _draws(transform)
+        self.random = may_draw(transform) or any(map(may_draw, getattr(transform, "transforms", ())))
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -130,10 +129,6 @@ def _tensor(values: Any) -> Any:
     return (
         torch.from_numpy(np.require(values, requirements="W")) if isinstance(values, np.ndarray) else values
     )
-
-
-def _draws(transform: Any) -> bool:
-    return may_draw(transform) or any(map(may_draw, getattr(transform, "transforms", ())))
 
 
 _STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}

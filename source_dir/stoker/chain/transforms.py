@@ -47,7 +47,6 @@ class DecodeImage(RecordTransform):
     """
 
     random = False
-    uses_random = False
 
     def __init__(self, mode: Mode = "RGB", bits: int | None = None) -> None:
         if bits is not None and not 8 < bits <= 16:
@@ -76,7 +75,6 @@ class CheckLabel(RecordTransform):
     """
 
     random = False
-    uses_random = False
 
     def __init__(self, classes: int, names: Sequence[str] = ()) -> None:
         self.classes = classes
@@ -100,7 +98,6 @@ class Rename(RecordTransform):
     """Renames columns: `Rename(new="old")`."""
 
     random = False
-    uses_random = False
 
     def __init__(self, **columns: str) -> None:
         self.columns = columns
@@ -115,7 +112,6 @@ class Drop(RecordTransform):
     """Drops columns that are not used for training; a record may lack them."""
 
     random = False
-    uses_random = False
 
     def __init__(self, *columns: str) -> None:
         self.columns = frozenset(columns)

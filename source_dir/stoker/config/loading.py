@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import re
 import shlex
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -71,9 +70,6 @@ def load(
         origin: recorded for the overridden keys.
         passed: values by key that a service passes: as overrides, or text that is quoted as JSON.
         texts: keys of `params` in the file that were given as text.
-
-    Raises:
-        UsageError: lists every problem, one per line.
     """
     tree: dict[str, Any]
     if isinstance(path, Mapping):
@@ -200,11 +196,14 @@ def error_line(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -
 def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from schema_rows(annotation, key + ".")
+        if _is_section(info.annotation):
+            yield from schema_rows(info.annotation, key + ".")
         else:
-            yield key, type_name(annotation), info
+            yield key, type_name(info.annotation), info
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def type_name(annotation: Any) -> str:
@@ -223,17 +222,14 @@ def type_name(annotation: Any) -> str:
         return f"list of ({inner})" if " | " in inner else f"list of {inner}"
     if origin is dict:
         return f"map of {type_name(args[1])}"
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+    if _is_section(annotation):
         return "map"
     names = {NoneType: "null", Any: "anything", bool: "true | false"}
     return str(names.get(annotation) or getattr(annotation, "__name__", annotation))
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Dump a configuration as YAML that `load` reads back, except for redacted secrets.
-
-    That of a script has only the keys that apply to scripts.
-    """
+    """YAML that `load` reads back, except for redacted secrets; of a script, only the keys that apply to it."""
     tree = redaction.redact(config.model_dump(mode="json"))
     if tree.get("script") is not None:
         whole = {section: below for section, below in tree.items() if for_scripts(section, "")}
@@ -292,12 +288,10 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _section_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
     for part in loc:
-        info = model.model_fields.get(part)
-        if info is None or not isinstance(info.annotation, type):
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not _is_section(annotation):
             return model
-        if not issubclass(info.annotation, BaseModel):
-            return model
-        model = info.annotation
+        model = annotation
     return model
 
 
@@ -338,7 +332,5 @@ def _filled(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 _SECTIONS = {
-    name
-    for name, info in Config.model_fields.items()
-    if name == "params" or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
+    name for name, info in Config.model_fields.items() if name == "params" or _is_section(info.annotation)
 }

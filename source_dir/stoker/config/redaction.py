@@ -35,11 +35,9 @@ _known: set[str] = set()
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Whether a key or its value looks secret.
+    """Whether a key, with or without its section, or its value looks secret.
 
-    Args:
-        name: the key, such as `hf_token`, `DB_PASSWORD`, `apiKey`, with or without its section.
-        value: a number is secret only if the name ends in a secret word (not `max_tokens: 128`).
+    A number is only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
@@ -65,13 +63,9 @@ def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 def redact(
     value: Any, name: str = "", secret: bool = False, hide: Callable[[str], str] = lambda text: REDACTED
 ) -> Any:
-    """A copy of nested dicts and lists with secrets replaced.
+    """A copy of nested dicts and lists, the value of the key `name`, with secrets replaced by `hide` of them.
 
-    Args:
-        value: a configuration or part of one.
-        name: the key of `value`.
-        secret: whether everything in `value` is secret.
-        hide: gets each secret, and returns what stands in its place.
+    With `secret`, everything in it is.
     """
     if isinstance(value, Mapping):
         secret = secret or is_secret(name)

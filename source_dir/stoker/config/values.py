@@ -46,13 +46,8 @@ class Quoted(Text):
 
 
 def typed(value: Any, kind: Any, path: Sequence[str] = ()) -> Any:
-    """A value, in which each `Text` has become what the type says; all else is left as it is.
-
-    Args:
-        value: a text, or a mapping or list with texts in it.
-        kind: the type of its field, or of what has the field at `path`.
-        path: keys.
-    """
+    """A value, in which each `Text` has become what the type `kind` says of its field, or of the field at the
+    keys `path` in it."""
     kinds = list(_members(kind))
     for part in path:
         kinds = _part(kinds, part)
@@ -83,11 +78,7 @@ def is_path(kind: Any) -> bool:
 
 
 def expanded(path: str) -> str:
-    """A path or URI with `~` and `$VARIABLES` replaced.
-
-    Raises:
-        ValueError: a variable is not set, or there is no such user.
-    """
+    """A path or URI with `~` and `$VARIABLES` replaced; a ValueError says which of them there is not."""
     found = os.path.expanduser(path)  # noqa: PTH111 - Path would shorten s3://
     unset = [name for name in map("".join, _VARIABLE.findall(found)) if not os.environ.get(name)]
     if (unset or found.startswith("~")) and os.path.lexists(path):
@@ -100,15 +91,8 @@ def expanded(path: str) -> str:
 
 
 def expanded_data(value: Any, certain: bool) -> Any:
-    """A recipe's parameter with its paths expanded.
-
-    Args:
-        value: text, or a list or mapping of texts; others are left as they are.
-        certain: whether the field is one of paths; if not, only a path that then exists is one.
-
-    Raises:
-        ValueError: as `expanded`.
-    """
+    """A recipe's parameter with its paths `expanded`; unless the field is `certain` to be one of paths, only
+    those that then exist."""
     if isinstance(value, list):
         return [expanded_data(item, certain) for item in value]
     if isinstance(value, dict):
@@ -123,11 +107,7 @@ def expanded_data(value: Any, certain: bool) -> Any:
 
 
 def read_yaml(text: str, loader: Any = None) -> Any:
-    """Parse YAML.
-
-    Raises:
-        ValueError: it is not YAML, or without end, in one line.
-    """
+    """Parse YAML; a ValueError says in one line why it cannot be."""
     try:
         return without_cycles(yaml.load(text, Loader=loader or UniqueKeys))  # noqa: S506 - derived from SafeLoader
     except yaml.YAMLError as error:
@@ -143,11 +123,7 @@ def read_yaml(text: str, loader: Any = None) -> Any:
 
 
 def without_cycles(tree: Any) -> Any:
-    """A tree of mappings and lists, which has an end.
-
-    Raises:
-        ValueError: it has none, or a very late one.
-    """
+    """A tree of mappings and lists as it is; a ValueError says that it has no end."""
     left = [tree]
     for _ in range(MOST_VALUES):
         if not left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
@@ -211,22 +211,20 @@ ends the run when it is read."""
 @dataclass
 class NullCount:
     nulls: int = 0
-    unclear: list[int] = field(default_factory=list)
-    """Row groups without such statistics."""
+    unclear: bool = False
+    """Some row groups, of so many bytes, have no such statistics."""
     unclear_bytes: int = 0
 
 
-def in_statistics(
-    metadata: Any, paths: list[list[str]], columns: Sequence[str], groups: Sequence[int]
-) -> dict[str, NullCount]:
-    """Columns that hold NULLs, or may, by the statistics of some row groups."""
+def in_statistics(metadata: Any, paths: list[list[str]], columns: Sequence[str]) -> dict[str, NullCount]:
+    """Columns that hold NULLs, or may, by a file's statistics."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
         # Only the bytes of {bytes, path} structs are read.
         if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
             leaves[number] = path[0]
     found: dict[str, NullCount] = {}
-    for group in groups:
+    for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for number, name in leaves.items():
             chunk = row_group.column(number)
@@ -240,8 +238,7 @@ def in_statistics(
                 continue
             column = found.setdefault(name, NullCount())
             if nulls is None or paths[number] != [name]:  # for lists, statistics count empty ones too
-                if group not in column.unclear:
-                    column.unclear.append(group)
+                column.unclear = True
                 column.unclear_bytes += chunk.total_compressed_size
             else:
                 column.nulls += nulls
@@ -333,19 +330,17 @@ class Rules:
         """A column as seen by records: name → function from row number to value; also its validity column."""
         import pyarrow as pa
 
-        rule = self.nulls.get(column)
-        if column not in self.nulls:
-            if mask is not None and mask.any():
-                raise UsageError(refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)}))
-            return {column: value}
-        if rule == QUARANTINE:
-            if mask is not None:
-                self.bad |= {row: self.bad.get(row, column) for row in mask.nonzero()[0].tolist()}
-            return {column: value}
         found = {column: value}
-        if mask is not None:
-            instead, hidden = stand_in(column, rule, kind), mask
-            found[column] = lambda row: instead if hidden[row] else value(row)
+        if column not in self.nulls:
+            if mask is not None:
+                raise UsageError(refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)}))
+            return found
+        rule = self.nulls[column]
+        if mask is not None and rule == QUARANTINE:
+            self.bad |= {row: self.bad.get(row, column) for row in mask.nonzero()[0].tolist()}
+        elif mask is not None:
+            instead = stand_in(column, rule, kind)
+            found[column] = lambda row: instead if mask[row] else value(row)
         if rule == KEEP and not pa.types.is_floating(kind):
             found[column + VALID_SUFFIX] = lambda row: mask is None or not mask[row]
         return found

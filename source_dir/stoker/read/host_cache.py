@@ -1,12 +1,8 @@
 """Chain worker: records cached on a host across epochs, in shared memory or on disk.
 
-The first deterministic stages of a chain give the same result for a record in every epoch. With `data.cache`
-a host stores these results and runs only the rest of the chain on them. Keys include the source's
-fingerprint, the split and the stages, so results of other data or another chain are never found.
-
-One file per record, named by the record's key, so every task on the host finds what any of them has cached.
-Nothing is evicted: a pass reads all records in turn, so evicting the oldest would evict what is needed next.
-Records that do not fit are preprocessed in every epoch.
+The results of the first deterministic stages are stored in one file per record, named by its key, so every
+task on the host finds what any of them has cached. Nothing is evicted: a pass reads all records in turn, so
+evicting the oldest would evict what is needed next. docs/architecture.md has the rest.
 """
 
 from __future__ import annotations
@@ -270,10 +266,8 @@ MOST_HOMES = 64
 
 
 def homes_of(count: int | None, block_records: int) -> int:
-    """Number of parts that the records of a split are divided into, each cached by one host.
-
-    A small split is permuted as a whole: each host then caches the records it encounters.
-    """
+    """Number of parts that a split is divided into, each cached by one host; 0: a small one is permuted as a
+    whole, and each host caches the records it encounters."""
     homes = min(MOST_HOMES, (count or 0) // max(HOME_RECORDS, 4 * block_records))
     return homes if homes > 1 else 0
 

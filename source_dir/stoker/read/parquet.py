@@ -90,7 +90,7 @@ def read_footer(
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if metadata.num_rows != sum(sizes):
             raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
-        nulls = in_statistics(metadata, leaves, columns or schema.names, range(len(sizes)))
+        nulls = in_statistics(metadata, leaves, columns or schema.names)
     except Exception as error:
         text = " ".join(str(error).split())
         raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None

@@ -128,14 +128,8 @@ def _shard_of(indices: Sequence[int], home: str) -> Shard:
 class IndexedShards(Sequence[Shard]):
     """The indices 0 … n-1, permuted by `order`, in shards of `records`, each made when it is taken.
 
-    A long pass has millions of shards, so only the permutation is kept: 4 bytes per record.
-
-    Args:
-        n: number of records.
-        records: of a shard.
-        order: permutes the indices; None: they stay as they are.
-        homes: with 2 or more, permute within this many fixed random parts, then the shards of all parts.
-        shard: makes a shard of indices and a home.
+    A long pass has millions of shards, so only the permutation is kept: 4 bytes per record. With `homes`, it
+    permutes within so many fixed random parts, then the shards of all parts.
     """
 
     def __init__(
@@ -279,10 +273,7 @@ def reread_wait_s(error: BaseException, tries: int) -> float | None:
 
 
 def seed_globals(text: str) -> int:
-    """Seed the generators of `random`, NumPy and torch; returns the seed.
-
-    Takes seven microseconds. If torch is not loaded, it is seeded when it is.
-    """
+    """Seed the generators of `random`, NumPy and torch, in seven microseconds; returns the seed."""
     import numpy as np
 
     seed = record_id(text)
@@ -305,8 +296,6 @@ def seed_torch(seed: int) -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Seeds torch when users' code is the first to import it."""
-
     seed = 0
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -383,8 +372,6 @@ def restore_generators(found: dict[str, Any]) -> None:
 
 
 class NumberedSource(IndexedSource):
-    """Records 0 … count-1; the keys are these numbers."""
-
     @abstractmethod
     def count(self) -> int: ...
 

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.collating import Collate
+from stoker.chain.collating import collate_of
 from stoker.chain.joint import refuse_image_alone
 from stoker.chain.probing import fix_schemas
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
@@ -156,7 +156,7 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
             config.data.max_pixels,
             pads,
             config.data.bucket_by,
-            Collate.of(config.recipe, config.params) if recipe.collates else None,
+            collate_of(config.recipe, config.params) if recipe.collates else None,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)

@@ -118,17 +118,17 @@ def knee(work: Workload, shape: ClusterShape) -> float:
 
 
 def cheapest_count(work: Workload, shape: ClusterShape, limit: int = MAX_CPU_HOSTS) -> int:
-    """The number of CPU hosts with the lowest cost per sample; the smallest among equals.
-
-    Beyond the knee a host only adds cost, so the search ends there.
-    """
+    """The number of CPU hosts with the lowest cost per sample; the smallest among equals."""
+    # Beyond the knee a host only adds cost.
     last = min(limit, math.ceil(min(knee(work, shape), limit)))
-    costs = []
-    for count in range(last + 1):
-        candidate = shape.with_cpu_hosts(count)
-        costs.append(usd_per_million_samples(predict(work, candidate), candidate))
+    costs = [_cost_with(work, shape, count) for count in range(last + 1)]
     best = min(costs)
     return next(n for n, cost in enumerate(costs) if cost <= best * (1 + TOLERANCE))
+
+
+def _cost_with(work: Workload, shape: ClusterShape, cpu_hosts: int) -> float:
+    shape = shape.with_cpu_hosts(cpu_hosts)
+    return usd_per_million_samples(predict(work, shape), shape)
 
 
 class _Curve:
@@ -275,10 +275,9 @@ class Scaler:
         self._blocks.add(records=records, seconds=seconds)
 
     def look(self, now: float, own: int, joined: list[int], ended: bool = False) -> Decision | None:
-        """A change of the request, if it is due.
+        """A change of the request, if it is due at `time.monotonic()`.
 
         Args:
-            now: `time.monotonic()`.
             own: chain workers of the hosts that stay anyway.
             joined: chain workers of each requested host that has joined.
             ended: whether all records of the run are preprocessed.
@@ -319,8 +318,7 @@ class Scaler:
         return max(low, min(self._cheapest(own, SPARE), self.count))
 
     def _cheapest(self, own: int, spare: float) -> int:
-        high = self.options.max
-        found = cheapest_count(self._work(spare), self._shape(own), high)
+        found = cheapest_count(self._work(spare), self._shape(own), self.options.max)
         if self._each or not found:
             return max(found, 0 if own else 1)
         return 1  # its CPUs tell how many more are needed
@@ -345,12 +343,6 @@ class Scaler:
             cpu_host_usd_per_hour=1e-9 if prices.usd_per_hour is None else prices.usd_per_hour,
         )
 
-    def predicted(self, own: int, count: int) -> tuple[Prediction, float]:
-        """The model's speed with a number of CPU hosts, and its $ per 1,000,000 samples."""
-        shape = self._shape(own).with_cpu_hosts(count)
-        prediction = predict(self._work(), shape)
-        return prediction, usd_per_million_samples(prediction, shape)
-
     def _reason(self, own: int, wanted: int) -> str:
         if self._ended:
             return "all records of the run are preprocessed"
@@ -366,5 +358,5 @@ class Scaler:
         text = f"{share}; {need}, {each}: {have} with {count_of(wanted, 'CPU host')}"
         if self.options.usd_per_hour is None:
             return text
-        before, after = (self.predicted(own, count)[1] for count in (self.count, wanted))
+        before, after = (_cost_with(work, self._shape(own), count) for count in (self.count, wanted))
         return f"{text}; ${after:.2f} instead of ${before:.2f} per 1M records"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stoker.chain.collating import Collate
+from stoker.chain.collating import collate_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events.kinds import MetricTable, Note
@@ -148,7 +148,7 @@ def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> N
 
 def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport) -> Batch:
     """The first records of a split, as the head made them, as a batch on the CPU."""
-    collate = Collate.of(config.recipe, config.params) if recipe.collates else None
+    collate = collate_of(config.recipe, config.params) if recipe.collates else None
     return as_one_batch(collate, copy.deepcopy(columns), report)  # what Ray delivers is read-only
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from stoker.chain.chain import use_one_thread
-from stoker.chain.collating import Collate, all_of, collated, seed_of
+from stoker.chain.collating import CollateFn, all_of, collate_of, collated, seed_of
 from stoker.chain.columns import schema_of
 from stoker.config.schema import Config
 from stoker.errors import DataError, SchemaError, root_cause
@@ -34,7 +34,7 @@ MOST_AT_ONCE = 16
 class CollateSpec(NamedTuple):
     """What all batches of a pass share."""
 
-    collate: Collate
+    collate: CollateFn
     seed: int
     split: str
     epoch: int
@@ -80,7 +80,7 @@ class Collator:
         cpus = int(ray.cluster_resources().get("CPU", 1))
         self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
         """Batches to make at the same time; more would only start more processes."""
-        self._job = ray.put(CollateSpec(Collate.of(config.recipe, config.params), config.seed, split, epoch))
+        self._job = ray.put(CollateSpec(collate_of(config.recipe, config.params), config.seed, split, epoch))
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
         self._service, self._transport, self._timeout_s = service, transport, config.data.stall_timeout_s
