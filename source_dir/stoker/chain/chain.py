@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -30,33 +31,25 @@ class Segment(NamedTuple):
     """Whether its results are cached across epochs."""
 
 
+@dataclass(eq=False)
 class Chain:
-    def __init__(
-        self,
-        stages: list[Stage],
-        seed: int,
-        with_keys: bool = False,
-        prefix: int = 0,
-        max_pixels: int = MOST_PIXELS,
-        pads: Mapping[str, Pad] = {},
-        bucket_by: str | None = None,
-        collate: CollateFn | None = None,
-    ) -> None:
-        self.max_pixels = max_pixels
-        self.pads = pads
-        """Columns whose rows may differ in length, and how batches pad them."""
-        self.bucket_by = bucket_by
-        """Column whose length orders the rows of a block; None: keep their order."""
-        self.collate = collate
-        """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
-        self.stages, self.seed, self.with_keys = stages, seed, with_keys
-        self.prefix = prefix
-        """Number of leading stages whose results are cached across epochs. They run separately from the
-        others, so that a record is the same whether or not it was cached."""
-        self.note = ""
-        """What the first records show that a run should say."""
-        self.schemas: tuple[Schema, ...] = ()
-        """Schemas of the split, which every block must have; empty: each block reports its own."""
+    stages: list[Stage]
+    seed: int
+    with_keys: bool = False
+    prefix: int = 0
+    """Number of leading stages whose results are cached across epochs. They run separately from the others,
+    so that a record is the same whether or not it was cached."""
+    max_pixels: int = MOST_PIXELS
+    pads: Mapping[str, Pad] = field(default_factory=dict)
+    """Columns whose rows may differ in length, and how batches pad them."""
+    bucket_by: str | None = None
+    """Column whose length orders the rows of a block; None: keep their order."""
+    collate: CollateFn | None = None
+    """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
+    note: str = ""
+    """What the first records show that a run should say."""
+    schemas: tuple[Schema, ...] = ()
+    """Schemas of the split, which every block must have; empty: each block reports its own."""
 
     def of(self, stages: list[Stage]) -> Chain:
         other = copy(self)

@@ -122,16 +122,10 @@ def _length(value: Any) -> int:
 
 
 _ALIKE = "convert all of them to RGB in the chain, with DecodeImage() or v2.RGB()"
-BATCHABLE = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in (
-        ("int", (8, 16, 32, 64)),
-        ("uint", (8, 16, 32, 64)),
-        ("float", (16, 32, 64)),
-        ("complex", (64, 128)),
-    )
-    for bits in widths
-) | {"bool"}
+BATCHABLE = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+}
 """NumPy dtype names that a tensor can hold."""
 
 
@@ -148,7 +142,8 @@ def pack_columns(
     stage: str = "",
     pads: Mapping[str, Pad] = {},
 ) -> Packed:
-    names = list(expected.columns) if expected else _names(records)
+    found = expected.columns if expected else dict.fromkeys(name for record in records for name in record)
+    names = [name for name in found if name != "key"]
     good, bad = _complete(records, names, expected)
     columns: dict[str, Any] = {}
     kinds: dict[str, Column] = {}
@@ -177,13 +172,6 @@ def _name(dtype: Any) -> str:
     return name
 
 
-def _names(records: list[Record]) -> list[str]:
-    first = records[0].keys()
-    if all(record.keys() == first for record in records):
-        return [name for name in first if name != "key"]
-    return list(dict.fromkeys(name for record in records for name in record if name != "key"))
-
-
 def _complete(
     records: list[Record], names: list[str], expected: Schema | None
 ) -> tuple[list[Record], list[BadRecord]]:
@@ -194,10 +182,6 @@ def _complete(
             f"record {record['key']} has a column {name!r} that record {expected.record} lacks; give it to"
             f" every record in the chain, or leave it out with stoker.data.Drop({name!r})"
         )
-    if all(len(record) == len(whole) for record in records) and not any(
-        record[name] is None for name in names for record in records
-    ):
-        return records, []
     good, bad = [], []
     for record in records:
         hole = next((name for name in names if record.get(name) is None), None)
@@ -248,7 +232,6 @@ def _kind(
 
 
 def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
-    """Refuse to pad values without a length, or with a number that the column cannot hold."""
     import numpy as np
 
     if not kind.ragged or 0 in kind.shape:
@@ -280,12 +263,10 @@ def _same(values: list[Any]) -> Column | None:
 def _describe(value: Any) -> Column:
     import numpy as np
 
-    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
-        dtype: Any = value.dtype
-    elif isinstance(value, str):
+    if isinstance(value, str):
         return Column(TEXT)
-    elif isinstance(value, np.generic):
-        dtype = value.dtype
+    if isinstance(value, np.ndarray | np.generic) and not isinstance(value, np.ma.MaskedArray):
+        dtype: Any = value.dtype
     else:
         kind = next((k for k in (bool, int, float, complex) if isinstance(value, k)), None)
         dtype = np.dtype(kind or object)

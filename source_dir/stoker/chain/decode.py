@@ -30,8 +30,6 @@ _as_planes = threading.Lock()
 
 
 class Layout(NamedTuple):
-    """How a TIFF stores its pixels."""
-
     bits: int
     kind: str
     photometric: int
@@ -147,7 +145,6 @@ def limit_pixels(most: int) -> None:
 
 
 def allow_text() -> None:
-    """Let Pillow read PNGs with long texts and profiles, in this process."""
     from PIL import PngImagePlugin
 
     PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
@@ -378,7 +375,6 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 
 
 def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:
-    """Any image that Pillow reads, upright, as a uint8 array, height × width × channels."""
     from PIL import Image, UnidentifiedImageError
 
     if not content:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.picture import open_picture, tensor_of
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, may_draw, record_image
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, record_image
 from stoker.chain.transforms import (
     CenterCrop,
     CheckLabel,
@@ -212,10 +212,7 @@ def _as_stage(entry: Any, position: int) -> Stage:
                 f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
                 " from on_device()"
             )
-        own = native(entry)
-        if own is not None:
-            return replace(_of_transform(name, own), of_torchvision=True)
-        return Stage(name, "record", ImageModule(entry), uses_torch=True, random=may_draw(entry))
+        return replace(_of_transform(name, native(entry) or ImageModule(entry)), of_torchvision=True)
     if callable(entry):
         return Stage(name, "batch", entry)
     raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")

@@ -126,9 +126,9 @@ def _tensor(values: Any) -> Any:
     import numpy as np
     import torch
 
-    return (
-        torch.from_numpy(np.require(values, requirements="W")) if isinstance(values, np.ndarray) else values
-    )
+    if not isinstance(values, np.ndarray):
+        return values
+    return torch.from_numpy(np.require(values, requirements="W"))
 
 
 _STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}
@@ -166,21 +166,15 @@ def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str
     ]
 
 
-class MaskWatch(RecordTransform):
-    """Looks for masks in records on their way to a transform of the image alone."""
+def noting_masks(stages: list[Stage], seen: dict[str, None]) -> list[Stage]:
+    """The stages of a chain, which add to `seen` the masks in records before they move the image alone."""
 
-    random = False
-
-    def __init__(self) -> None:
-        self.seen: dict[str, None] = {}
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        self.seen |= dict.fromkeys(_masks(record))
+    def note(record: Record, rng: np.random.Generator) -> Record:
+        seen.update(dict.fromkeys(_masks(record)))
         return record
 
-    def among(self, stages: list[Stage]) -> list[Stage]:
-        own = Stage("masks", "record", self, random=False)
-        return [each for stage in stages for each in ([own, stage] if _moved_by(stage) else [stage])]
+    own = Stage("masks", "record", note, random=False)
+    return [each for stage in stages for each in ([own, stage] if _moved_by(stage) else [stage])]
 
 
 def _masks(record: Record) -> list[str]:

@@ -85,18 +85,13 @@ class Picture:
     __slots__ = ("array", "box", "content", "cubic", "flipped", "header", "mode", "size", "window")
 
     def __init__(self, source: Any, mode: Mode = "RGB", bits: int | None = None) -> None:
-        self.mode = mode
-        self.header: Any = None
-        self.content = b""
+        self.mode, self.content = mode, source
+        self.header: Any = jpeg_header(source) if isinstance(source, bytes) else None
         self.array: NDArray[Any] | None = None
-        if isinstance(source, bytes):
-            self.header = jpeg_header(source)
-            if self.header is None:
-                self.array = decode_with_pillow(source, mode, bits)
-            else:
-                self.content = source
-        else:
+        if not isinstance(source, bytes):
             self.array = source
+        elif self.header is None:
+            self.array = decode_with_pillow(source, mode, bits)
         height, width = self.array.shape[:2] if self.array is not None else self.header.size
         self.box = (0, 0, height, width)
         self.size: tuple[int, int] | None = None

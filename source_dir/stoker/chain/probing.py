@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stoker.chain.chain import Chain
 from stoker.chain.collating import all_of, collated
 from stoker.chain.decode import depth_of
-from stoker.chain.joint import MaskWatch, moved_alone
+from stoker.chain.joint import moved_alone, noting_masks
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
@@ -35,12 +35,10 @@ FEW_LEVELS = 64
 
 
 class ProbeResult(NamedTuple):
+    refused: str | None = None
     schemas: tuple[Schema, ...] = ()
     note: str = ""
     made: tuple[dict[str, Any], BlockReport] | None = None
-
-
-NOTHING = ProbeResult()
 
 
 def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
@@ -50,25 +48,25 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     this process does. If that gives no schema (for example because the first records are bad or need another
     host), and for a `ray.data.Dataset`, the first block of the run fixes it.
     """
-    shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
-    wanted = {split: source for split, source in sources.items() if shards[split] is not None}
-    found: dict[str, ProbeResult | str]
+    asked = {
+        split: (source, shard, chains[split])
+        for split, source in sources.items()
+        if (shard := next(iter(source.shards(block_records, None)), None)) is not None
+    }
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        found = _in_tasks(wanted, chains, shards)
+        found = _in_tasks(asked)
     else:
-        found = {split: probe(source, shards[split], chains[split]) for split, source in wanted.items()}
+        found = {split: probe(*parts) for split, parts in asked.items()}
     for split, answer in found.items():
-        if isinstance(answer, str):
-            raise UsageError(f"{split}: {answer}")
-        chains[split].schemas, chains[split].note, _ = answer
-    return {split: one.made for split, one in found.items() if isinstance(one, ProbeResult) and one.made}
+        if answer.refused is not None:
+            raise UsageError(f"{split}: {answer.refused}")
+        chains[split].schemas, chains[split].note = answer.schemas, answer.note
+    return {split: answer.made for split, answer in found.items() if answer.made}
 
 
-def probe(source: Source, shard: Shard | None, chain: Chain) -> ProbeResult | str:
-    if shard is None:
-        return NOTHING
-    stages, watch = chain.stages, MaskWatch()
-    chain = chain.of(watch.among(stages))
+def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
+    stages, masks = chain.stages, dict[str, None]()
+    chain = chain.of(noting_masks(stages, masks))
     try:
         records = list(islice(source.read(shard, None), PROBE_RECORDS))
         note = remarks(records, stages)
@@ -76,12 +74,12 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> ProbeResult | st
         if chain.collate and report.rows:
             collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
     except (SchemaError, UsageError) as error:
-        return _moved(stages, watch) or str(error)
+        return ProbeResult(_moved(stages, masks) or str(error))
     except Exception:
-        return NOTHING  # the run reports it where it happens
-    if why := _moved(stages, watch) or _every(source, shard, chain, report):
-        return why
-    return ProbeResult(report.schemas, note, (columns, report) if columns else None)
+        return ProbeResult()  # the run reports it where it happens
+    if why := _moved(stages, masks) or _every(source, shard, chain, report):
+        return ProbeResult(why)
+    return ProbeResult(None, report.schemas, note, (columns, report) if columns else None)
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
@@ -111,15 +109,13 @@ def _kind(value: Any) -> str:
     return str(getattr(value, "dtype", "text" if isinstance(value, str) else type(value).__name__))
 
 
-def _moved(stages: list[Stage], watch: MaskWatch) -> str:
+def _moved(stages: list[Stage], masks: Iterable[str]) -> str:
     """Why image and masks would no longer show the same, unless the chain itself says so."""
-    found = [] if moved_alone(stages) else moved_alone(stages, watch.seen)
+    found = [] if moved_alone(stages) else moved_alone(stages, masks)
     return "; ".join(text for text, random in found if random)
 
 
-def _in_tasks(
-    sources: dict[str, Source], chains: dict[str, Chain], shards: dict[str, Shard | None]
-) -> dict[str, ProbeResult | str]:
+def _in_tasks(asked: dict[str, tuple[Source, Shard, Chain]]) -> dict[str, ProbeResult]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -127,21 +123,19 @@ def _in_tasks(
     task = ray.remote(_probe_packed).options(
         name="schema", num_cpus=0, max_retries=0, scheduling_strategy=here
     )
-    asked = {
-        split: task.remote(ray.cloudpickle.dumps((source.for_workers(), shards[split], chains[split])))
-        for split, source in sources.items()
+    answers = {
+        split: task.remote(ray.cloudpickle.dumps((source.for_workers(), *others)))
+        for split, (source, *others) in asked.items()
     }
-    found: dict[str, ProbeResult | str] = {}
-    for split, answer in asked.items():
-        try:
+    found = dict.fromkeys(asked, ProbeResult())
+    for split, answer in answers.items():
+        # Not cancelled: where that meets the task's answer, Ray ends this process.
+        with contextlib.suppress(ray.exceptions.RayError):
             found[split] = ray.get(answer, timeout=PROBE_S)
-        except ray.exceptions.RayError:
-            # Not cancelled: where that meets the task's answer, Ray ends this process.
-            found[split] = NOTHING
     return found
 
 
-def _probe_packed(packed: bytes) -> ProbeResult | str:
+def _probe_packed(packed: bytes) -> ProbeResult:
     return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.chain.picture import tensor_of
@@ -91,8 +92,10 @@ def record_image(record: Record) -> Any:
 class ImageModule(RecordTransform):
     """A torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
+    uses_torch = True
+
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self.module, self.random = module, may_draw(module)
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -106,10 +109,7 @@ class ImageModule(RecordTransform):
 
 def prefix_length(stages: list[Stage]) -> int:
     """Number of leading stages that give a record the same result in every epoch."""
-    for position, stage in enumerate(stages):
-        if stage.random or stage.per != "record":
-            return position
-    return len(stages)
+    return sum(1 for _ in takewhile(lambda stage: stage.per == "record" and not stage.random, stages))
 
 
 def refuse_nothing_to_keep(stages: list[Stage]) -> None:

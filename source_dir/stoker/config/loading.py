@@ -229,7 +229,7 @@ def type_name(annotation: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """YAML that `load` reads back, except for redacted secrets; of a script, only the keys that apply to it."""
+    """YAML that `load` reads back, but for redacted secrets; of a script, only the keys that apply to it."""
     tree = redaction.redact(config.model_dump(mode="json"))
     if tree.get("script") is not None:
         whole = {section: below for section, below in tree.items() if for_scripts(section, "")}

@@ -93,7 +93,6 @@ def learn(tree: Any) -> None:
 
 
 def learn_job(config: Any) -> None:
-    """As `learn`, for a configuration and the environment variables of this process."""
     learn(config)
     # PWD and the like name files; MAX_TOKENS=1000 is a number.
     values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and Path(v).exists())}

@@ -73,7 +73,6 @@ def has_text(value: Any) -> bool:
 
 
 def is_path(kind: Any) -> bool:
-    """Whether a field's type says that it names a file or folder."""
     return any(inspect.isclass(one) and issubclass(one, PurePath) for one in _members(kind))
 
 

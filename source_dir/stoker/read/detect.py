@@ -29,7 +29,6 @@ from stoker.read.webdataset import read_webdataset
 from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 
 USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
-"""Parts of the names of columns with images or labels."""
 FORMATS = TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES
 
 

@@ -86,7 +86,6 @@ class HostCache:
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Bytes cached on this host by all its tasks, and the limit."""
         return self._books.read()
 
     def load(self, key: str) -> KeptRecord | None:
@@ -121,22 +120,20 @@ class HostCache:
 
     def _content(self, path: Path) -> Any:
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = path.open("rb", buffering=0)
         except FileNotFoundError:
             return None
-        try:
-            size = os.fstat(file).st_size
+        with file:
+            size = os.fstat(file.fileno()).st_size
             if size >= MAPPED_FROM_BYTES:
                 with contextlib.suppress(OSError):  # too many maps
                     # Private: a transform may write into its array.
-                    pages = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+                    pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
                     if self._on_disk:
                         pages.madvise(mmap.MADV_WILLNEED)
                     return pages
             content = bytearray(size)
-            return content if os.readv(file, [content]) == size else None
-        finally:
-            os.close(file)
+            return content if file.readinto(content) == size else None
 
     def _write(self, path: Path, parts: list[Any]) -> int:
         size = -(-sum(map(len, parts)) // PAGE) * PAGE
@@ -289,7 +286,6 @@ class CachedReader:
         items = f":{digest(shard.items)}" if shard.items else ""
         self.name = f"{shard.path}:{shard.start}:{shard.stop}{items}"
         self.seen: dict[str, None] = {}
-        """Keys in reading order."""
         self.kept = 0
         self.asked = ""
         """Listed key of the record that is being read."""

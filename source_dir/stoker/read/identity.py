@@ -47,7 +47,6 @@ class _Contents:
         self.hash = blake2b(digest_size=8)
         self._whole, self._left = whole, MOST_ITEMS
         self._above: list[int] = []
-        """Ids of the enclosing objects, to detect reference cycles."""
 
     def add(self, value: Any) -> None:
         self._left -= 1

@@ -72,7 +72,6 @@ class Columns:
     """One, or one per class."""
     split: int | None
     lists: bool = False
-    """Whether cells hold lists of labels: ["cat", "dog"]."""
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -277,7 +276,6 @@ class _Images:
         self._known: list[dict[str, list[str]]] = []
 
     def named(self, name: str) -> list[str]:
-        """Paths below the root of the images that an id names."""
         if "/" in (name := name.replace("\\", "/")):
             name = normpath(name.removeprefix(f"{self.top}/"))
             name = name if name in self.files else name.removeprefix(f"{basename(self.top)}/")
@@ -441,7 +439,6 @@ class ImageFolderSource(IndexedSource):
             yield {"key": path, "image": content, "label": self.label(label)}
 
     def label(self, label: Any) -> Any:
-        """The label as the record has it: several labels as a vector of 0 and 1."""
         if not isinstance(label, tuple):
             return label
         import numpy as np

@@ -25,7 +25,6 @@ _COLUMNS = {
     **dict.fromkeys(NUMBERS[:5], "label"),
     **dict.fromkeys(("txt", "text"), "text"),
 }
-"""Columns whose name differs from the suffix."""
 _COLUMN = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -92,7 +91,6 @@ def parse_member(suffix: str, content: bytes, texts: bool = False) -> Any:
 
 
 def text_of(content: bytes) -> str:
-    """The name of a class."""
     text = content.decode().strip()
     if not text.isprintable() or not text:
         raise ValueError(f"invalid literal for a class: {content[:40]!r}")
@@ -125,8 +123,6 @@ FOLDER, JSON, TEXT = "folder", "json", "text"
 
 @dataclass
 class Values:
-    """What one column, or one place for labels, holds."""
-
     count: int = 0
     words: int = 0
     """Number of texts, with repeats."""

@@ -152,7 +152,6 @@ class Footer:
     groups: list[RowGroup]
     matching: int
     nulls: dict[str, NullCount]
-    """Columns that hold NULLs, or may."""
 
 
 class ParquetSource(StreamedSource):
@@ -225,7 +224,6 @@ class ParquetSource(StreamedSource):
         return schema
 
     def _refuse_other_values(self, path: str, footer: Footer) -> None:
-        """Refuse a file with other values in a column than the folder of its partition says."""
         constants = self.constants.get(path, {})
         for column in constants.keys() & {*footer.schema.names} if footer.groups else ():
             values = read_groups(self.filesystem, path, footer.groups, [column])[column].to_pylist()

@@ -48,7 +48,6 @@ class Member(NamedTuple):
 
 
 def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
-    """The regular files of an archive, in order, without folders."""
     tar = _Tar(file, path)
     extra: dict[str, str] = {}
     while (header := tar.header()) is not None:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.errors import UsageError
@@ -38,7 +39,6 @@ GLANCED = 32
 """Records of the first shard that are read before training where shards are not walked."""
 
 SHUFFLE_WINDOW = 1024
-"""Number of records to buffer while a shuffled shard is read."""
 
 _END = b"\0" * 1024
 _surveys: dict[tuple[str, int, int, bool, str], Survey] = {}
@@ -54,7 +54,6 @@ class WebDatasetSource(StreamedSource):
 
     def __init__(self, files: list[Any], columns: list[str] | None = None, strict: bool = False) -> None:
         self.columns, self.strict = columns, strict
-        self._found: Survey | None = None
         self.texts: frozenset[str] = frozenset()
         """Columns with text where others have numbers."""
         self.rule = NO_RULE
@@ -69,7 +68,7 @@ class WebDatasetSource(StreamedSource):
         """Path of the shard that will probably be read next, and its first chunks."""
 
     def check(self) -> None:
-        found = self.survey()
+        found = self.survey
         if self.count() == 0:
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
         # Only if every header was read: a column may be optional.
@@ -86,22 +85,22 @@ class WebDatasetSource(StreamedSource):
             self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
 
     def _dotted(self) -> str:
-        return f"{self.survey().dotted}: rename it without dots if that is not meant"
+        return f"{self.survey.dotted}: rename it without dots if that is not meant"
 
     @property
     def walked(self) -> bool:
         """Whether every header is read before training."""
         return not self.far and sum(self.sizes) <= WALK_LIMIT_BYTES
 
+    @cached_property
     def survey(self) -> Survey:
-        if self._found is not None:
-            return self._found
+        """Reads the shards; also sets `rows`, `texts` and `rule`."""
+        labels = "label" in (self.columns or ())
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(self._tail, self.paths, self.sizes))
-        labels = "label" in (self.columns or ())
-        if self.walked:
-            with ThreadPoolExecutor(8) as pool:
+            if self.walked:
                 each = list(pool.map(lambda at: self._walk(at, labels), range(len(self.paths))))
+        if self.walked:
             self.rows = [survey.rows for survey in each]
             found = merged(each)
         elif labels:
@@ -114,14 +113,12 @@ class WebDatasetSource(StreamedSource):
         self.texts = frozenset(name for name, values in found.values.items() if values.are_text)
         if labels and found.columns and "label" not in found.columns:
             self.rule = found.label()
-        self._found = found
         return found
 
     def column_types(self) -> dict[str, Any]:
-        """Column → its Arrow type, as far as members were read before training."""
         import pyarrow as pa
 
-        found = self.survey()
+        found = self.survey
         label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
         kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(("txt", "text", "id"), pa.string())
         types = {}
@@ -132,7 +129,7 @@ class WebDatasetSource(StreamedSource):
         return types
 
     def hints(self) -> dict[str, str]:
-        found = self.survey()
+        found = self.survey
         far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
         keys = f"no field of {', '.join(LABEL_KEYS)} is a label in every .json"
         why = self.rule.why or (keys if JSON in found.columns else far)
@@ -143,7 +140,7 @@ class WebDatasetSource(StreamedSource):
         }
 
     def label_values(self, column: str) -> set[Any] | None:
-        found, name = self.survey(), self.rule.name if column == "label" and self.rule.place else column
+        found, name = self.survey, self.rule.name if column == "label" and self.rule.place else column
         if not self.walked or not (self.rule.place or column in found.columns):
             return None
         if name not in found.values:
@@ -198,7 +195,7 @@ class WebDatasetSource(StreamedSource):
 
     def for_workers(self) -> WebDatasetSource:
         light = copy.copy(self)
-        light._found = None
+        light.__dict__.pop("survey", None)
         return light
 
     def prepare(self, shard: Shard) -> None:
@@ -212,7 +209,6 @@ class WebDatasetSource(StreamedSource):
             self._prepared = None
 
     def _open(self, path: str) -> Any:
-        """Open a shard, or take over what was prepared of it."""
         if self._prepared is not None and self._prepared[0] == path:
             (_, prepared), self._prepared = self._prepared, None
             return prepared
@@ -263,7 +259,6 @@ class WebDatasetSource(StreamedSource):
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
-    """Permute a stream within a sliding window."""
     if order is None:
         yield from stream
         return

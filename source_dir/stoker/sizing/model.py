@@ -50,8 +50,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """A cluster: `gpu_hosts` equal GPU hosts and `cpu_hosts` equal CPU hosts."""
-
     gpu_host_cpus: float
     """C_g: vCPUs of one GPU host."""
     cpu_host_cpus: float = 0.0
@@ -255,7 +253,6 @@ class Scaler:
     def __init__(self, options: CpuHostsConfig) -> None:
         self.options = options
         self.count = options.min
-        """CPU hosts requested now."""
         self._each = 0
         """CPUs of one CPU host; 0: unknown until the first has joined."""
         self._steps, self._blocks = Window(TRAINING_S), Window(PRODUCTION_S)
