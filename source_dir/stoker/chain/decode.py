@@ -16,6 +16,7 @@ import threading
 import warnings
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stoker.protocol import BadRecord, Record
@@ -124,15 +125,14 @@ MOST_TEXT_BYTES = 16 * 2**20
 _of_process = {"most": MOST_PIXELS}
 
 
+@lru_cache(maxsize=1)  # sets a limit once
 def limit_pixels(most: int) -> None:
     """Set the limit of this process for Stoker's decoders, Pillow and OpenCV.
 
     Pillow then refuses larger images in users' datasets and transforms too. OpenCV reads its limit when it
     is imported.
     """
-    if _of_process.get("set") == most:
-        return
-    _of_process.update(most=most, set=most)
+    _of_process["most"] = most
     if "cv2" not in sys.modules:
         os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] = str(most)
     with contextlib.suppress(ImportError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
@@ -318,11 +318,12 @@ def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
     )
 
 
+@dataclass
 class Rules:
-    def __init__(self, path: str, nulls: Nulls) -> None:
-        self.path, self.nulls = path, nulls
-        self.bad: dict[int, str] = {}
-        """Rows to quarantine, and the column."""
+    path: str
+    nulls: Nulls
+    bad: dict[int, str] = field(default_factory=dict)
+    """Rows to quarantine, and the column."""
 
     def apply(
         self, column: str, kind: Any, mask: np.ndarray[Any, Any] | None, value: Callable[[int], Any]
@@ -332,7 +333,7 @@ class Rules:
 
         found = {column: value}
         if column not in self.nulls:
-            if mask is not None:
+            if mask is not None and mask.any():
                 raise UsageError(refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)}))
             return found
         rule = self.nulls[column]

@@ -17,7 +17,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -269,26 +269,25 @@ def homes_of(count: int | None, block_records: int) -> int:
     return homes if homes > 1 else 0
 
 
+@dataclass
 class CachedReader:
     """The records of a shard in the order of `Source.read`, from the cache if possible."""
 
-    def __init__(
-        self,
-        source: Source,
-        shard: Shard,
-        order: Callable[[], Any],
-        cache: HostCache,
-        store: bool,
-        refuses: Callable[[str], str] = lambda key: "",
-    ) -> None:
-        self.source, self.shard, self.order = source, shard, order
-        self.cache, self.store, self.refuses = cache, store, refuses
-        items = f":{digest(shard.items)}" if shard.items else ""
-        self.name = f"{shard.path}:{shard.start}:{shard.stop}{items}"
-        self.seen: dict[str, None] = {}
-        self.kept = 0
-        self.asked = ""
-        """Listed key of the record that is being read."""
+    source: Source
+    shard: Shard
+    order: Callable[[], Any]
+    cache: HostCache
+    store: bool
+    refuses: Callable[[str], str] = lambda key: ""
+    seen: dict[str, None] = field(default_factory=dict)
+    kept: int = 0
+    asked: str = ""
+    """Listed key of the record that is being read."""
+
+    @property
+    def name(self) -> str:
+        items = f":{digest(self.shard.items)}" if self.shard.items else ""
+        return f"{self.shard.path}:{self.shard.start}:{self.shard.stop}{items}"
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         listing = listing_of(self.source, self.shard)
@@ -339,11 +338,11 @@ class CachedReader:
 
     def _arrangement(self, count: int) -> list[int] | None:
         """The order in which `read` yields so many records; None: the source does not tell."""
-        kind = type(self.source)
         if not isinstance(self.source, StreamedSource):
             return None
         # A user's subclass may override `read` only.
-        owners = {next(c for c in kind.__mro__ if name in vars(c)) for name in ("read", "arrangement")}
+        classes = type(self.source).__mro__
+        owners = {next(c for c in classes if name in vars(c)) for name in ("read", "arrangement")}
         return self.source.arrangement(count, self.order()) if len(owners) == 1 else None
 
     def keep(self, record: Record) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,10 +76,16 @@ class RowGroup(NamedTuple):
     rows: int
 
 
-def read_footer(
-    filesystem: Any, path: str, columns: list[str] | None
-) -> tuple[Any, list[RowGroup], dict[str, NullCount]]:
-    """Schema and row groups of a file, and its columns that hold NULLs, or may."""
+class Footer(NamedTuple):
+    schema: Any
+    rows: int
+    groups: list[RowGroup]
+    matching: int
+    nulls: dict[str, NullCount]
+    """Columns that hold NULLs, or may."""
+
+
+def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer:
     from pyarrow import parquet
 
     try:
@@ -98,7 +103,7 @@ def read_footer(
         raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
     firsts = accumulate(sizes, initial=0)
     groups = [RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n]
-    return schema, groups, nulls
+    return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls)
 
 
 def read_groups(filesystem: Any, path: str, groups: list[RowGroup], columns: list[str] | None) -> Any:
@@ -143,15 +148,6 @@ def _read(reader: Any, groups: list[int], columns: list[str] | None) -> Any:
             if rows == BATCH_ROWS[-1]:
                 raise
     raise AssertionError
-
-
-@dataclass(frozen=True)
-class Footer:
-    schema: Any
-    rows: int
-    groups: list[RowGroup]
-    matching: int
-    nulls: dict[str, NullCount]
 
 
 class ParquetSource(StreamedSource):
@@ -258,13 +254,10 @@ class ParquetSource(StreamedSource):
     def _footer(self, path: str) -> Footer:
         import pyarrow as pa
 
-        schema, groups, nulls = read_footer(self.filesystem, path, self.columns)
-        self.complete(path, schema)
-        rows = sum(g.rows for g in groups)
-        if not self.filters:
-            return Footer(schema, rows, groups, rows, nulls)
+        footer = read_footer(self.filesystem, path, self.columns)
+        self.complete(path, footer.schema)
         try:
-            return Footer(schema, rows, *self._matching(path, schema, groups), nulls)
+            return self._filtered(path, footer) if self.filters else footer
         except pa.ArrowException as error:
             text = " ".join(str(error).split())[:200]
             raise UsageError(f"{path}: filters={self.filters!r} do not fit its columns: {text}") from None
@@ -277,22 +270,22 @@ class ParquetSource(StreamedSource):
         slim.footers = []
         return slim
 
-    def _matching(self, path: str, schema: Any, groups: list[RowGroup]) -> tuple[list[RowGroup], int]:
+    def _filtered(self, path: str, footer: Footer) -> Footer:
         from pyarrow import dataset
 
         constants = self.constants.get(path, {})
-        known = {*schema.names, *constants}
-        if not known.issuperset(filter_columns(self.filters)):
-            return groups, sum(g.rows for g in groups)  # check() reports the column
-        fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
-        possible = {g.number for g in groups}
-        own = without(self.filters, constants)
-        if own:
+        if not {*footer.schema.names, *constants}.issuperset(filter_columns(self.filters)):
+            return footer  # check() reports the column
+        groups = footer.groups
+        if own := without(self.filters, constants):
             # Statistics rule out most row groups that cannot match, without reading them.
-            kept = fragment.split_by_row_group(expression(own), schema)
+            fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+            kept = fragment.split_by_row_group(expression(own), footer.schema)
             possible = {info.id for part in kept for info in part.row_groups}
-        rows = {g: len(self._rows(path, [g])) for g in groups if g.number in possible}
-        return [group for group, matching in rows.items() if matching], sum(rows.values())
+            groups = [group for group in groups if group.number in possible]
+        rows = {group: len(self._rows(path, [group])) for group in groups}
+        matching = [group for group in groups if rows[group]]
+        return footer._replace(groups=matching, matching=sum(rows.values()))
 
     def _rows(self, path: str, groups: list[RowGroup]) -> np.ndarray[Any, Any]:
         """Positions of the rows to keep within these concatenated row groups."""

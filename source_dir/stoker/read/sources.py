@@ -20,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from itertools import accumulate, chain, repeat
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord, Record, Shard
@@ -160,11 +160,7 @@ class IndexedShards(Sequence[Shard]):
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    @overload
-    def __getitem__(self, at: int) -> Shard: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Shard]: ...
-    def __getitem__(self, at: int | slice) -> Shard | list[Shard]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[number] for number in range(len(self))[at]]
         number = range(len(self))[at]
