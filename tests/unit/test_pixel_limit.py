@@ -16,8 +16,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
-from stoker.chain.decode import MOST_PIXELS, decode_image, limit_pixels
+from stoker.chain.decode import MOST_PIXELS, limit_pixels
 from stoker.chain.entries import as_stages
+from stoker.chain.picture import Picture
 from stoker.chain.stages import RecordTransform
 from stoker.chain.transforms import DecodeImage
 from stoker.config.loading import load
@@ -194,7 +195,7 @@ def test_a_wrong_checksum_anywhere_in_a_png_quarantines_it() -> None:
     for at in range(8, end):
         damaged = whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :]
         with pytest.raises(ValueError, match=r"cannot be decoded|not an image"):
-            decode_image(damaged)
+            Picture(damaged).pixels()
 
 
 def test_corrupt_jpeg_data_is_no_image_where_pillow_would_give_one() -> None:
@@ -205,4 +206,4 @@ def test_corrupt_jpeg_data_is_no_image_where_pillow_would_give_one() -> None:
     damaged = whole[:-2] + bytes(40) + whole[-2:]  # the decoder takes two of them for its last bits
     Image.open(io.BytesIO(damaged)).load()
     with pytest.raises(ValueError, match="cannot be decoded: Corrupt JPEG data: 38 extraneous bytes"):
-        decode_image(damaged)
+        Picture(damaged).pixels()

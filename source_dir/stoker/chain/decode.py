@@ -284,15 +284,6 @@ def _orientation(content: bytes) -> int:
     return value if isinstance(value, int) and 2 <= value <= 8 else 1
 
 
-def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) -> NDArray[Any]:
-    """Decode an image, upright, as a uint8 array, height × width × channels.
-
-    See `DecodeImage` for `bits`.
-    """
-    header = jpeg_header(content)
-    return decode_with_pillow(content, mode, bits) if header is None else decode_whole(content, header, mode)
-
-
 def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:
     import numpy as np
 

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, decode_image
+from stoker.chain.decode import Mode
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
@@ -54,18 +54,14 @@ class DecodeImage(RecordTransform):
         self.mode, self.bits = mode, bits
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        source = self._source(record)
-        encoded = isinstance(source, bytes)
-        return {**record, "image": decode_image(source, self.mode, self.bits) if encoded else source}
+        return {**record, "image": self.opened(record).pixels()}
 
     def opened(self, record: Record) -> Picture:
         """The picture of a record; of a JPEG, only its header is read."""
-        return Picture(self._source(record), self.mode, self.bits)
-
-    def _source(self, record: Record) -> Any:
         image = column_value(record, "image")
         encoded = isinstance(image, bytes | bytearray | memoryview)
-        return bytes(image) if encoded else with_channels(image, self.mode, self.bits)
+        source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
+        return Picture(source, self.mode, self.bits)
 
 
 class CheckLabel(RecordTransform):
