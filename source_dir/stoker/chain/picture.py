@@ -86,12 +86,14 @@ class Picture:
 
     def __init__(self, source: Any, mode: Mode = "RGB", bits: int | None = None) -> None:
         self.mode, self.content = mode, source
-        self.header: Any = jpeg_header(source) if isinstance(source, bytes) else None
+        self.header: Any = None
         self.array: NDArray[Any] | None = None
         if not isinstance(source, bytes):
             self.array = source
-        elif self.header is None:
+        elif (header := jpeg_header(source)) is None:
             self.array = decode_with_pillow(source, mode, bits)
+        else:
+            self.header = header
         height, width = self.array.shape[:2] if self.array is not None else self.header.size
         self.box = (0, 0, height, width)
         self.size: tuple[int, int] | None = None
