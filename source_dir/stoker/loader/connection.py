@@ -48,15 +48,6 @@ _CONNECTED: dict[str, int] = {}
 
 
 def connect(address: str | None) -> None:
-    """Connect to a cluster unless this process is connected already.
-
-    Args:
-        address: address of a cluster; None: see the module.
-
-    Raises:
-        UsageError: no cluster answers there, the Ray to connect with is too old, or this is a fork of a
-            process that is connected.
-    """
     from stoker.hosts.cluster import refuse_old_ray
 
     ray: Any = sys.modules.get("ray")
@@ -101,7 +92,6 @@ def keeping_sigterm() -> Iterator[None]:
 
 
 def service_name() -> str:
-    """Name of the service that the ranks of this job share."""
     import ray
 
     own = os.environ.get(JOB_VARIABLE) or _torchrun()
@@ -133,7 +123,6 @@ def _join(address: str) -> None:
 
 
 def _start() -> None:
-    """Start a cluster on this machine; it ends with this process."""
     from stoker.config.schema import Config
     from stoker.hosts import forks
     from stoker.hosts.cluster import LocalCluster, set_environment
@@ -204,10 +193,7 @@ def _with_other_ranks() -> None:
 
 
 def _leave(file: Path, own: int) -> None:
-    """Local rank 0, at exit: wait for ranks that still use the cluster, which ends with this process.
-
-    After a failure it does not wait, so that the other ranks fail soon.
-    """
+    """At exit of local rank 0: wait for ranks that use its cluster, unless it fails: then they fail soon."""
     if os.getpid() != own:
         return
     file.unlink(missing_ok=True)

@@ -18,15 +18,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, finalize
-from stoker.loader.makers import (
-    ClusterMaker,
-    ProcessMaker,
-    drop_service,
-    end_passes_before_ray,
-    service_of_script,
-)
-from stoker.loader.pass_timer import PassTimer
+from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
+from stoker.loader.makers import ClusterMaker, ProcessMaker, drop_service, end_passes_before_ray
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
 from stoker.read.sources import restore_generators, states
@@ -83,11 +76,7 @@ class DataLoader(TorchDataLoader[Item]):
         bad_record_budget: float = 0.01,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """Set the options that torch's loader does not have; see the class.
-
-        Raises:
-            ValueError: an option has no such value.
-        """
+        """Set the options that torch's loader does not have; see the class."""
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
         if not stall_timeout_s > 0:
@@ -100,7 +89,7 @@ class DataLoader(TorchDataLoader[Item]):
                 " records that cannot be loaded in its __iter__",
                 stacklevel=3,
             )
-        follow_accelerate(DataLoader)
+        follow_accelerate()
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s
         self.quarantine = Quarantine(bad_record_budget, self._total())
@@ -114,7 +103,6 @@ class DataLoader(TorchDataLoader[Item]):
         self._id = secrets.token_hex(8)
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `set_options`."""
         names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
         return {name: getattr(self, name) for name in names}
 
@@ -141,9 +129,8 @@ class DataLoader(TorchDataLoader[Item]):
         if state is not None:
             self._refuse_other(state, {"world_size": self.world_size()})
         if keeps and self._live:
-            self._live[0].close(
-                superseded=True
-            )  # the copies serve one pass at a time, as torch's persistent workers do
+            # The copies serve one pass at a time, as torch's persistent workers do.
+            self._live[0].close(superseded=True)
         passes = state["place"]["passes"] if state else self.kept.passes
         now = states()
         if passes and not self.kept.base:  # the earlier passes were those of another process
@@ -155,7 +142,7 @@ class DataLoader(TorchDataLoader[Item]):
         try:
             if state:
                 self._set_generators(before)
-            iterator = ClusterIterator(self, *self._maker(), state and state["place"])
+            iterator = ClusterIterator(self, self._maker(), state and state["place"])
         finally:
             if state:
                 # Restoring the global generators is up to the script.
@@ -170,49 +157,19 @@ class DataLoader(TorchDataLoader[Item]):
         """Whether copies of an iterable dataset serve all passes, as one object does without workers."""
         return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
 
-    def _maker(self) -> tuple[Any, PassTimer]:
-        pages, watch = (
-            self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps),
-            PassTimer(),
-        )
+    def _maker(self) -> ClusterMaker | ProcessMaker:
+        pages = self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps)
         if os.environ.get(HERE_VARIABLE) == "process":
-            return ProcessMaker(pages, self.kept.copies), watch
+            return ProcessMaker(pages, self.kept.copies)
         import ray
 
         connection.connect(self.address)
         end_passes_before_ray()
         try:
-            return self._cluster_maker(pages, watch), watch
+            return ClusterMaker(self, pages)
         except ray.exceptions.RayActorError:
             drop_service()  # it was ending with its last script
-            return self._cluster_maker(pages, watch), watch
-
-    def _cluster_maker(self, pages: tuple[Any, Any], watch: PassTimer) -> ClusterMaker:
-        from stoker.loader.loader_service import forget, setup_of
-
-        service, transport = service_of_script()
-        name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
-        streams = max(1, self.num_workers) if iterable else 0
-        keeps = self.kept.token if self._keeps else "" if self.persistent_workers else None
-        pinned = bool(self.pin_memory and torch.cuda.is_available())
-        if self._keeps:
-            self.kept.served_by(service)
-        if keeps and not self.kept.served:
-            finalize(self, forget, service, f"{name}/{keeps}").atexit = False
-        setup, pace = setup_of(name, pages, iterable), self.kept.batch_time
-        return ClusterMaker(
-            service,
-            transport,
-            name,
-            self._id,
-            setup,
-            streams,
-            keeps,
-            pinned,
-            self.stall_timeout_s,
-            watch,
-            pace,
-        )
+            return ClusterMaker(self, pages)
 
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where the script runs, the modules that it has loaded again, and its workers' work."""
@@ -277,7 +234,6 @@ class DataLoader(TorchDataLoader[Item]):
             self._set_generators(state["generators"] | {"global": states()})
 
     def _shape(self) -> dict[str, Any]:
-        """What must be equal for a pass to continue."""
         sizes = {"batch_size": self.batch_size or getattr(self.batch_sampler, "batch_size", None)}
         if isinstance(self.dataset, IterableDataset):
             return sizes | {"num_workers": self.num_workers}
@@ -315,11 +271,9 @@ class DataLoader(TorchDataLoader[Item]):
         return found
 
     def _stateful(self) -> list[Any]:
-        """Samplers with `state_dict` and `load_state_dict`."""
         return [each for each in self._samplers() if hasattr(each, "load_state_dict")]
 
     def _own(self) -> list[torch.Generator]:
-        """Generators of the loader and its samplers, without duplicates."""
         owners = (self, *self._samplers())
         found = {id(g): g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)}
         return list(found.values())
@@ -340,7 +294,6 @@ class DataLoader(TorchDataLoader[Item]):
 
 @functools.lru_cache(1)
 def _resolved(folder: str, *path: str) -> list[str]:
-    """A module path without relative folders."""
     return [str(Path(folder, each).resolve()) for each in path]
 
 
@@ -359,7 +312,7 @@ def replace_torch_loader(**options: Any) -> None:
 
     def iterate(loader: TorchDataLoader[Any]) -> Any:
         if type(loader) is TorchDataLoader:
-            adopt(loader, DataLoader, options)
+            adopt(loader, options)
             return iter(loader)
         return _stock_iter(loader)
 
@@ -370,19 +323,15 @@ USERS = ("accelerate.data_loader", "accelerate.accelerator", "accelerate", "tran
 """Modules with the functions that `follow_accelerate` replaces."""
 
 
-def adopt(loader: Any, kind: type[Any], options: dict[str, Any]) -> None:
-    """Turn a torch DataLoader into a `stoker.DataLoader`, the class `kind`."""
-    loader.__class__ = kind
+def adopt(loader: Any, options: dict[str, Any]) -> None:
+    loader.__class__ = DataLoader
     loader.set_options(**options)
 
 
-def follow_accelerate(kind: type[Any]) -> None:
+def follow_accelerate() -> None:
     """Make Accelerate return a `stoker.DataLoader` when it gets one.
 
     Accelerate takes a loader apart and builds one of torch's from the parts.
-
-    Args:
-        kind: the class `stoker.DataLoader`.
     """
     module: Any = sys.modules.get("accelerate.data_loader")
     for name in ("prepare_data_loader", "skip_first_batches"):
@@ -395,8 +344,8 @@ def follow_accelerate(kind: type[Any]) -> None:
             found = _original(dataloader, *args, **kwargs)
             given = getattr(dataloader, "base_dataloader", dataloader)
             inner = getattr(found, "base_dataloader", found)
-            if isinstance(given, kind) and type(inner) is TorchDataLoader:
-                adopt(inner, kind, given.options())
+            if isinstance(given, DataLoader) and type(inner) is TorchDataLoader:
+                adopt(inner, given.options())
             return found
 
         for user in USERS:

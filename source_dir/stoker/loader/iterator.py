@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from stoker.loader.makers import BatchTime
-from stoker.loader.pass_timer import PassTimer
+from stoker.loader.makers import finalize
 from stoker.loader.work import Failed, LoadRequest
 from stoker.protocol import Shard
 
@@ -29,21 +26,13 @@ STREAM_BATCHES = 8
 END = object()
 
 
-def finalize(of: Any, call: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
-    """As `weakref.finalize`; a fork of this process inherits it, but must not end what the parent uses."""
-    process = os.getpid()
-    return weakref.finalize(of, lambda: call(*arguments) if os.getpid() == process else None)
-
-
 @dataclass
 class Kept:
     """What a loader keeps from pass to pass, with `persistent_workers` or without workers."""
 
     passes: int = 0
     seed: int = 0
-    """Drawn for the first pass."""
     base: dict[str, Any] = field(default_factory=dict)
-    """What torch's own iterator consists of."""
     name: str = ""
     """Names what the loader has sent: its work, and where the script ran."""
     work: str = ""
@@ -57,20 +46,17 @@ class Kept:
     served: int = 0
     """Passes that they have served."""
     copies: dict[int, Any] = field(default_factory=dict)
-    """Without a cluster, the copies."""
-    batch_time: BatchTime = field(default_factory=BatchTime)
+    batch_s: float | None = None
+    """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
 
     def content(self, where: Any, modules: Any, work: Any, stays: bool) -> tuple[Any, Any]:
-        """Begin new copies if the content of the loader is another than in the pass before.
+        """What to send; begins new copies if the content is another than in the pass before.
 
         Args:
             where: packed: the script's folder, module path and reloaded modules.
             modules: packed: the reloaded modules.
             work: packed: the loader's work.
             stays: whether workers serve all passes: they stay where the first one began, as torch's do.
-
-        Returns:
-            What to send: where the workers run, and their work.
         """
         content = _digest(modules, work)
         if content != self.work:
@@ -81,11 +67,6 @@ class Kept:
         return where, work
 
     def served_by(self, service: Any) -> None:
-        """Remember the service of the copies.
-
-        Raises:
-            RuntimeError: it is another one than that of earlier passes, so the copies are lost.
-        """
         if self.served and self.service is not None and self.service() is not service:
             raise RuntimeError(
                 "DataLoader: the copies of the dataset that served the passes before were lost with the"
@@ -94,7 +75,6 @@ class Kept:
         self.service = weakref.ref(service)
 
     def opened(self, iterator: ClusterIterator, persistent: bool) -> None:
-        """Count a pass."""
         self.served += 1
         if persistent:
             self.base, self.seed = iterator.base, iterator.base["_base_seed"]
@@ -109,18 +89,9 @@ def _digest(*pages: Any) -> str:
 
 
 class ClusterIterator(_BaseDataLoaderIter):
-    """See the module.
+    """See the module; `start` is what `place` returned after the last batch that was taken."""
 
-    Args:
-        loader: the stoker.DataLoader.
-        maker: makes the batches; see makers.py.
-        watch: measures the waiting.
-        start: position to start from, returned by `place`.
-    """
-
-    def __init__(
-        self, loader: Any, maker: Any, watch: PassTimer, start: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, loader: Any, maker: Any, start: dict[str, Any] | None = None) -> None:
         finish = finalize(self, maker.close)  # also if what follows fails
         self.passes = passes = start["passes"] if start else loader.kept.passes
         if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
@@ -143,7 +114,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             ranks=(self._world_size, self._rank),
         )
         self._finish = finish
-        self._watch = watch
+        self._watch = maker.watch
         finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._streams = max(1, loader.num_workers)
@@ -156,15 +127,12 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._sizes: deque[int] = deque()
         """Records of each batch that was submitted and not taken yet."""
         self._ready: deque[Any] = deque()
-        """Batches of the last block that the script has not taken yet."""
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
-        """Places of the requested blocks, in order."""
         self._broken: Exception | None = None
-        """Exception raised by the sampler."""
         self._torn = False
         """Whether a call is changing the state; still so in the next one if an interrupt broke it off."""
         if loader.restored and not self._iterable:
@@ -197,7 +165,6 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._submitted = self._number = start["drawn"]
 
     def place(self) -> dict[str, Any] | None:
-        """Position after the last batch that was taken; None at the end of the pass."""
         return None if self._ended else self._place
 
     def _settle(self) -> None:
@@ -248,11 +215,8 @@ class ClusterIterator(_BaseDataLoaderIter):
                 self._submitted += 1
             if batches:
                 order = self._order._replace(batches=tuple(batches))
-                name = (
-                    f"batch {batches[0][0]}"
-                    if len(batches) == 1
-                    else f"batches {batches[0][0]} … {batches[-1][0]}"
-                )
+                first, last = batches[0][0], batches[-1][0]
+                name = f"batch {first}" if first == last else f"batches {first} … {last}"
                 shards.append((self._groups, Shard(name, items=(order,)), 0))
                 self._want((self._groups, 0))
                 self._groups += 1
@@ -356,11 +320,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             return made
 
     def close(self, superseded: bool = False) -> None:
-        """End the pass.
-
-        Args:
-            superseded: whether another pass takes over the copies of the dataset.
-        """
+        """End the pass; `superseded`: another one takes over the copies of the dataset."""
         self._superseded = superseded and not self._ended
         self._finish()
 
@@ -390,23 +350,14 @@ def _reraise(made: Failed) -> None:
 
 
 class Quarantine:
-    """Skipped records, checked against the budget.
-
-    Args:
-        budget: largest share of the records that one pass may skip.
-        total: number of records, None if unknown.
-    """
-
     def __init__(self, budget: float, total: int | None) -> None:
         self.budget, self.total = budget, total
         self.records: list[tuple[Any, str]] = []
 
     def add(self, bad: Any) -> str:
         """Add skipped records; returns why the pass fails if they exceed the budget."""
-        if not bad:
-            return ""
         self.records += bad
-        if self.total is not None and len(self.records) > self.budget * self.total:
+        if bad and self.total is not None and len(self.records) > self.budget * self.total:
             index, reason = bad[-1]
             return (
                 f"{len(self.records)} of {self.total} records cannot be loaded, more than"

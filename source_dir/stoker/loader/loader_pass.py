@@ -30,17 +30,14 @@ class LoaderPass(Pass):
 
     ready: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
     given: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
-    """Blocks that the script is fetching."""
+    """What the script is fetching, before it takes `next`."""
     failed: dict[BlockPlace, str] = field(default_factory=dict)
     next: BlockPlace = (0, 0)
-    """Next block for the script."""
     known: int = 0
-    """Number of submitted shards."""
+    """Number of submitted shards; calls of a script can overtake each other."""
     total: int | None = None
-    """Number of shards that will be submitted, once known. Calls of a script can overtake each other."""
     stall_key: str = "stall_timeout_s"
     readers: dict[int, str] = field(default_factory=dict)
-    """The chain worker that has opened a stream."""
 
     @property
     def held(self) -> Held:
@@ -62,14 +59,12 @@ class LoaderPass(Pass):
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
     def submit(self, shards: list[Numbered], total: int | None) -> None:
-        """Add work; see `LoaderAttempt.submit`."""
         self.work += [(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards]
         self.known += len(shards)
         self.total = self.total if total is None else total
         self.listing = self.total is None or self.known < self.total
 
     def ahead_of(self, stream: int) -> int:
-        """Number of its ready batches."""
         return sum(place[0] == stream for place in self.ready)
 
     def offers(self, worker: str, lost: Callable[[str], bool]) -> bool:
@@ -126,7 +121,6 @@ class LoaderAttempt(Attempt):
         super().__init__(number, locks, Suspects())
         self._note, self.copies = note, copies
         self.passes: dict[str, LoaderPass] = {}
-        """Open passes."""
         self._opened = count(1)
         self.planner: Planner = Planner(self, pool, budget_bytes, numbers, holdings)
 
@@ -138,7 +132,6 @@ class LoaderAttempt(Attempt):
         self._note(text)
 
     def fail(self, reason: str) -> None:
-        """As the base's: ends all passes."""
         super().fail(self._named(reason))
 
     def stalled(self, pass_: Pass, reason: str) -> None:
@@ -162,7 +155,6 @@ class LoaderAttempt(Attempt):
         return {worker for each in readers for worker in each.values()}
 
     def open(self, key: str, split: str, streams: int, stall_s: float) -> None:
-        """A script begins to iterate."""
         number = next(self._opened)
         plan = PassPlan(seed=number, epoch=0, split=split, shuffle=False, block_records=1)
         readers = self.copies.get(split, {})
@@ -173,13 +165,11 @@ class LoaderAttempt(Attempt):
         self.planner.passes.append(pass_)
 
     def submit(self, key: str, shards: list[Numbered], total: int | None) -> None:
-        """More to be made of a pass; `total` shards in all, once that is known."""
         if (pass_ := self.passes.get(key)) is not None:
             pass_.submit(shards, total)
             self.has_work.notify(max(len(shards), 1))
 
     def close(self, key: str) -> None:
-        """A script has come to the end of a pass, or does not want the rest."""
         if (pass_ := self.passes.pop(key, None)) is not None:
             self.planner.abandon(pass_)
             self.changed.notify_all()

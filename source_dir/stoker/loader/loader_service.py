@@ -6,7 +6,6 @@ a shard is the indices of some batches, a block is these batches.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -19,13 +18,11 @@ from stoker import ray_compat
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.loader_pass import LoaderAttempt
 from stoker.loader.pass_timer import PassProgress
-from stoker.loader.work import LoaderChain, LoaderSource
 from stoker.protocol import BlockPlace, Made, Process, Reply, Shard
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.pool import ChainHost, Scaling
 from stoker.serve.service import DataService, start_service
-from stoker.serve.shards import Setup
 from stoker.session import CPU_HOSTS_VARIABLE, append
 
 ANSWER_S = 5.0
@@ -37,21 +34,8 @@ RECENT_S = 10.0
 """A pass of which no batch was taken for so long does not count as training."""
 
 
-class Taken:
-    """Kinds of results."""
-
-    BLOCK, END, FAILED = "block", "end", "failed"
-
-
 class LoaderService(DataService):
-    """See the module. Zero CPUs, called from many threads.
-
-    Args:
-        hosts: maps train workers by node to the hosts that preprocess.
-        budget_bytes: bytes of batches to hold ready.
-        scaler: decides how many CPU hosts to request; None: their number is fixed.
-        node: the Ray node where it runs.
-    """
+    """See the module and DataService. Zero CPUs, called from many threads on the Ray node `node`."""
 
     attempt: LoaderAttempt | None
 
@@ -64,7 +48,6 @@ class LoaderService(DataService):
         most_waiting: int = 64,
     ) -> None:
         self.notes: list[str] = []
-        """For the scripts, which log them."""
         self._events = ""
         """The file through which a script on this host sends events to the run; empty: outside a job."""
         self.costs = ChainCosts()
@@ -73,22 +56,16 @@ class LoaderService(DataService):
         self._progress: dict[str, tuple[float, PassProgress]] = {}
         """By pass: when a script last took batches of it, and how many."""
         self._busy = time.monotonic()
-        """When a pass was last open."""
         self._over = False
         self._jobs: set[str] = set()
-        """Ray jobs of all scripts."""
         self._job_of: dict[str, str] = {}
-        """Ray job of each open pass."""
         self._latest: dict[str, str] = {}
-        """By loader, the name that it registered last."""
         self._superseded: set[str] = set()
-        """Names that loaders registered before."""
         self._copies: dict[str, dict[int, str]] = {}
         """With `persistent_workers` and an iterable dataset: by split, the chain worker that has the copy of
         the dataset that serves a stream."""
 
     def is_idle(self, now: float) -> bool:
-        """Stop chain workers between passes: others may need the CPUs."""
         if self.attempt is None:
             return False
         if self.attempt.passes or self._copies:  # torch's persistent workers do not end between passes either
@@ -99,11 +76,10 @@ class LoaderService(DataService):
         return idle and known and not self.elastic.closing & self.pool.staffed
 
     def event(self, event: Event) -> None:
-        """As the base's: notes are for the scripts, the rest for the run."""
         if isinstance(event, Note):
             self.notes.append(event.text)
         elif self._events and not isinstance(event, HostCpu):
-            with contextlib.suppress(OSError):  # that script has ended
+            with suppress(OSError):  # that script has ended
                 append(self._events, event.event, event.values())
 
     def _knows(self, name: str, loader: str) -> bool:
@@ -132,7 +108,6 @@ class LoaderService(DataService):
                 self._drop(oldest)
 
     def _drop(self, name: str) -> None:
-        """Forget a loader, also what the processes of a host share of it."""
         self.setups.pop(name, None)
         working = {each.by.node for each in self.workers.values()}
         for node in {self._node, *self.agents.nodes, *working}:
@@ -150,8 +125,7 @@ class LoaderService(DataService):
         return {split.partition("/")[0] for split in self._open()}
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Called by chain workers: passes over one loader share its Setup; dataset copies of finished passes
-        are dropped."""
+        """Passes over one loader share its Setup; dataset copies of finished passes are dropped."""
         with self.changed:
             references, _ = super().setup(split.partition("/")[0], loaded)
             needed = {*self._open(), *self._copies}
@@ -177,22 +151,15 @@ class LoaderService(DataService):
         job: str,
         told: str,
     ) -> tuple[int, list[str]] | None:
-        """Called by scripts: open a pass.
+        """Called by scripts: open a pass; returns as `state`, or None: `register` the loader first.
 
         Args:
             me: this actor's handle.
-            key: key of the pass.
             split: name of the loader's content, and of the copies of its dataset.
-            loader: identifies the loader: what it registered before is dropped unless others use it.
-            streams: see LoaderPass.
+            loader: what it registered before is dropped unless others use it.
+            streams: workers of an iterable dataset; 0 if map-style.
             keeps: whether the copies serve later passes, too.
-            stall_s: the pass fails after this long without a batch.
-            node: Ray node of the script.
-            job: Ray job of the script.
             told: the file through which the script sends events to the run; empty: outside a job.
-
-        Returns:
-            what `state` does; None if the content must be registered first.
         """
         with self.changed:
             if not self._knows(split.partition("/")[0], loader):
@@ -231,7 +198,7 @@ class LoaderService(DataService):
         while not self._over:
             time.sleep(JOBS_EVERY_S)
             ended: set[str] = set()
-            with contextlib.suppress(Exception):  # Ray's control store may be restarting
+            with suppress(Exception):  # Ray's control store may be restarting
                 ended = ray_compat.ended_jobs() or set()
             with self.changed:
                 for key in [key for key, job in self._job_of.items() if job in ended]:
@@ -242,16 +209,12 @@ class LoaderService(DataService):
         ray.kill(me)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """Called by scripts: add work; see LoaderAttempt."""
         with self.changed:
             if self.attempt is not None:
                 self.attempt.submit(key, shards, total)
 
     def take(self, key: str, places: list[BlockPlace]) -> list[tuple[str, Any]]:
-        """Called by scripts: return the blocks of these places that are ready, in order.
-
-        Waits a few seconds for the first one, then returns nothing.
-        """
+        """Called by scripts: blocks of these places that are ready, in order; waits a while for the first."""
         deadline = time.monotonic() + ANSWER_S
         with self.changed:
             pass_ = self.attempt.passes.get(key) if self.attempt else None
@@ -270,29 +233,25 @@ class LoaderService(DataService):
         attempt = self.attempt
         pass_ = attempt.passes.get(key) if attempt else None
         if attempt is None or attempt.failure or pass_ is None:
-            return [(Taken.FAILED, (attempt and attempt.failure) or "this pass was closed")]
+            return [("failed", (attempt and attempt.failure) or "this pass was closed")]
         given: list[tuple[str, Any]] = []
         for place in places:
             pass_.next = place
             if place in pass_.ready:
                 pass_.given[place] = block = pass_.ready.pop(place)
-                given.append((Taken.BLOCK, block.part(0, block.report.rows)))
+                given.append(("block", block.part(0, block.report.rows)))
                 if not pass_.streams:
                     pass_.next = (place[0] + 1, 0)
             elif place in pass_.failed:
-                given.append((Taken.FAILED, pass_.failed[place]))
+                given.append(("failed", pass_.failed[place]))
             elif pass_.streams and place[0] in pass_.delivered:
-                given.append((Taken.END, None))
+                given.append(("end", None))
             else:
                 break
         return given
 
     def state(self, key: str, progress: PassProgress) -> tuple[int, list[str]]:
-        """Called by scripts every two seconds.
-
-        Returns:
-            The number of chain workers, and notes since the last call.
-        """
+        """Called by scripts every two seconds: the number of chain workers, and notes since the last call."""
         now = time.monotonic()
         with self.changed:
             before = self._progress.get(key, (now, PassProgress()))[1]
@@ -308,7 +267,6 @@ class LoaderService(DataService):
             return self.pool.slots, notes
 
     def close(self, key: str) -> None:
-        """Called by scripts: close a pass."""
         with self.changed:
             self._job_of.pop(key, None)
             self._progress.pop(key, None)
@@ -317,27 +275,19 @@ class LoaderService(DataService):
             self.ready.notify_all()
 
     def claim(self, by: Process) -> Reply:
-        """Called by chain workers; wakes scripts that wait for the end of a worker."""
+        """Wakes scripts that wait for the end of a worker."""
         with self.changed:
             self.ready.notify_all()
         return super().claim(by)
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
-        """Called by chain workers."""
         with self.changed:
             self.costs.take(made.report, by.node)
         return super().block_made(by, number, made)
 
 
-CALL_S = 60.0
-"""Deadline of a call to the service, which answers within seconds."""
-
-
 def service_of(group: str) -> Any:
-    """Return the service of this job; the first caller starts it.
-
-    It is detached, so that it outlives the script that starts it while other ranks use it.
-    """
+    """The first caller starts it; it is detached, so that it outlives the script while other ranks use it."""
     import ray
 
     from stoker.config.places import CpuHostsConfig
@@ -359,10 +309,7 @@ def service_of(group: str) -> Any:
 
 
 def forget(service: Any, split: str) -> None:
-    """Script, when a loader is collected: let go of the copies of its dataset.
-
-    In a thread: garbage may be collected while Ray holds its locks.
-    """
+    """Script, when a loader is collected; in a thread: garbage may be collected while Ray holds its locks."""
     import ray
 
     def tell() -> None:
@@ -371,16 +318,3 @@ def forget(service: Any, split: str) -> None:
 
     if ray.is_initialized():
         threading.Thread(target=tell, name="stoker-forget", daemon=True).start()
-
-
-def setup_of(name: str, pages: tuple[Any, Any], iterable: bool) -> Setup:
-    """What chain workers need of a loader.
-
-    Args:
-        name: names its content.
-        pages: packed: the location of the script's modules, and the loader's work.
-        iterable: whether the dataset is.
-    """
-    import pickle
-
-    return Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]

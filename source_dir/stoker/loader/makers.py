@@ -1,6 +1,6 @@
 """Script: makers of batches: chain workers of a cluster, or this process.
 
-A maker has six methods, all called in the script's thread:
+A maker has the PassTimer `watch` and six methods, all called in the script's thread:
     submit(shards, total)   add work; total is the number of shards in all, once known
     want(place)             request the next block
     wait(deadline)          wait for the next requested block; changes nothing
@@ -18,21 +18,22 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.utils.data import IterableDataset
 
 from stoker.errors import where_raised
 from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
-from stoker.loader.work import Failed, LoaderWork, MadeBatch, copy_for, opened, packed
+from stoker.loader.work import Failed, LoaderChain, LoaderSource, LoaderWork, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.serve.blocks.batches import ASKED_AT_ONCE, LateError, Prefetcher
@@ -54,63 +55,49 @@ MOST_AT_FIRST = 16
 LEAST_PER_SLOT, MOST_AHEAD = 4, 4096
 """Batches ahead: minimum per chain worker, maximum in total."""
 LOADED = 4
-"""Blocks to fetch ahead."""
-THREAD = "stoker-batches"
 FIGURES_EVERY_S = 2.0
 Arrival = tuple[BlockPlace, str, Any]
 """"block" and what the service or the script needs of it, "end", or "failed" and why."""
 
 
-@dataclass
-class BatchTime:
-    """What a loader has learnt in its passes."""
-
-    seconds: float | None = None
-    """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
+def finalize(of: Any, call: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
+    """As `weakref.finalize`; a fork of this process inherits it, but must not end what the parent uses."""
+    process = os.getpid()
+    return weakref.finalize(of, lambda: call(*arguments) if os.getpid() == process else None)
 
 
 class ClusterMaker:
     """See the module. A thread asks for blocks, fetches and unpacks them ahead of the script.
 
     Args:
-        service: the job's LoaderService.
-        transport: of its blocks; see `service_of_script`.
-        name: names the content of the loader.
-        loader: identifies the loader.
-        setup: what chain workers need of it; sent unless the service has it.
-        streams: workers of an iterable dataset; 0 if map-style.
-        keeps: names the copies of the dataset that workers keep across passes; empty: those of all loaders
-            with this content; None: a new copy for this pass.
-        pinned: whether batches go into pinned memory.
-        stall_s: the pass fails after this long without a batch.
-        watch: of the pass.
-        batch_time: of the loader.
+        loader: the stoker.DataLoader.
+        pages: packed: the location of the script's modules, and the loader's work.
     """
 
-    def __init__(
-        self,
-        service: Any,
-        transport: Transport,
-        name: str,
-        loader: str,
-        setup: Setup,
-        streams: int,
-        keeps: str | None,
-        pinned: bool,
-        stall_s: float,
-        watch: PassTimer,
-        batch_time: BatchTime,
-    ) -> None:
+    def __init__(self, loader: Any, pages: tuple[Any, Any]) -> None:
         import ray
 
-        self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
-        self._transport = transport.for_pass(stall_s, "stall_timeout_s")
-        self._watch, self._batch_time = watch, batch_time
+        from stoker.loader.loader_service import forget
+
+        service, transport = service_of_script()
+        kept, name, key = loader.kept, loader.kept.name, secrets.token_hex(8)
+        split = name if loader.persistent_workers else f"{name}/{key}"
+        if loader._keeps:
+            kept.served_by(service)
+            split = f"{name}/{kept.token}"
+            if not kept.served:
+                finalize(loader, forget, service, split).atexit = False
+        self._service, self._key, self._stall_s = service, key, loader.stall_timeout_s
+        self._transport = transport.for_pass(self._stall_s, "stall_timeout_s")
+        self._kept, self.watch = kept, PassTimer()
+        pinned = loader.pin_memory and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pinned else None
+        iterable = isinstance(loader.dataset, IterableDataset)
+        streams = max(1, loader.num_workers) if iterable else 0
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
-        split = name if keeps == "" else f"{name}/{keeps or key}"
-        about = (service, key, split, loader, streams, bool(keeps), stall_s, node, job, told)
+        about = (service, key, split, loader._id, streams, loader._keeps, self._stall_s, node, job, told)
+        setup = Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
         try:
             while not self._look(service.open.remote(*about)):
                 ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
@@ -123,7 +110,7 @@ class ClusterMaker:
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
         self._prefetcher = Prefetcher(
-            THREAD,
+            "stoker-batches",
             self._ask,
             self._fetch,
             threads=1,  # the service drops what it gave when it is asked again
@@ -143,11 +130,6 @@ class ClusterMaker:
         self._prefetcher.want()
 
     def wait(self, deadline: float | None) -> None:
-        """See the module.
-
-        Raises:
-            RuntimeError: nothing came in time.
-        """
         began = time.monotonic()
         until = min(began + self._stall_s, math.inf if deadline is None else deadline)
         with suppress(LateError):
@@ -164,7 +146,7 @@ class ClusterMaker:
         return cast(Arrival, self._prefetcher.take(0.0))
 
     def pace(self, least: int) -> tuple[int, int]:
-        slots, batch_s = max(self._slots, 1), self._batch_time.seconds
+        slots, batch_s = max(self._slots, 1), self._kept.batch_s
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
             return 1, least
@@ -177,7 +159,6 @@ class ClusterMaker:
         return first, max(least, first * slots)
 
     def close(self, join_s: float = 0.0) -> None:
-        """See the module; the thread ends soon after."""
         self._prefetcher.end(join_s)
 
     @property
@@ -185,12 +166,11 @@ class ClusterMaker:
         return self._prefetcher.alive
 
     def _ask(self, first: int, most: int, _: int) -> list[Arrival]:
-        """Prefetcher's call: the wanted blocks that are ready."""
         import ray
 
         with _errors_for_the_script():
             if time.monotonic() > self._figures_due:
-                self._look(self._service.state.remote(self._key, self._watch.progress))
+                self._look(self._service.state.remote(self._key, self.watch.progress))
             places = [self._places[number] for number in range(first, first + most)]
             answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
         for number in range(first, first + len(answers)):
@@ -198,7 +178,6 @@ class ClusterMaker:
         return [(place, *answer) for place, answer in zip(places, answers, strict=False)]
 
     def _fetch(self, given: Arrival, _: float) -> Arrival:
-        """Prefetcher's call: a block's batches."""
         place, kind, value = given
         if kind == "block":
             with _errors_for_the_script():
@@ -210,12 +189,17 @@ class ClusterMaker:
         repeat(said)
         self._transport.finish_pass()  # release the block: no other batch is in it
         each = seconds / max(len(batches), 1)
-        self._confirmed, before = True, self._batch_time.seconds
-        self._batch_time.seconds = each if before is None else 0.8 * before + 0.2 * each
+        self._confirmed, before = True, self._kept.batch_s
+        self._kept.batch_s = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:
             return batches
+        from torch.utils.data._utils.pin_memory import pin_memory
+
         torch.cuda.set_device(self._device)
-        return [pin(made) for made in batches]
+        return [
+            made if isinstance(made, Failed) else made._replace(batch=pin_memory(made.batch))  # type: ignore[no-untyped-call]
+            for made in batches
+        ]
 
     def _look(self, told: Any) -> bool:
         """Take in how many chain workers there are and log notes, unless the service says nothing."""
@@ -249,11 +233,7 @@ _services: dict[tuple[str, str], tuple[Any, Transport]] = {}
 
 
 def service_of_script() -> tuple[Any, Transport]:
-    """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass.
-
-    Raises:
-        UsageError: this Ray is too old.
-    """
+    """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass."""
     import ray
 
     from stoker.hosts.cluster import refuse_old_ray
@@ -271,7 +251,6 @@ def service_of_script() -> tuple[Any, Transport]:
 
 
 def drop_service() -> None:
-    """The next pass looks for the service again."""
     _services.clear()
 
 
@@ -279,10 +258,7 @@ _MAKERS: weakref.WeakSet[ClusterMaker] = weakref.WeakSet()
 
 
 def end_passes() -> None:
-    """End the threads of all open passes.
-
-    Ray ends a process in which a thread drops a reference while it disconnects.
-    """
+    """Ray ends a process in which a thread drops a reference while it disconnects."""
     running = [maker for maker in list(_MAKERS) if maker.alive]  # none in a fork of the script
     for maker in running:
         maker.close()
@@ -309,25 +285,9 @@ def end_passes_before_ray() -> None:
     atexit.register(end_passes)
 
 
-def pin(made: MadeBatch | Failed) -> MadeBatch | Failed:
-    """Copy a batch to pinned memory with torch's own function."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    if isinstance(made, Failed):
-        return made
-    return made._replace(batch=pin_memory(made.batch))  # type: ignore[no-untyped-call]
-
-
 class ProcessMaker:
-    """Makes batches in this process on request, for debugging and tests.
-
-    Args:
-        pages: see `register`.
-        copies: of an iterable dataset, for all passes of a loader; see `copy_for`.
-    """
-
     def __init__(self, pages: tuple[Any, Any], copies: dict[int, tuple[int, LoaderWork]]) -> None:
-        self._pages, self._copies = pages, copies
+        self._pages, self._copies, self.watch = pages, copies, PassTimer()
         self._shards: dict[int, tuple[Shard, int]] = {}
         self._running: dict[int, Iterator[Any]] = {}
         self._wanted: deque[BlockPlace] = deque()

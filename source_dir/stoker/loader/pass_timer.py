@@ -37,7 +37,7 @@ def _count_optimizer_steps() -> None:
     def stepped(*_: object) -> None:
         _optimizer_steps[0] += 1
         while _over:
-            _over.pop().withdraw()
+            _over.pop()._report(steps=0)
 
     _optimizer_steps.append(0)
     register_optimizer_step_post_hook(stepped)
@@ -61,12 +61,7 @@ class PassTimer:
         self._told = 0
 
     def took(self, asked: float, samples: int) -> None:
-        """Count a batch that the script received.
-
-        Args:
-            asked: `time.perf_counter()` when the script asked for it.
-            samples: how many records it has.
-        """
+        """Count a batch that the script received; `asked`: by `time.perf_counter()`."""
         import torch
 
         now = time.perf_counter()
@@ -87,16 +82,11 @@ class PassTimer:
         self.trains = made > self._steps_before if made else self._with_grad
 
     def ended(self) -> None:
-        """The script asked for another batch, and there is none."""
         if self._first:
             self._look()
             self.tell()
             if self.trains and not _optimizer_steps[0]:
                 _over.append(self)
-
-    def withdraw(self) -> None:
-        """What was reported of this pass was not training."""
-        self._report(steps=0)
 
     @property
     def progress(self) -> PassProgress:

@@ -30,29 +30,21 @@ from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
 
 
 class Failed(NamedTuple):
-    """Chain worker → script: why a batch could not be made."""
-
     kind: type[BaseException]
     where: str
-    """Index or batch, and host."""
     words: str
-    """The traceback."""
     chain: tuple[int, int] = (0, 0)
     """Digests of its stream's batches without this one, and with it."""
 
 
 class MadeBatch(NamedTuple):
-    """Chain worker → script: a batch."""
-
     batch: Any
     bad: tuple[tuple[Any, str], ...] = ()
     """Index and reason of each skipped record."""
     empty: bool = False
-    """Whether all records were skipped."""
     ended: bool = False
     """Not a batch, but the end of a stream."""
     chain: tuple[int, int] = (0, 0)
-    """See `Failed`."""
 
 
 class LoadRequest(NamedTuple):
@@ -62,7 +54,6 @@ class LoadRequest(NamedTuple):
     worker: int = 0
     """Iterable dataset: `get_worker_info().id`."""
     batches: tuple[tuple[int, Any], ...] = ()
-    """Number and indices of each batch."""
     passes: int = 0
     """Earlier passes with the same `base_seed`, which `persistent_workers` keeps, as torch does."""
     served: int = 0
@@ -74,7 +65,6 @@ class LoadRequest(NamedTuple):
 
     @property
     def seed(self) -> str:
-        """What all draws of the pass depend on."""
         return f"{self.base_seed}.{self.passes}" if self.passes else f"{self.base_seed}"
 
 
@@ -138,7 +128,6 @@ def _of_memory(memory: Any, before: int) -> int:
 
 
 BATCHES = "__batches"
-"""How many batches the pages hold."""
 
 
 @dataclass
@@ -305,9 +294,6 @@ def copy_for(
         pages: the packed LoaderWork.
         copies: with `persistent_workers`, by worker: the passes that a copy has served, and the copy.
         began: whether an earlier pass has begun with this stream; it may have been given up before.
-
-    Raises:
-        RuntimeError: the copy that served the earlier passes is not in this process.
     """
     served, work = copies.pop(order.worker, (0, None))
     if not order.served or (work is None and not began):
@@ -326,15 +312,12 @@ def copy_for(
 
 
 class _AtIndexError(Exception):
-    """The index that failed; its exception is the cause."""
-
     def __init__(self, index: Any) -> None:
         super().__init__(repr(index))
         self.index = index
 
 
 def failed(error: BaseException, what: str) -> Failed:
-    """Convert an exception so that it can be sent to the script."""
     import socket
 
     kind = type(error)
@@ -347,7 +330,6 @@ def _line(error: BaseException | None) -> str:
 
 
 def short(indices: Any) -> str:
-    """The first few indices, for messages."""
     try:
         shown = list(indices)
     except TypeError:
@@ -360,14 +342,11 @@ SHARED_FROM_BYTES = 2**20
 
 
 class SharedPages(NamedTuple):
-    """Pages of a loader's work on a host."""
-
     folder: BlockFolder
     name: str
     pages: Any
 
     def copy(self) -> Any:
-        """Pages that the caller may write to."""
         import numpy as np
 
         try:
@@ -444,7 +423,6 @@ def import_script(pages: Any) -> str:
 
 
 def opened(pages: Any) -> LoaderWork:
-    """Unpack a loader's work."""
     work: LoaderWork = unpack(pages.copy())[0]
     return work
 
@@ -452,10 +430,7 @@ def opened(pages: Any) -> LoaderWork:
 def packed(
     group: Sequence[MadeBatch | Failed], seconds: float, room: Room | None = None, said: Said | None = None
 ) -> Any:
-    """Pack the seconds that the batches took, what was printed meanwhile, and the batches.
-
-    A batch that cannot be pickled becomes a Failed.
-    """
+    """With the seconds they took, and what was printed; a batch that cannot be pickled becomes a Failed."""
     try:
         return pack([(seconds, said), *group], room)
     except Exception:
@@ -478,7 +453,6 @@ class LoaderChain:
     def run(
         self, block: Iterable[Record | BadRecord], epoch: int, keep: Any
     ) -> tuple[dict[str, Any], BlockReport]:
-        """One group of batches → a block."""
         report, columns = BlockReport(), dict[str, Any]()
         for each in block:
             if isinstance(each, BadRecord):

@@ -16,10 +16,7 @@ MOST = 100_000
 
 
 class CapturedStream:
-    """Stands in for a stream; all but its texts is that of the stream (`fileno`, `encoding`).
-
-    There is one per process and stream, because handlers of `logging` keep the stream that they find.
-    """
+    """One per process and stream, because handlers of `logging` keep the stream that they find."""
 
     def __init__(self, name: str) -> None:
         self._name, self._stream = name, getattr(sys, name)
@@ -28,7 +25,6 @@ class CapturedStream:
         self.left = MOST
 
     def write(self, text: str) -> int:
-        """Keep a text for the script."""
         if self.said is None:
             return int(self._stream.write(text))
         if self.left > 0:
@@ -37,7 +33,6 @@ class CapturedStream:
         return len(text)
 
     def writelines(self, texts: Iterable[str]) -> None:
-        """Keep texts for the script."""
         for text in texts:
             self.write(text)
 
@@ -65,7 +60,6 @@ def heard(said: Said) -> Iterator[None]:
 
 
 def repeat(said: Said) -> None:
-    """Print what was said elsewhere."""
     for name, text in said:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no such stream, or a closed one
             getattr(sys, name).write(text)
