@@ -153,7 +153,7 @@ def epochs(
     from stoker.config.schema import Config
     from stoker.serve.blocks.client import open_transport
     from stoker.serve.opening import open_data, start_coordinator
-    from stoker.train.feed import Feed, PrefetchLimit
+    from stoker.train.feed import Feed
 
     count = COPIES * IMAGES
     settings: dict[str, Any] = {
@@ -181,8 +181,7 @@ def epochs(
                 rank=0,
                 device=device,
                 transport=transport,
-                prefetch=PrefetchLimit.of(config.data),
-                stall_timeout_s=config.data.stall_timeout_s,
+                data=config.data,
             )
             first = 0
             for _batch in stream:

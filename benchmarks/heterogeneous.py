@@ -27,7 +27,7 @@ from stoker.config.schema import Config
 from stoker.data import read_range
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.opening import Data, start_coordinator
-from stoker.train.feed import Feed, PrefetchLimit
+from stoker.train.feed import Feed
 
 GPU_HOSTS, GPU_HOST_CPUS = 2, 5
 CPU_HOSTS, CPU_HOST_CPUS = 2, 2
@@ -77,8 +77,7 @@ class TrainWorker:
             rank=rank,
             device=device,
             transport=open_transport(coordinator, config.data, device),
-            prefetch=PrefetchLimit.of(config.data),
-            stall_timeout_s=config.data.stall_timeout_s,
+            data=config.data,
         )
         return [(time.time(), batch["index"].tolist()) for batch in feed]
 

@@ -12,7 +12,7 @@ from stoker.config.schema import Config
 from stoker.read.sources import Source
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.opening import Data, start_coordinator
-from stoker.train.feed import Feed, PrefetchLimit
+from stoker.train.feed import Feed
 
 JOIN_S = 10.0
 
@@ -49,8 +49,7 @@ def pass_over(config: Config, data: Data, device: Any) -> Iterator[Feed]:
             attempt=0,
             device=device,
             transport=open_transport(coordinator, config.data, device),
-            prefetch=PrefetchLimit.of(config.data),
-            stall_timeout_s=config.data.stall_timeout_s,
+            data=config.data,
             join_s=JOIN_S,
         )
     finally:

@@ -115,12 +115,14 @@ def run(worker: Worker, step: Step, batches: list[Any], epochs: int = 2) -> dict
             losses.append(float(loss) / worker.world_size)
             norms.append(None if step.grad_norm is None else float(step.grad_norm))
             rates.append([group["lr"] for group in worker.optimizer.param_groups])
-    averaged = strategies.full_state(worker.ema.module, None)[0] if worker.ema else {}
+    averaged = (
+        strategies.Copier().copy(strategies.full_state(worker.ema.module, None))[0] if worker.ema else {}
+    )
     return {
         "losses": losses,
         "norms": norms,
         "rates": rates,
-        "weights": strategies.full_state(worker.model, None)[0],
+        "weights": strategies.Copier().copy(strategies.full_state(worker.model, None))[0],
         "ema": averaged,
         "steps": (worker.step, worker.feed_step),
     }

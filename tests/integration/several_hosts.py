@@ -119,7 +119,7 @@ def lost_server() -> dict[str, Any]:
     import torch
 
     from stoker.serve.blocks.client import open_transport
-    from stoker.train.feed import Feed, PrefetchLimit
+    from stoker.train.feed import Feed
 
     # Little is fetched ahead, and much is left when the server is killed.
     kinds: dict[str, Any] = {"preprocess_on": ["cpu"], "prefetch_s": 0.001}
@@ -134,8 +134,7 @@ def lost_server() -> dict[str, Any]:
         attempt=0,
         device=device,
         transport=transport,
-        prefetch=PrefetchLimit.of(config.data),
-        stall_timeout_s=60,
+        data=config.data,
     )
     batches = iter(stream)
     values: list[int] = []

@@ -47,11 +47,11 @@ def start(rank: int, seed: int, train: dict[str, Any]) -> Worker:
 
 def state(worker: Worker) -> dict[str, Any]:
     """What a step depends on, whole on rank 0."""
-    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
+    weights, optimizer = strategies.Copier().copy(strategies.full_state(worker.model, worker.optimizer))
     return {
         "weights": weights,
         "optimizer": optimizer,
-        "ema": strategies.full_state(worker.ema.module, None)[0],
+        "ema": strategies.Copier().copy(strategies.full_state(worker.ema.module, None))[0],
         "scaler": worker.scaler.state_dict() if worker.scaler else None,
         "rate": worker.optimizer.param_groups[0]["lr"],
         "step": worker.step,
@@ -72,9 +72,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         live = snapshot.live_state(worker)
         meta = {"step": 2, "next_epoch": 0, "epoch_steps": 2, "epoch_samples": 32, "global_batch": 16}
         if rank == 0:
-            checkpoint.save(
-                store, snapshot.checkpoint_content(worker, live, parts, meta, strategies.Copier())
-            )
+            checkpoint.save(store, snapshot.checkpoint_content(live, parts, meta, strategies.Copier()))
         losses = run(worker, Step(worker), batches[2:], epochs=1)["losses"]
         whole = (losses, state(worker))
 

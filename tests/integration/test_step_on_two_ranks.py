@@ -34,12 +34,18 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
                 worker, step = make(rank, 2, **{**EVERYTHING, **options}, strategy=strategy)
         worker, step = make(rank, 2, explode=True, precision="fp16", strategy=strategy, lr=0.1)
         run(worker, step, feed(8, 4, rank, 2), epochs=1)
-        before = strategies.full_state(worker.model, None)[0], worker.scaler.get_scale()
+        before = (
+            strategies.Copier().copy(strategies.full_state(worker.model, None))[0],
+            worker.scaler.get_scale(),
+        )
         run(worker, step, feed(8, 4, rank, 2), epochs=1)
-        after = strategies.full_state(worker.model, None)[0], worker.scaler.get_scale()
+        after = (
+            strategies.Copier().copy(strategies.full_state(worker.model, None))[0],
+            worker.scaler.get_scale(),
+        )
         found[strategy, "overflow"] = (before, after)
         run(worker, step, feed(8, 4, rank, 2), epochs=1)
-        found[strategy, "recovered"] = strategies.full_state(worker.model, None)[0]
+        found[strategy, "recovered"] = strategies.Copier().copy(strategies.full_state(worker.model, None))[0]
     try:
         run(*make(rank, 2, optimizer="novograd", strategy="fsdp"), feed(8, 4, rank, 2))
     except Exception as error:

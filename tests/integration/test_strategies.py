@@ -68,7 +68,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         for name in OPTIMIZERS:
             model, optimizer = make(strategy, name, seed=rank)
             losses = train(model, optimizer, range(STEPS), rank, 2)
-            weights, state = strategies.full_state(model, optimizer)
+            weights, state = strategies.Copier().copy(strategies.full_state(model, optimizer))
             before = copy.deepcopy(weights), copy.deepcopy(state)
             later = train(model, optimizer, range(STEPS, 2 * STEPS), rank, 2)
             found[strategy, name] = (losses, later, weights, state)
@@ -129,7 +129,7 @@ def test_a_state_is_a_copy_that_further_steps_leave_alone(ranks: list[Any]) -> N
 def test_one_worker_saves_and_continues_exactly() -> None:
     model, optimizer = make("fsdp", "adamw")
     train(model, optimizer, range(STEPS))
-    saved = strategies.full_state(model, optimizer)
+    saved = strategies.Copier().copy(strategies.full_state(model, optimizer))
     later = train(model, optimizer, range(STEPS, 2 * STEPS))
     again, second = make("ddp", "adamw", seed=5)
     strategies.load_full_state(again, second, *saved)

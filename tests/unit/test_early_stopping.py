@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 from rows import Counting
@@ -54,7 +55,7 @@ def test_it_goes_on_counting_after_a_restart() -> None:
     first, second = stopping_at(patience=3), stopping_at(patience=3)
     for value in (1, 2, 2):
         first.update({"val/loss": value})
-    second.restore(first.state())
+    second.restore(asdict(first))
     second.update({"val/loss": 2})
     assert "has not improved by more than 0 for 3 epochs; best 1" in second.reason
 

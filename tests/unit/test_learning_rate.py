@@ -77,7 +77,7 @@ class Training:
             "monitored": None,
         }
         live = snapshot.live_state(worker)
-        content = snapshot.checkpoint_content(worker, live, parts, meta, strategies.Copier())
+        content = snapshot.checkpoint_content(live, parts, meta, strategies.Copier())
         return checkpoint.save(open_store(str(folder)), content)
 
     def go_on(self, saved: checkpoint.Checkpoint, upto: float = 99) -> None:

@@ -35,15 +35,15 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
     return folder / saved.name
 
 
-def plan(run_dir: Path, *overrides: str, where: str = "local") -> tuple[resuming.ResumePoint, list[str]]:
+def plan(run_dir: Path, *overrides: str, where: str = "local") -> tuple[resuming.Start, list[str]]:
     synced = where == "sagemaker"
     place = RunPlace(where, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
     return resuming.plan_resume(load(None, overrides).config, place, said.append), said
 
 
-def started_from(start: resuming.ResumePoint) -> str:
-    return start.start.path if start.start else ""
+def started_from(start: resuming.Start) -> str:
+    return start[1].path if start[1] else ""
 
 
 def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
 def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
     (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
     start, said = plan(tmp_path)
-    assert start.start is None
+    assert start[1] is None
     assert "is incomplete" in said[0]
     assert "starting from scratch" in said[1]
 
@@ -72,7 +72,7 @@ def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
     for path, expected in ((late.parent.parent, late), (late.parent, late), (early, early)):
         start, _ = plan(tmp_path / "new", f"checkpoint.resume={path}")
         assert started_from(start) == str(expected)
-        assert start.where == str(tmp_path / "new/checkpoints"), "new ones go to the new run"
+        assert start[0].where == str(tmp_path / "new/checkpoints"), "new ones go to the new run"
 
 
 def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_another_run_is_refused_and_a_different_one_is_said(
 ) -> None:
     base = ["params.width=4", "params.data=/mnt/a"]
     save(tmp_path / "checkpoints", 5, load(None, base).config)
-    start = plan(tmp_path)[0].start
+    start = plan(tmp_path)[0][1]
     assert start is not None
     lines: list[str] = []
     config = load(None, [*base, override]).config

@@ -37,8 +37,6 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint's content, tensors on the CPU."""
-
     weights: dict[str, Any]
     state: dict[str, Any]
     """Plain values and tensors only, because it is loaded with `weights_only`."""
@@ -49,8 +47,6 @@ class Content:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint and its metadata."""
-
     store: CheckpointStore
     name: str
     meta: dict[str, Any]
@@ -107,11 +103,7 @@ def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
-    """Adapt a checkpoint to the run that resumes from it.
-
-    An epoch cut short by max_steps is pending validation as it is. If training may continue now, that
-    validation is dropped, and the epoch is validated at its end.
-    """
+    """Drops a pending validation of an epoch cut short by max_steps if training may continue now."""
     cut_short = saved.pending is not None and not saved.pending["whole"]
     if cut_short and (max_steps is None or saved.meta["step"] < max_steps):
         return Checkpoint(saved.store, saved.name, {**saved.meta, "pending": None})
@@ -136,7 +128,6 @@ def newest_valid(
 
 
 def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
-    """A checkpoint with its `meta.json` and its outcome, unchecked."""
     try:
         meta = json.loads(store.content(f"{name}/{META}"))
     except FileNotFoundError:
@@ -153,10 +144,7 @@ def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
 
 
 def read_plain(file: Any, where: str) -> Any:
-    """Load plain values and tensors written by `torch.save`, on the CPU.
-
-    Anything else could run code: it is an OSError, and nothing of it was executed.
-    """
+    """On the CPU; what is not plain values and tensors could run code: it is an OSError, and not executed."""
     import pickle
 
     import torch
@@ -186,27 +174,18 @@ def load_checkpoint(checkpoint: Checkpoint) -> Content:
 
 @dataclass
 class Retention:
-    """The checkpoints of this run, and which of them to keep.
-
-    `newest` checkpoints are kept to resume from, `top_k` for their metric; the best becomes the model.
-    """
-
     store: CheckpointStore
     newest: int
+    """How many to keep to resume from."""
     top_k: int
-    """As in Lightning: 0 keeps none for its metric, -1 all that have one."""
+    """How many to keep for their metric, as in Lightning: 0 keeps none, -1 all that have one."""
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Checkpoint → its metric, mode and value; empty within an epoch."""
     tell: Callable[[str], Any] = print
-    """Receives remarks for the user."""
     _told: bool = False
 
     def fill(self, upto: int) -> None:
-        """Add the checkpoints of an earlier start of this run.
-
-        Those later than `upto`, the step resumed from, were found damaged: they do not count and are
-        replaced when their step comes again.
-        """
+        """Add those of earlier starts; later ones than `upto`, the step resumed from, were found damaged."""
         for name in self.store.names():
             if step_of(name) <= upto:
                 with contextlib.suppress(OSError, ValueError):
@@ -268,7 +247,6 @@ class Retention:
 
 
 WRITE_DEADLINE_S = 900.0
-"""How long a write may take before the run fails."""
 WORTH_SAYING_S = 0.5
 _NICENESS = 10
 

@@ -108,17 +108,14 @@ def _torchrun() -> str:
 
 
 def _join(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if port.isdigit() and "//" not in address:
-        try:  # Ray itself would retry for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        except OSError as error:
-            raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
     import ray
 
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit() and "//" not in address:  # Ray itself would retry for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
 
 

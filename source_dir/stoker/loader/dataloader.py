@@ -260,7 +260,6 @@ class DataLoader(TorchDataLoader[Item]):
             )
 
     def _samplers(self) -> list[Any]:
-        """The samplers and those that they draw from, without duplicates."""
         found: list[Any] = []
         left = [self.batch_sampler, self.sampler]
         while left:

@@ -40,11 +40,9 @@ class Kept:
     where: Any = None
     """Packed: the script's folder and module path when they were made."""
     service: Any = None
-    """Weak reference to the service that has them."""
     token: str = ""
-    """Names these copies."""
+    """Names these copies, which have `served` so many passes."""
     served: int = 0
-    """Passes that they have served."""
     copies: dict[int, Any] = field(default_factory=dict)
     batch_s: float | None = None
     """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
@@ -125,7 +123,6 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._records = loader.batch_size or 1
         """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
         self._sizes: deque[int] = deque()
-        """Records of each batch that was submitted and not taken yet."""
         self._ready: deque[Any] = deque()
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +19,6 @@ from stoker.loader.pass_timer import PassProgress
 from stoker.protocol import BlockPlace, Made, Process, Reply, Shard
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
-from stoker.serve.pool import ChainHost, Scaling
 from stoker.serve.service import DataService, start_service
 from stoker.session import CPU_HOSTS_VARIABLE, append
 
@@ -39,19 +36,11 @@ class LoaderService(DataService):
 
     attempt: LoaderAttempt | None
 
-    def __init__(
-        self,
-        hosts: Callable[[Counter[str]], list[ChainHost]],
-        budget_bytes: int,
-        scaler: Scaling | None = None,
-        node: str = "",
-        most_waiting: int = 64,
-    ) -> None:
+    def __init__(self, node: str, **service: Any) -> None:
         self.notes: list[str] = []
         self._events = ""
         """The file through which a script on this host sends events to the run; empty: outside a job."""
-        self.costs = ChainCosts()
-        super().__init__(hosts, budget_bytes, {"": self.costs}, scaler=scaler, most_waiting=most_waiting)
+        super().__init__(chain={"": ChainCosts()}, **service)
         self._node = node
         self._progress: dict[str, tuple[float, PassProgress]] = {}
         """By pass: when a script last took batches of it, and how many."""
@@ -282,7 +271,7 @@ class LoaderService(DataService):
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
         with self.changed:
-            self.costs.take(made.report, by.node)
+            self.chain[""].take(made.report, by.node)
         return super().block_made(by, number, made)
 
 

@@ -214,7 +214,6 @@ class ClusterMaker:
         return answer is not None
 
     def leave(self) -> None:
-        """Close the pass, which also ends what the thread waits for."""
         import ray
 
         if ray.is_initialized():

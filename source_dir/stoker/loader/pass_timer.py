@@ -19,7 +19,6 @@ class PassProgress(NamedTuple):
     batches: int = 0
     elapsed_s: float = 0.0
     wait_s: float = 0.0
-    """The part of `elapsed_s` spent waiting for batches."""
 
 
 _numbers = itertools.count()

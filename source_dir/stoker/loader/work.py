@@ -232,20 +232,14 @@ class LoaderWork:
     def _good(self, indices: Any, seed: str, bad: list[tuple[Any, str]]) -> list[Any]:
         data = []
         for nth, index in enumerate(indices):
+            seed_globals(f"{seed}/{nth}")
             try:
-                data.append(self._record(f"{seed}/{nth}", index))
-            except _AtIndexError as at:
-                if not self.quarantines or not isinstance(at.__cause__, Exception):
-                    raise
-                bad.append((index, _line(at.__cause__)))
+                data.append(self.dataset[index])
+            except BaseException as error:  # also `sys.exit`, which would end the process and all its passes
+                if not self.quarantines or not isinstance(error, Exception):
+                    raise _AtIndexError(index) from error
+                bad.append((index, f"{type(error).__name__}: {error}"))
         return data
-
-    def _record(self, seed: str, index: Any) -> Any:
-        seed_globals(seed)
-        try:
-            return self.dataset[index]
-        except BaseException as error:  # also `sys.exit`, which would end the process and all its passes
-            raise _AtIndexError(index) from error
 
     def _stream(self, order: LoadRequest) -> Iterator[MadeBatch | Failed]:
         """One worker's part of an iterable dataset, read with torch's own fetcher."""
@@ -323,10 +317,6 @@ def failed(error: BaseException, what: str) -> Failed:
     kind = type(error)
     words = "".join(traceback.format_exception(error))
     return Failed(kind, f"at {what}, on host {socket.gethostname()}", words)
-
-
-def _line(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def short(indices: Any) -> str:
@@ -415,7 +405,6 @@ class LoaderSource:
 
 
 def import_script(pages: Any) -> str:
-    """Make the script's modules importable; return its working directory."""
     folder, path, again = unpack(pages[0].copy())[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
     reload(again)

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
@@ -30,40 +30,6 @@ FULL = " is full"
 LEAST_FREE_MB = 0.5
 """With less, a disk counts as full: a write that does not fit leaves some pages free."""
 _CHUNK_BYTES = 16 * 2**20
-
-
-class CheckpointStore(Protocol):
-    """Checkpoints by name; all methods raise OSError if the storage cannot be reached."""
-
-    where: str
-    """The folder or URI, as written by the user."""
-
-    def names(self) -> list[str]:
-        """Names of all checkpoints, complete or not, newest step first."""
-
-    def content(self, file: str) -> bytes:
-        """Read a small file below the folder; FileNotFoundError if absent."""
-
-    def digest(self, name: str, file: str) -> str:
-        """The SHA-256 of a file; FileNotFoundError if absent."""
-
-    def draft(self) -> Path:
-        """Create an empty local folder for the files of the next checkpoint."""
-
-    def publish(self, draft: Path, name: str) -> None:
-        """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
-
-    def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """The checkpoint as a local folder, for the duration of the context."""
-
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first; OSError if not permitted."""
-
-    def write_note(self, file: str, content: str) -> None:
-        """Write a small file below the folder, atomically."""
-
-    def free_text(self) -> str:
-        """Free space of the storage, for an error message."""
 
 
 def open_store(where: str, synced: bool = False) -> CheckpointStore:
@@ -77,12 +43,17 @@ def open_store(where: str, synced: bool = False) -> CheckpointStore:
 
     filesystem, path = filesystem_of(where)
     if synced or "://" in where or takes_whole_files(Path(path)):
-        return CopyStore(where if "://" in where else path, filesystem, path)
+        return CopyStore(where if "://" in where else path, synced, filesystem, path)
     return FolderStore(Path(path))
 
 
-class FolderStore(CheckpointStore):
-    """A local or shared folder; drafts are renamed into place."""
+class FolderStore:
+    """Checkpoints in a local or shared folder, newest first; drafts are renamed into place.
+
+    All methods raise OSError if the storage cannot be reached, and FileNotFoundError for an absent file.
+    """
+
+    synced = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,6 +76,7 @@ class FolderStore(CheckpointStore):
         return new_draft(self.folder)
 
     def publish(self, draft: Path, name: str) -> None:
+        """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
         for path in draft.iterdir():
             sync(path)
         draft.chmod(0o755)  # a temporary folder is readable by its owner only
@@ -142,11 +114,11 @@ class FolderStore(CheckpointStore):
         return disk_text(self.folder)
 
 
-class CopyStore(CheckpointStore):
+class CopyStore:
     """Storage to which checkpoints are copied file by file, the manifest last."""
 
-    def __init__(self, where: str, filesystem: Any, path: str) -> None:
-        self.where, self.filesystem, self.path = where, filesystem, path.rstrip("/")
+    def __init__(self, where: str, synced: bool, filesystem: Any, path: str) -> None:
+        self.where, self.synced, self.filesystem, self.path = where, synced, filesystem, path.rstrip("/")
 
     def names(self) -> list[str]:
         from pyarrow import fs
@@ -157,8 +129,7 @@ class CopyStore(CheckpointStore):
 
     def content(self, file: str) -> bytes:
         with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
-            content: bytes = stream.read()
-        return content
+            return bytes(stream.read())
 
     def digest(self, name: str, file: str) -> str:
         total = hashlib.sha256()
@@ -180,8 +151,7 @@ class CopyStore(CheckpointStore):
                 path.open("rb") as source,
                 self.filesystem.open_output_stream(f"{folder}/{path.name}") as target,
             ):
-                while chunk := source.read(_CHUNK_BYTES):
-                    target.write(chunk)
+                shutil.copyfileobj(source, target, _CHUNK_BYTES)
         shutil.rmtree(draft, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -220,8 +190,10 @@ class CopyStore(CheckpointStore):
         return "" if "://" in self.where else disk_text(Path(self.path))
 
 
+CheckpointStore = FolderStore | CopyStore
+
+
 def newest_first(names: Any) -> list[str]:
-    """The names of checkpoints among `names`, newest step first."""
     return sorted((n for n in names if _NAME.fullmatch(n)), key=step_of, reverse=True)
 
 
@@ -231,12 +203,10 @@ def step_of(name: str) -> int:
 
 
 def name_of(step: int) -> str:
-    """123 → `step-00000123`."""
     return f"step-{step:08d}"
 
 
 def write_manifest(draft: Path) -> None:
-    """Write the SHA-256 of every file of a draft, as its last file."""
     sums = {path.name: sha256(path) for path in sorted(draft.iterdir())}
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
@@ -274,7 +244,6 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -330,16 +299,22 @@ def sweep_drafts(folder: Path) -> None:
 
 def _abandoned(draft: Path) -> bool:
     age_s = time.time() - max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
-    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        return not _is_locked(draft, os.O_RDONLY) and age_s > UNLOCKED_S
+    except OSError:
+        return age_s > UNKNOWN_S
+
+
+def _is_locked(path: Path, flags: int) -> bool:
+    """OSError: the file system has no locks."""
+    descriptor = os.open(path, flags)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    except OSError:
-        return age_s > UNKNOWN_S
+        return True
     finally:
         os.close(descriptor)
-    return age_s > UNLOCKED_S
+    return False
 
 
 OWNER = "owner"
@@ -397,13 +372,6 @@ def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
 
 def _left_behind(folder: Path, age_s: float) -> bool:
     try:
-        file = os.open(folder / OWNER, os.O_RDWR)
+        return not _is_locked(folder / OWNER, os.O_RDWR)
     except FileNotFoundError:
         return age_s > LEFT_AFTER_S
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return True

@@ -23,7 +23,6 @@ IMAGE_SUFFIXES = (
     *(".gif", ".avif", ".jp2", ".j2k", ".j2c", ".jpc", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".tga"),
     *(".pcx", ".qoi"),
 )
-"""What the decoder reads."""
 _HIDDEN = re.compile(
     r"(^|/)(\.|(@eadir|#recycle|__macosx|\$recycle\.bin|system volume information|lost\+found)(/|$))", re.I
 )
@@ -62,10 +61,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether a folder is object storage mounted as a file system.
-
-    Such a mount writes whole files and does not rename folders.
-    """
+    """Whether a folder is object storage mounted as a file system, which does not rename folders."""
     if str(folder).startswith(OBJECT_MOUNTS):
         return True
     kinds: dict[str, str] = {}
@@ -100,17 +96,13 @@ def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = Fal
 
 
 def is_file(uri: str) -> bool:
-    """Whether there is a file, not a folder or nothing."""
     from pyarrow import fs
 
     return bool(_info(*filesystem_of(uri), uri).type == fs.FileType.File)
 
 
 def is_hidden(relative: str, underscored: bool = False) -> bool:
-    """Whether a file below a data root is none of its records.
-
-    Spark and Delta name their own files with an underscore; cameras name photos so, too: `_DSC0001.JPG`.
-    """
+    """Spark and Delta name their own files with an underscore; cameras name photos so: `_DSC0001.JPG`."""
     if _HIDDEN.search(relative):
         return True
     return not underscored and "/_" in f"/{relative}" and not relative.lower().endswith(IMAGE_SUFFIXES)
@@ -129,10 +121,7 @@ class Entry(NamedTuple):
 def walk(
     root: str, hidden: bool = False, ignore: Callable[[str, list[str]], set[str]] | None = None
 ) -> Iterator[Entry]:
-    """The files and folders below a local folder, through links.
-
-    Reading, counting, fingerprints, staging and uploads all go this way, so that they agree.
-    """
+    """What is below a local folder, through links: for reading, fingerprints, staging and uploads alike."""
     pending: list[tuple[str, tuple[Any, ...]]] = [(root, ())]
     while pending:
         folder, above = pending.pop()
@@ -230,7 +219,6 @@ def children(uri: str) -> list[Any]:
 
 
 def join(uri: str, *parts: str) -> str:
-    """`uri/part/…`."""
     return "/".join([uri.rstrip("/"), *parts])
 
 
@@ -249,7 +237,6 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
 
 
 def refuse_absent(uri: str) -> None:
-    """Refuse a local path that does not exist, without a look at what is below it."""
     if not is_there(uri):
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
 

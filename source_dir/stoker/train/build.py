@@ -23,19 +23,8 @@ def build(worker: Worker, records: int | None) -> None:
     """Fill in the worker, with the same weights on every rank."""
     import torch
 
-    config = worker.config
-    torch.manual_seed(config.seed)
-    build_model(worker, records)
-    for split in ("train", "val"):
-        module = worker.recipe.on_device(split)
-        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
-    torch.manual_seed(config.seed + worker.rank)
-
-
-def build_model(worker: Worker, records: int | None) -> None:
-    import torch
-
-    train = worker.config.train
+    train, seed = worker.config.train, worker.config.seed
+    torch.manual_seed(seed)
     check_device(train, worker.device)
     model = worker.recipe.model()
     sharded = train.strategy == "fsdp" and worker.world_size > 1
@@ -57,6 +46,10 @@ def build_model(worker: Worker, records: int | None) -> None:
         worker.schedule = Schedule(worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
+    for split in ("train", "val"):
+        module = worker.recipe.on_device(split)
+        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
+    torch.manual_seed(seed + worker.rank)
 
 
 def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
@@ -79,8 +72,7 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
 def compile_forward(model: Any, sharded: bool) -> None:
     """torch.compile in place, which keeps the parameters' names.
 
-    The calls that gather a shard cannot be compiled and would break the graph around them, so a model to be
-    sharded is compiled block by block, inside these calls.
+    The calls that gather a shard would break the graph, so blocks to be sharded are compiled inside these.
     """
     import torch
 
@@ -92,7 +84,6 @@ def compile_forward(model: Any, sharded: bool) -> None:
 
 
 def check_device(train: TrainConfig, device: Any) -> None:
-    """Check that this host supports the precision and torch.compile."""
     import torch
 
     wants_bf16 = train.precision == "bf16" and device.type == "cuda"
@@ -157,7 +148,6 @@ MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars",
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse an unknown optimiser before any cluster forms."""
     known = sorted(optimizer_names())
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=3)

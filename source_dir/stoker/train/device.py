@@ -48,10 +48,7 @@ def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
 
 
 class DeviceCopies:
-    """A thread that takes loaded batches in order and starts their copies.
-
-    `take` returns the next loaded batch, None after the last, or raises.
-    """
+    """A thread that starts the copies of batches: of what `take` returns, None after the last."""
 
     def __init__(self, device: Any, take: Callable[[], Any]) -> None:
         import torch
@@ -69,7 +66,7 @@ class DeviceCopies:
         threading.Thread(target=self._work, name="feed-copies", daemon=True).start()
 
     def take(self) -> Any:
-        """The next batch, on its way to the device; None after the last. Raises what the feed failed with."""
+        """The next batch, on its way to the device; None after the last."""
         item = self._ready.get()
         self._room.release()
         if isinstance(item, BaseException):
@@ -129,14 +126,11 @@ SMOOTHING = 0.2
 
 
 class Stamps(NamedTuple):
-    """Train worker: `time.perf_counter()` at which a batch passed each point."""
+    """When its blocks existed, its rows were on this host, and were one batch, by `time.perf_counter()`."""
 
     produced: float
-    """Its blocks existed."""
     arrived: float
-    """When its rows were on this host."""
     collated: float
-    """When it was one batch in this host's memory."""
 
 
 def exposed(since: float, until: float, stamps: Stamps) -> list[float]:
@@ -150,13 +144,13 @@ def exposed(since: float, until: float, stamps: Stamps) -> list[float]:
 
 
 def on_device(waits: list[float], idle: float, copy: float, step: float) -> list[float]:
-    """The part of the loop's waits that the device felt, by TERMS.
+    """The part of the loop's `waits` that the device felt, by TERMS; all in seconds.
 
     Args:
-        waits: the loop's, by WAITS, s.
-        idle: from the end of the previous step until the loop had the batch, s.
-        copy: how long the device then waited for the copy, s.
-        step: from the end of the previous step to the end of this one, s.
+        waits: by WAITS.
+        idle: from the end of the previous step until the loop had the batch.
+        copy: how long the device then waited for the copy.
+        step: from the end of the previous step to the end of this one.
     """
     waited = sum(waits)
     # Idle time beyond the loop's wait is overhead of the loop (such as logging), not of the input.
@@ -173,15 +167,11 @@ class StepTimes:
     terms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
     steps: int = 0
     first_wait_s: float = 0.0
-    """The wait for the pass's first batch, part of `wait_s`."""
     longest_wait_s: float = 0.0
-    """The longest wait for one batch."""
     fetch_s: float = 0.0
     """Time in which the feed's threads fetched rows, whether or not the loop waited."""
     fetch_cpu_s: float = 0.0
-    """CPU time of these threads in that time."""
     collate_cpu_s: float = 0.0
-    """CPU time of a recipe's `collate` on CPU hosts."""
     step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     compute_s: float = 0.0
     """Smoothed time of a step without its waits."""
@@ -190,7 +180,6 @@ class StepTimes:
 
     @property
     def wait_s(self) -> float:
-        """The input wait: everything but compute."""
         return sum(self.terms[name] for name in WAITS)
 
     def add(self, parts: list[float]) -> None:
@@ -212,20 +201,16 @@ class StepTimes:
         return {name: round(1000 * seconds, 3) for name, seconds in means.items()}
 
     def waits(self) -> dict[str, Any]:
-        """The input wait so far, and how much of it was for the first batch and for one."""
         names = ("wait_s", "first_wait_s", "longest_wait_s")
         return {name: round(getattr(self, name), 6) for name in names}
 
     def figures(self) -> dict[str, float]:
-        """The figures of the `pass` event, in addition to the step times."""
         figures = {f"{name}_s": round(seconds, 6) for name, seconds in self.terms.items()}
         names = ("fetch_s", "fetch_cpu_s")
         return figures | self.waits() | {name: round(getattr(self, name), 6) for name in names}
 
 
 class HostClock:
-    """Times steps if the loop itself computes, on a CPU."""
-
     def __init__(self, times: StepTimes) -> None:
         self.times = times
         self._waits: list[float] | None = None
@@ -246,13 +231,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times steps on a GPU by events in the compute stream."""
-
     def __init__(self, times: StepTimes, device: Any) -> None:
         self.times, self._device = times, device
         self._spare: list[Any] = []
         self._last: Any = None
-        """E of the previous step."""
         self._open: tuple[list[float], Any, Any] | None = None
         self._pending: deque[tuple[list[float], Any, Any, Any, Any]] = deque()
 

@@ -22,21 +22,12 @@ from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
 from stoker.train.feed import as_one_batch
-from stoker.train.state import (
-    Worker,
-    at_least_float32,
-    count_records,
-    from_rank,
-    same_draws,
-    to_device,
-)
+from stoker.train.state import Worker, at_least_float32, count_records, from_rank, same_draws, to_device
 from stoker.train.step import autocast, naming_text, single_record_fault
 from stoker.train.stopping import known
 
 
 class Evaluation:
-    """One validation of the averaged weights, or of the model."""
-
     def __init__(self, worker: Worker, epoch: int | None) -> None:
         import torch
 
@@ -48,8 +39,7 @@ class Evaluation:
         self.sharded, self.spare = strategies.is_sharded(self.model), dict[str, Any]()
         with self.quietly():
             self.scores = Scores(worker)
-        self.sums = torch.zeros(3, dtype=torch.float64)
-        """Sum of the losses, records that have one, all records."""
+        self.sums = torch.zeros(3, dtype=torch.float64)  # of losses, records that have one, all records
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -134,10 +124,7 @@ def tell_once(worker: Worker, notes: list[str]) -> None:
 
 
 def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> None:
-    """Let `min` and `max` of torchmetrics' MinMaxMetric cover all epochs of the run.
-
-    Each validation creates its metrics anew, and a resumed run does so in other processes.
-    """
+    """Let `min` and `max` of torchmetrics' MinMaxMetric cover the run: each validation creates it anew."""
     for name in [name.removesuffix("/raw") for name in values if name.endswith("/raw")]:
         for kind, pick in (("min", min), ("max", max)):
             before = [entry["metrics"].get(f"{name}/{kind}") for entry in history]
@@ -222,17 +209,13 @@ class Scores:
         except Exception as error:
             raise UsageError(f"recipe: {type(worker.recipe).__name__}.metrics: {_why(error)}") from error
         self.fed = False
-        """Whether this rank has updated them."""
         self.values: dict[str, float] = {}
         self.tables: list[dict[str, Any]] = []
         """Events for the report: `name`, `rows`, `columns`, `values`."""
         self.notes: list[str] = []
-        """What is not shown, and why."""
         self.later: set[str] = set()
-        """Metrics that need more than the first records."""
 
     def update(self, result: Mapping[str, Any]) -> None:
-        """Add the `preds` and `target` that a validation step has returned, if any."""
         from torch.utils._pytree import tree_map
 
         if "preds" in result and "target" in result:
@@ -258,10 +241,10 @@ class Scores:
             except Exception as error:
                 if not few or not isinstance(error, ValueError | RuntimeError):
                     raise self._failed(name, error) from error
-                text = (
-                    f"cannot be computed from the first records ({_why(error)}); if it cannot from all, the"
+                self.notes.append(
+                    f"metric {name}: cannot be computed from the first records ({_why(error)}); if it cannot"
+                    " from all, the validation of the first epoch fails"
                 )
-                self.notes.append(f"metric {name}: {text} validation of the first epoch fails")
                 self.later.add(f"val/{name}")
             else:
                 self._show(f"val/{name}", found, self.classes)
@@ -271,11 +254,8 @@ class Scores:
         return UsageError(f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}")
 
     def _show(self, name: str, value: Any, classes: Sequence[str], curve: bool = False) -> None:
-        if (
-            isinstance(value, Mapping | list | tuple)
-            and len(value) > MOST_SCALARS
-            and _as_array(value) is None
-        ):
+        nested = isinstance(value, Mapping | list | tuple)
+        if nested and len(value) > MOST_SCALARS and _as_array(value) is None:
             # Such as the IoU of each image, by (image, class).
             self.notes.append(f"{name} is not shown: {len(value):,} parts are more than {MOST_SCALARS}")
         elif isinstance(value, Mapping):
@@ -334,21 +314,16 @@ class Scores:
             self.notes.append(f"{name}: {len(cells)} values, more than {MOST_SCALARS}: only in the report")
         rows = [" / ".join(path) for path in itertools.product(*axes[:-1])] if array.ndim > 1 else axes[0]
         table = array.reshape(len(rows), -1)
-        self.tables.append(
-            {
-                "name": name,
-                "rows": rows,
-                "columns": axes[-1] if array.ndim > 1 else ["value"],
-                "values": [[_cell(cell) for cell in row] for row in table],
-            }
-        )
+        columns = axes[-1] if array.ndim > 1 else ["value"]
+        values = [[_cell(cell) for cell in row] for row in table]
+        self.tables.append({"name": name, "rows": rows, "columns": columns, "values": values})
 
     def note_unfed(self) -> None:
-        """Note metrics of the recipe to which its validation step gives nothing."""
         if self.own and not self.fed and self.metrics:
-            these = count_of(len(self.metrics), "metric")
-            text = f"{these} ({', '.join(self.metrics)}) not computed: validation_step returns no"
-            self.notes.append(f"{text} preds and target")
+            self.notes.append(
+                f"{count_of(len(self.metrics), 'metric')} ({', '.join(self.metrics)}) not computed:"
+                " validation_step returns no preds and target"
+            )
 
 
 def _why(error: Exception) -> str:

@@ -43,10 +43,9 @@ def wanted(config: Config) -> list[str]:
 
 
 def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
-    """Rank 0 keeps a few records of the first batch, from validation if there is one.
+    """Called with every batch: rank 0 keeps a few records of the first one, from validation if there is one.
 
-    Called with every batch; returns immediately except for the first of a split. What an export needs is
-    tried with the very first one, not after days of training.
+    What an export needs is tried with the very first batch, not after days of training.
     """
     kept: Example | None = worker.example
     if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
@@ -80,11 +79,7 @@ def refuse_absent(recipe: Recipe, columns: Collection[str]) -> None:
 
 
 def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
-    """Write the configured formats of the model and report each to the head.
-
-    A failure is an event, which the head turns into the run's error; restarting the train workers would
-    only fail again.
-    """
+    """A failure is an event, which the head turns into the run's error: a restart would only fail again."""
 
     def tell(result: dict[str, Any]) -> None:
         # Wait, because the head takes an unreported export for done.
@@ -129,7 +124,6 @@ def read_example(worker: Worker) -> Example | None:
 
 
 def export_example(recipe: Recipe, batch: Batch, split: Split) -> Example:
-    """The first records of a batch, on the CPU, with the columns an export takes."""
     import torch
 
     there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -147,10 +141,7 @@ def write_forms(
     tell: Callable[[dict[str, Any]], Any],
     elsewhere: str | None = None,
 ) -> None:
-    """Write, reload and compare each format; model.json records the results.
-
-    A file appears in `folder` only after the comparison; a failure does not affect the other formats.
-    """
+    """Each file appears in `folder` only after the comparison; a failure does not affect other formats."""
     draft = Path(elsewhere or folder) / ".draft"
     place = shutil.copyfile if elsewhere else os.replace
     results = []
@@ -183,11 +174,9 @@ def write_forms(
 def export_reference(
     recipe: Recipe, forms: list[str], example: Example | None, folder: Path
 ) -> Exports | str:
-    """The reference model and its outputs.
+    """The reference model and its outputs; if only safetensors is wanted, else why the recipe cannot predict.
 
-    Returns:
-        If only safetensors is requested and the recipe cannot predict: the reason, as text. The weights have
-        then been loaded into a new model, which is all that can be checked.
+    The weights have then been loaded into a new model, which is all that can be checked.
     """
     import torch
 
@@ -215,7 +204,6 @@ def export_reference(
 
 
 def describe_export(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
-    """Add inputs, outputs and the results of the comparison to model.json."""
     about = json.loads((folder / "model.json").read_text())
     if exports is not None and exports.answers:
         size = exports.sizes[-1]
@@ -249,8 +237,6 @@ FILES = {
 
 @dataclass(frozen=True)
 class Example:
-    """A few records as the feed yields them, on the CPU."""
-
     batch: Batch
     split: Split = "train"
 
@@ -265,18 +251,14 @@ class Example:
 
 @dataclass
 class Exports:
-    """The model to export and the reference for the checks."""
-
     recipe: Recipe
     folder: Path
     names: list[str]
     example: Example
     sizes: list[int]
     reference: Any = None
-    """The recipe's model with the saved weights, as one module from columns to outputs."""
     outputs: list[str] = field(default_factory=list)
     answers: dict[int, list[Any]] = field(default_factory=dict)
-    """Outputs of the reference, by number of records."""
 
     @property
     def traced(self) -> tuple[Any, ...]:
@@ -284,7 +266,6 @@ class Exports:
 
     @cached_property
     def program(self) -> Any:
-        """What torch.export makes of the reference, with a dynamic batch dimension."""
         import torch
 
         free = [{0: torch.export.Dim.DYNAMIC} for _ in self.names]
@@ -349,7 +330,6 @@ def write_one(exports: Exports, form: str, draft: Path) -> float:
 
 
 def max_difference(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
-    """The largest absolute difference in a batch of `size` records."""
     import torch
 
     worst = 0.0
@@ -376,22 +356,20 @@ def flat(answer: Any) -> list[Any]:
     return list(answer) if isinstance(answer, tuple | list) else [answer]
 
 
-def write_safetensors(exports: Exports, path: Path) -> Callable[..., Any]:
+def write_safetensors(exports: Exports, path: Path) -> Any:
     """The file exists already; load it into a second new model."""
     recipe = exports.recipe
-    module: Any = as_module(recipe, fresh_model(recipe, exports.folder / path.name), exports.names, [])
-    return module  # type: ignore[no-any-return]
+    return as_module(recipe, fresh_model(recipe, exports.folder / path.name), exports.names, [])
 
 
-def write_torch_export(exports: Exports, path: Path) -> Callable[..., Any]:
+def write_torch_export(exports: Exports, path: Path) -> Any:
     import torch
 
     torch.export.save(exports.program, path)
-    module: Callable[..., Any] = torch.export.load(path).module()
-    return module
+    return torch.export.load(path).module()
 
 
-def write_onnx(exports: Exports, path: Path) -> Callable[..., Any]:
+def write_onnx(exports: Exports, path: Path) -> Any:
     import onnxruntime
     import torch
 
@@ -413,15 +391,14 @@ def write_onnx(exports: Exports, path: Path) -> Callable[..., Any]:
     )
 
 
-def write_torchscript(exports: Exports, path: Path) -> Callable[..., Any]:
+def write_torchscript(exports: Exports, path: Path) -> Any:
     import torch
 
     torch.jit.trace(exports.reference, exports.traced).save(str(path))  # type: ignore[no-untyped-call]
-    module: Callable[..., Any] = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
-    return module
+    return torch.jit.load(str(path))  # type: ignore[no-untyped-call]
 
 
-WRITERS: dict[str, Callable[[Exports, Path], Callable[..., Any]]] = {
+WRITERS: dict[str, Callable[[Exports, Path], Any]] = {
     "safetensors": write_safetensors,
     "torch_export": write_torch_export,
     "onnx": write_onnx,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from stoker.chain.collating import CollateFn, all_of, collated
 from stoker.config.schema import DataConfig
@@ -26,25 +26,11 @@ FETCHERS = 2
 LEAST_BATCHES, MOST_BATCHES = 2, 512
 
 
-class PrefetchLimit(NamedTuple):
-    """How much data to keep ready."""
-
-    seconds: float
-    """Seconds of training."""
-    max_bytes: int
-
-    @classmethod
-    def of(cls, data: DataConfig) -> PrefetchLimit:
-        """From the configuration."""
-        return cls(data.prefetch_s, data.prefetch_mb * 2**20)
-
-
 @dataclass
 class HostBatch:
-    """One step's batch in this host's memory."""
+    """One step's batch in this host's memory; a copy to the device replaces its columns."""
 
     columns: Batch
-    """Tensors, or lists of strings."""
     ids: Any
     keys: list[str]
     portion: StepAssignment
@@ -61,18 +47,15 @@ class Feed:
     attempt: int
     device: Any
     transport: Transport
-    prefetch: PrefetchLimit
-    stall_timeout_s: float
+    data: DataConfig
     split: str = "train"
     epoch: int = 0
     rank: int = 0
-    first_step: int = 0
     join_s: float = 0.0
     """How long to wait for its threads when the pass ends. A process that disconnects from Ray after it needs
     that: Ray ends it if a thread then drops a reference to a block."""
     keep_keys: bool = False
     collator: Collator | None = None
-    """Makes batches on CPU hosts, for a recipe with `collate`."""
     times: StepTimes = field(default_factory=StepTimes)
     rows: int = 0
     padded: int = 0
@@ -80,15 +63,9 @@ class Feed:
     keys: list[str] = field(default_factory=list)
     stop: str = ""
     """Why the run stops after the last batch returned."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards the times that the fetching threads add to."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `times`
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this rank.
-
-        Raises:
-            DataError: the data side failed, or delivered nothing for `stall_timeout_s`.
-        """
         fetchers = self.collator.at_once if self.collator else FETCHERS
         prefetcher = Prefetcher(
             f"feed-{self.split}",
@@ -96,7 +73,6 @@ class Feed:
             self._fetch,
             threads=fetchers,
             limit=LEAST_BATCHES + fetchers,
-            first=self.first_step,
         )
         take = partial(self._take, prefetcher)
         on_gpu = self.device.type == "cuda"
@@ -130,42 +106,40 @@ class Feed:
 
     def _take(self, prefetcher: Prefetcher[StepAssignment, HostBatch]) -> HostBatch | None:
         try:
-            return prefetcher.take(self.stall_timeout_s)
+            return prefetcher.take(self.data.stall_timeout_s)
         except LateError:
             raise DataError(
-                f"no {self.split} batch for {self.stall_timeout_s:.0f} s (data.stall_timeout_s):"
+                f"no {self.split} batch for {self.data.stall_timeout_s:.0f} s (data.stall_timeout_s):"
                 " the CPU hosts are stuck or too slow"
             ) from None
 
     def _resize(self, prefetcher: Prefetcher[Any, Any], batch_bytes: int) -> None:
-        """Prefetch as many batches as `prefetch.seconds` of training needs and memory allows."""
         if self.times.compute_s <= 0:
             return
-        wanted = ceil(self.prefetch.seconds / self.times.compute_s)
+        wanted = ceil(self.data.prefetch_s / self.times.compute_s)
         if self.collator:
             # These are in the making on CPU hosts.
             wanted += self.collator.at_once
-        room = self.prefetch.max_bytes // max(batch_bytes, 1)
+        room = self.data.prefetch_mb * 2**20 // max(batch_bytes, 1)
         prefetcher.limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
 
     def _ask(self, step: int, most: int, fetched: int) -> list[StepAssignment] | None:
-        """Prefetcher's call: the rows of up to `most` steps; None after the last."""
         import ray
 
         which = (self.attempt, self.split, self.epoch, self.rank)
         call = self.coordinator.ahead.remote(*which, step, most, fetched)
         try:
-            answer: list[StepAssignment] | str = ray.get(call, timeout=self.stall_timeout_s)
+            answer: list[StepAssignment] | str = ray.get(call, timeout=self.data.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
-                f"step {step}: no {self.split} data for {self.stall_timeout_s:.0f} s (data.stall_timeout_s)"
+                f"step {step}: no {self.split} data for {self.data.stall_timeout_s:.0f} s"
+                " (data.stall_timeout_s)"
             ) from None
         if isinstance(answer, str):
             raise DataError(answer)
         return answer or None
 
     def _fetch(self, portion: StepAssignment, produced: float) -> HostBatch:
-        """Prefetcher's call: the batch of a step, assigned at `produced`."""
         began, cpu = time.perf_counter(), time.thread_time()
         try:
             made = self._receive(portion, produced)
@@ -190,7 +164,6 @@ class Feed:
         return Arrived(*as_tensors(fetched.columns), produced, fetched.arrived)
 
     def _count(self, item: HostBatch) -> None:
-        """Count the rows given to the loop in this rank's account."""
         import numpy as np
 
         portion, ids = item.portion, item.ids
@@ -227,16 +200,7 @@ def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
 
 
 def as_one_batch(collate: CollateFn | None, columns: dict[str, Any], report: BlockReport) -> Batch:
-    """A whole block as a batch on the CPU, as train workers receive batches.
-
-    Args:
-        collate: the recipe's, if it has one.
-        columns: of at least one record.
-        report: of the block.
-
-    Raises:
-        SchemaError: the recipe's `collate` failed.
-    """
+    """A whole block as a batch on the CPU, as train workers receive batches."""
     if collate:
         return collated(collate, all_of([(columns, 0, report.rows)])[0], "one batch")
     return as_tensors(as_batch(columns, report.schemas[-1]))[0]

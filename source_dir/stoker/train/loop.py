@@ -18,7 +18,7 @@ from stoker.storage.checkpoint_store import open_store
 from stoker.train.build import build, learning_rate
 from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
-from stoker.train.feed import Feed, PrefetchLimit
+from stoker.train.feed import Feed
 from stoker.train.manager import CheckpointManager, begin, check_scale, nothing_left
 from stoker.train.state import (
     Progress,
@@ -44,12 +44,7 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Run all epochs, from the initial weights to the saved model.
-
-    Settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-    model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, sample (the first
-    validation records: columns and report, or None), classes (their names, or None).
-    """
+    """Run all epochs, from the initial weights to the saved model; settings: see `RecipeWork`."""
     import ray
     import ray.train.torch
     import torch
@@ -64,8 +59,9 @@ def train(settings: dict[str, Any]) -> None:
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
         device=ray.train.torch.get_device(),
+        clock=settings["clock"],
     )
-    worker.classes, worker.clock = class_names_of(worker.recipe, settings["classes"]), settings["clock"]
+    worker.classes = class_names_of(worker.recipe, settings["classes"])
     if worker.rank == 0:
         tee_prints(worker)
     threads = config.train.threads or max(1, machine.cores() // context.get_local_world_size())
@@ -153,13 +149,9 @@ def close_epoch(
 
 
 def train_epoch(
-    worker: Worker, keeper: CheckpointManager | None, progress: Progress
+    worker: Worker, keeper: CheckpointManager, progress: Progress
 ) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
-    """One pass over the training records, or the rest of one.
-
-    Returns:
-        (metrics by conventional name, why the run should stop within the epoch or "", the epoch's books).
-    """
+    """(metrics by conventional name, why the run should stop within the epoch or "", the epoch's books)."""
     import torch
 
     worker.model.train()
@@ -193,13 +185,13 @@ def train_epoch(
             log_step(worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm)
         if reached(worker):
             break
-        if keeper and not feed.stop:
+        if not feed.stop:
             keeper.after_step(progress)
     elapsed = time.perf_counter() - started
     samples = progress.samples - progress.carried_samples
     stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
     books = []
-    if keeper and (reached(worker) or not stop):
+    if reached(worker) or not stop:
         keeper.before_settling()
         books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"] if books[0]["whole"] else 0
@@ -216,11 +208,7 @@ def train_epoch(
 
 
 def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
-    """Evaluate every validation record exactly once.
-
-    Returns:
-        (metrics over all ranks, books, ""); or empty dicts, and why the run should stop now.
-    """
+    """(metrics over all ranks, books, ""); or empty dicts, and why the run should stop now."""
     feed = open_pass(worker, "val", epoch)
     started = time.perf_counter()
     evaluation = Evaluation(worker, epoch)
@@ -248,8 +236,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
         rank=worker.rank,
         device=worker.device,
         transport=worker.transport,
-        prefetch=PrefetchLimit.of(data),
-        stall_timeout_s=data.stall_timeout_s,
+        data=data,
         keep_keys=worker.config.tracking.record_ids,
         collator=(
             Collator(worker.config, split, epoch, worker.world_size, worker.transport, worker.coordinator)
@@ -274,7 +261,6 @@ def log_step(worker: Worker, progress: Progress, feed: Feed, started: float, **v
 
 
 def log_pass(worker: Worker, feed: Feed, samples: int, elapsed_s: float, steps: int) -> None:
-    """Log a finished pass; `samples` and `steps` are those of this start."""
     worker.log(
         kinds.PassEnded(
             split=feed.split,

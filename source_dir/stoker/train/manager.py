@@ -9,6 +9,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from stoker.train.state import (
     Worker,
     carried_progress,
     checkpoint_content,
-    from_rank_0,
+    from_rank,
     gather,
     live_state,
     not_finite,
@@ -46,7 +47,6 @@ class CheckpointManager:
     def __init__(self, worker: Worker, store: CheckpointStore) -> None:
         self.worker, self.store = worker, store
         config = worker.config
-        self.every_steps = config.checkpoint.every_steps
         self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
         """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
@@ -68,7 +68,8 @@ class CheckpointManager:
         """Between two steps: take a checkpoint if one is due. All ranks decide alike."""
         if self.worker.rank == 0:
             self.writer.check()
-        if self.every_steps is not None and self.worker.step % self.every_steps == 0:
+        every_steps = self.worker.config.checkpoint.every_steps
+        if every_steps is not None and self.worker.step % every_steps == 0:
             self.take(progress, {})
 
     def after_epoch(
@@ -83,7 +84,7 @@ class CheckpointManager:
         if progress is None and self.early_stopping:
             self.early_stopping.update(metrics)
             # Figures such as samples/s differ between ranks: rank 0 decides.
-            reason = from_rank_0(self.worker, self.early_stopping.reason)
+            reason = from_rank(self.worker, self.early_stopping.reason)
             self.early_stopping.reason = reason
         entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
         self.history.append(entry)
@@ -101,8 +102,7 @@ class CheckpointManager:
     ) -> None:
         """Take a checkpoint now; the slow part runs in the background. Collective.
 
-        One without metrics does not compete for best. `pending` is the epoch to validate next, so that an
-        interrupted validation costs no training.
+        Without metrics it does not compete for best; `pending`: the epoch to validate next.
         """
         worker, started = self.worker, time.perf_counter()
         check_state(worker, progress)
@@ -116,7 +116,7 @@ class CheckpointManager:
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        content = checkpoint_content(worker, live, parts, meta, self._copier)
+        content = checkpoint_content(live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
         paused_s = time.perf_counter() - started
         write = partial(self._write, content, self._position, paused_s)
@@ -130,7 +130,7 @@ class CheckpointManager:
             ray.wait([self._position], timeout=CALL_TIMEOUT_S)
 
     def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
-        worker = self.worker
+        worker, clock = self.worker, self.worker.clock
         return {
             "step": worker.step,
             "samples": worker.samples + progress.samples,
@@ -143,23 +143,19 @@ class CheckpointManager:
             **self._outcome(metrics),
             "config": self._config,
             "time": time.time(),
-            **(
-                {"started": worker.clock[0], "seconds": time.time() - worker.clock[1]} if worker.clock else {}
-            ),
+            **({"started": clock[0], "seconds": time.time() - clock[1]} if clock else {}),
         }
 
     def _outcome(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """The part of `meta.json` that validation changes."""
         return {
             "metrics": finite(metrics),
             "monitored": monitored(self.worker.config, metrics) if metrics else None,
-            "early_stopping": self.early_stopping.state() if self.early_stopping else None,
+            "early_stopping": asdict(self.early_stopping) if self.early_stopping else None,
             "history": list(self.history),
             "pending": self.pending,
         }
 
     def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
-        """Ask for the data position; the writer waits for the answer."""
         worker = self.worker
         if progress.feed is None and progress.steps and self.resumed is not None:
             # Nothing was trained since the resume.
@@ -199,10 +195,7 @@ class CheckpointManager:
         return saved
 
     def restore(self, saved: Checkpoint) -> Progress | None:
-        """Restore a checkpoint, and the progress in the epoch that it interrupts, if any. Collective.
-
-        Rank 0 reads it for all, as only its host may have it.
-        """
+        """Returns the progress in an epoch that it interrupts. Collective: rank 0 reads it for all."""
         worker, meta = self.worker, saved.meta
         content = checkpoint.load_checkpoint(saved) if worker.rank == 0 else None
         ranks = restore_state(worker, content)
@@ -210,7 +203,7 @@ class CheckpointManager:
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.history, self.resumed, self._last = list(meta["history"]), saved, saved
         self.pending, worker.kept = saved.pending, saved.name
-        self._completes = from_rank_0(worker, saved.store.where == self.store.where)
+        self._completes = from_rank(worker, saved.store.where == self.store.where)
         if self.early_stopping:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and saved.store.where == self.store.where:
@@ -227,7 +220,6 @@ class CheckpointManager:
         return checkpoint.newest_valid(self.store, self._note)
 
     def write_model(self, target: Path) -> None:
-        """Rank 0, at the end: the best valid checkpoint's weights, averaged if present, become the model."""
         worker = self.worker
         self.writer.wait()
         best = checkpoint.newest_valid(self.store, self._note, self.shelf.best())
@@ -255,7 +247,6 @@ class CheckpointManager:
         worker.log(ModelWritten(path=str(target), **where, whole=whole, **by))
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, however the run ended."""
         with contextlib.suppress(OSError):  # do not hide an earlier error
             self.writer.wait(CALL_TIMEOUT_S)
 
@@ -269,11 +260,7 @@ all skipped, and all further ones will be."""
 
 
 def check_state(worker: Worker, progress: Progress) -> None:
-    """Raise on all ranks if the state of any rank is not finite. Collective.
-
-    Checks the losses since the epoch began and the present weights, averaged weights and optimiser state,
-    with one reduction on the device and one number read from it.
-    """
+    """Raise on all ranks if the state of any rank is not finite, with one reduction. Collective."""
     import torch.distributed as dist
 
     names, sound = _verdicts(worker, progress)
@@ -324,21 +311,20 @@ Named = tuple[str, Any]
 
 
 def _strict(worker: Worker) -> Iterator[Named]:
-    """The tensors on this rank that must be finite throughout."""
-    models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
-    for kind, model in models:
-        if model is not None:
-            named = strategies.plain(model).named_parameters()
-            yield from _floats((f"{kind} {name}", p) for name, p in named)
+    for kind, model in _models(worker):
+        yield from _floats((f"{kind} {name}", p) for name, p in model.named_parameters())
     if worker.optimizer is not None:
         yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
 
 
 def _buffers(worker: Worker) -> Iterator[Named]:
-    for model in (worker.model, worker.ema and worker.ema.module):
-        if model is not None:
-            named = strategies.plain(model).named_buffers()
-            yield from _floats((f"buffer {name}", b) for name, b in named)
+    for _, model in _models(worker):
+        yield from _floats((f"buffer {name}", b) for name, b in model.named_buffers())
+
+
+def _models(worker: Worker) -> list[Named]:
+    models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
+    return [(kind, strategies.plain(model)) for kind, model in models if model is not None]
 
 
 def _floats(named: Iterable[Named]) -> Iterator[Named]:
@@ -349,7 +335,6 @@ def _floats(named: Iterable[Named]) -> Iterator[Named]:
 
 
 def _flat(name: str, tree: Any) -> Iterator[Named]:
-    """The tensors in nested dicts and lists with their paths."""
     import torch
 
     if isinstance(tree, torch.Tensor):
@@ -387,7 +372,7 @@ def begin(
         ray.get(call)
     # The other ranks wait for this; by then the data has started.
     agreed = (worker.attempt, found and found.name, found and found.meta)
-    worker.attempt, name, meta = from_rank_0(worker, agreed)
+    worker.attempt, name, meta = from_rank(worker, agreed)
     return Checkpoint(keeper.store, name, meta) if worker.rank and name else found
 
 
@@ -404,7 +389,6 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
 
 
 def nothing_left(worker: Worker, keeper: CheckpointManager, first_epoch: int) -> str:
-    """Why a resumed run has nothing left to train, or ""."""
     config = worker.config.train
     if keeper.early_stopping and keeper.early_stopping.reason:
         return keeper.early_stopping.reason

@@ -15,8 +15,7 @@ from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
 from stoker.serve.recipe_pass import least_rows
 from stoker.sizing.model import Scaler
-from stoker.train import resume as resuming
-from stoker.train.resume import refuse_unshared
+from stoker.train.resume import find_start, refuse_unshared
 from stoker.train.stopping import check_monitors
 
 
@@ -26,19 +25,22 @@ class RecipeWork:
 
     def __init__(self, config: Config, data: Data, place: RunPlace, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place
-        self.workers, self.use_gpu = plan_workers(config, data)
+        import ray
+
+        self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
+        refuse_large_batches(config.train, data.totals["train"], self.workers)
+        refuse_unknown_length(config.train, data.totals["train"])
         refuse_single_records(config, data, self.workers)
-        self.start = resuming.find_start(config, place, data, self.workers, tracking.summary, tracking.note)
+        store, self.start = find_start(config, place, data, self.workers, tracking.summary, tracking.note)
         self.summary = tracking.summary
-        self.where, self.synced = self.start.where, self.start.synced
+        self.where, self.synced = store.where, store.synced
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
     def start_coordinator(self) -> Any:
         start, scaling = self.start, self.config.cluster.cpu_hosts
         scaler = Scaler(scaling) if scaling.max else None
-        return start_coordinator(
-            self.config, self.data, self.workers, start.first_epoch, start.position, scaler
-        )
+        first, position = (start.meta["next_epoch"], start.position) if start else (0, None)
+        return start_coordinator(self.config, self.data, self.workers, first, position, scaler)
 
     def opening_line(self) -> str:
         counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]
@@ -51,9 +53,11 @@ class RecipeWork:
         return [*filter(None, [cache_note(config), exact_note(config, data)]), *data.notes()]
 
     def settings(self) -> dict[str, Any]:
+        """What `loop.train` takes besides the configuration and the coordinator."""
+        start = self.start
         return {
             "checkpoints": (self.where, self.synced),
-            "resume": self.start.chosen,
+            "resume": start and (start.store.where, start.store.synced, start.name),
             "model_dir": str(self.place.model_dir),
             "mounted": self.place.lasting is not None,
             "records": self.data.totals["train"],
@@ -68,7 +72,6 @@ class RecipeWork:
 
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
-    """Refuse options that this recipe ignores, before any cluster forms."""
     name, problems = type(recipe).__name__, []
     if type(recipe).training_step is not Recipe.training_step:
         for key in ("label_smoothing", "mixup", "cutmix"):
@@ -85,15 +88,6 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
                 )
     if problems:
         raise UsageError(*problems)
-
-
-def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
-    import ray
-
-    workers, use_gpu = count_workers(config, ray.cluster_resources())
-    refuse_large_batches(config.train, data.totals["train"], workers)
-    refuse_unknown_length(config.train, data.totals["train"])
-    return workers, use_gpu
 
 
 def count_workers(config: Config, resources: Mapping[str, float]) -> tuple[int, bool]:
@@ -122,14 +116,12 @@ def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) 
 
 
 def refuse_mixing(train: TrainConfig, recipe: Recipe) -> None:
-    """Refuse what mixes or smooths single labels, if a record may have several."""
     given = [f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)]
     if given and several_labels(recipe):
         raise UsageError(f"{', '.join(given)}: the images may have several labels; leave it out")
 
 
 def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
-    """Refuse steps of more records than the training split has."""
     if total is not None and train.batch_size * workers * train.accumulate_steps > total:
         batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
         raise UsageError(
@@ -139,7 +131,6 @@ def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) ->
 
 
 def refuse_unknown_length(train: TrainConfig, total: int | None) -> None:
-    """Refuse what needs the number of records if the source does not know it."""
     if total is not None:
         return
     if train.scheduler != "none" and train.max_steps is None:

@@ -6,7 +6,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +26,8 @@ FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 """Keys that must not change: the saved state would not fit, or the result would be another run's."""
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where this run writes its checkpoints, and the checkpoint it resumes from."""
-
-    where: str
-    synced: bool
-    start: Checkpoint | None = None
-    start_synced: bool = False
-
-    @property
-    def chosen(self) -> tuple[str, bool, str] | None:
-        """The resumed checkpoint, in the form that train workers take."""
-        return (self.start.store.where, self.start_synced, self.start.name) if self.start else None
-
-    @property
-    def first_epoch(self) -> int:
-        return int(self.start.meta["next_epoch"]) if self.start else 0
-
-    @property
-    def position(self) -> dict[str, Any] | None:
-        return self.start.position if self.start else None
+Start = tuple[CheckpointStore, Checkpoint | None]
+"""Where this run writes its checkpoints, and the one that it resumes from."""
 
 
 def check_path(config: Config) -> None:
@@ -57,28 +37,25 @@ def check_path(config: Config) -> None:
 
 def find_start(
     config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
-) -> ResumePoint:
-    """Find the start of the run and check it against the checkpoint it resumes from."""
+) -> Start:
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     check_monitors(config, recipe, "val" in data.sources)
-    start = plan_resume(config, place, log)
-    if start.start is not None:
-        start = replace(start, start=awaiting(start.start, config.train.max_steps))
-    if start.start is not None:
-        check_same_run(config, workers, start.start, log)
-        fill_summary(summary, start.start, place.run_dir)
-    return start
+    store, start = plan_resume(config, place, log)
+    if start is not None:
+        start = awaiting(start, config.train.max_steps)
+        check_same_run(config, workers, start, log)
+        fill_summary(summary, start, place.run_dir)
+    return store, start
 
 
-def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> ResumePoint:
-    """Find the checkpoint to resume from, as set by `checkpoint.resume`.
+def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
+    """Find the checkpoint to resume from.
 
     A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
     configuration continues from its latest checkpoint, not from the one it first started with.
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
-    plain = ResumePoint(where, synced)
     names = own.names()
     if resume == "never":
         if names:
@@ -86,7 +63,7 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> R
                 f"checkpoint.dir: {where} has checkpoints of an earlier run ({names[0]}), and"
                 " checkpoint.resume is never; choose another folder, or remove them"
             )
-        return plain
+        return own, None
     if resume != "auto":
         other, name = locate(resume)
         if name and names and Path(other.where) == Path(own.where) and step_of(name) < step_of(names[0]):
@@ -95,13 +72,13 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> R
                 " overwrite; set checkpoint.dir to another folder"
             )
         if not names:
-            return ResumePoint(where, synced, chosen(other, name, resume, log))
+            return own, chosen(other, name, resume, log)
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     found = newest_valid(own, log)
     if names and found is None:
         log(f"{where} has no valid checkpoint; starting from scratch")
-    return ResumePoint(where, synced, found, synced)
+    return own, found
 
 
 def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
@@ -111,8 +88,7 @@ def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
         return str(place.checkpoint_dir), place.synced
     if "://" not in given and place.name == "ray" and not Path(given).is_absolute():
         raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
-    store = open_store(given)
-    return store.where, False
+    return open_store(given).where, False
 
 
 def locate(path: str) -> tuple[CheckpointStore, str]:
@@ -132,7 +108,6 @@ def locate(path: str) -> tuple[CheckpointStore, str]:
 
 
 def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
-    """The named checkpoint, or the newest valid one."""
     if name:
         problem = verify(store, name)
         if problem:
@@ -145,7 +120,6 @@ def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], An
 
 
 def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any]) -> None:
-    """Refuse changes that a resumed run cannot take; report those that make a difference."""
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
         f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
@@ -228,7 +202,6 @@ SEEN_WITHIN_S = 5.0
 
 
 def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu: bool) -> None:
-    """Refuse restarts if one could land on a host without the checkpoints."""
     if not config.train.max_failures or "://" in where:
         return
     hosts = hosts_that_may_train(train_group, use_gpu)

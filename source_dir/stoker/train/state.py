@@ -24,8 +24,6 @@ FLUSH_S = 60.0
 
 @dataclass
 class Worker:
-    """The state shared by the functions of the loop."""
-
     config: Config
     recipe: Recipe
     coordinator: Any
@@ -36,16 +34,11 @@ class Worker:
     model: Any = None
     optimizer: Any = None
     schedule: Any = None
-    """The learning rate schedule (`stoker.train.build.Schedule`); None if the recipe's own optimiser
-    keeps its rate, and in loops other than Stoker's."""
+    """`stoker.train.build.Schedule`; None if the recipe's own optimiser keeps its rate."""
     ema: Any = None
-    """The averaged model (timm's ModelEmaV3); None without `train.ema_decay`."""
     scaler: Any = None
-    """The gradient scaler; None unless `train.precision` is fp16."""
     modules: dict[str, Any] = field(default_factory=dict)
-    """The recipe's on_device modules by split."""
     transport: Any = None
-    """Fetches blocks; opened with the first pass."""
     example: Any = None
     """Rank 0: a few records from the feed, for checking exports; `stoker.train.export.Example`."""
     step: int = 0
@@ -63,13 +56,10 @@ class Worker:
     kept: str = ""
     """The last checkpoint taken or resumed from."""
     noted: set[str] = field(default_factory=set)
-    """Notes on validation that were logged."""
     logged: Any = None
-    """The last call of `log`."""
 
     @property
     def global_batch(self) -> int:
-        """Records per optimiser step, over all ranks."""
         return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
     def log(self, event: Event, *, every_rank: bool = False) -> None:
@@ -128,7 +118,6 @@ def mean_over_ranks(worker: Worker, value: Any) -> float:
 
 
 def check_finite(value: float, worker: Worker, epoch: int) -> None:
-    """Stop before a broken model overwrites a good checkpoint."""
     if not math.isfinite(value):
         raise not_finite(f"the loss is {value}", worker, epoch)
 
@@ -184,25 +173,18 @@ class Progress:
 
     epoch: int
     steps: int = 0
-    """Optimiser steps of the epoch so far."""
     samples: int = 0
-    """Records of the epoch so far, over all ranks."""
     loss_sum: Any = None
     """Sum of the losses of this rank's records: a float64 scalar on the device."""
     loss_rows: int = 0
-    """Number of records in `loss_sum`."""
     carried_steps: int = 0
-    """Steps and, below, records done before this start."""
     carried_samples: int = 0
     carried_keys: list[str] = field(default_factory=list)
-    """Their keys on this rank, with `tracking.record_ids`."""
     feed: Any = None
     """The pass that yields the batches; None between two epochs."""
 
 
 def rng_state(device: Any) -> dict[str, Any]:
-    """The state of all random generators of this process, as tensors and plain values."""
-
     import numpy as np
     import torch
 
@@ -232,7 +214,6 @@ def set_rng_state(state: dict[str, Any], device: Any) -> None:
 
 @contextlib.contextmanager
 def same_draws(device: Any) -> Iterator[None]:
-    """Whatever draws random numbers within, training draws as without it."""
     draws = rng_state(device)
     try:
         yield
@@ -252,7 +233,6 @@ def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
-    """State of this rank alone: random states, sums and ids of the epoch so far."""
     feed = progress.feed
     return {
         "rng": rng_state(worker.device),
@@ -263,12 +243,7 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
     }
 
 
-def from_rank_0(worker: Worker, value: Any) -> Any:
-    """Broadcast rank 0's value. Collective."""
-    return from_rank(worker, value, 0)
-
-
-def from_rank(worker: Worker, value: Any, rank: int) -> Any:
+def from_rank(worker: Worker, value: Any, rank: int = 0) -> Any:
     """Broadcast a rank's value. Collective."""
     import torch.distributed as dist
 
@@ -280,47 +255,30 @@ def from_rank(worker: Worker, value: Any, rank: int) -> Any:
 
 def live_state(worker: Worker) -> dict[str, Any]:
     """Live weights, optimiser, scaler and EMA; complete on rank 0 only. Collective."""
-    weights, optimizer = strategies.full_state(worker.model, worker.optimizer, copy=False)
-    averaged = None
-    if worker.ema is not None:
-        averaged = strategies.full_state(worker.ema.module, None, copy=False)[0]
-    return {
-        "weights": weights,
-        "optimizer": optimizer,
-        "scaler": worker.scaler.state_dict() if worker.scaler is not None else None,
-        "ema": averaged,
-    }
+    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
+    ema, scaler = worker.ema, worker.scaler
+    averaged = None if ema is None else strategies.full_state(ema.module, None)[0]
+    scale = None if scaler is None else scaler.state_dict()
+    return {"weights": weights, "optimizer": optimizer, "scaler": scale, "ema": averaged}
 
 
 def checkpoint_content(
-    worker: Worker,
-    live: dict[str, Any],
-    parts: list[dict[str, Any]],
-    meta: dict[str, Any],
-    copier: strategies.Copier,
+    live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: strategies.Copier
 ) -> Content:
-    """A checkpoint's content, independent of further steps."""
     copies = copier.copy(live)
-    state = {
-        "optimizer": copies["optimizer"],
-        "scaler": copies["scaler"],
-        "ranks": parts,
-    }
-    return Content(copies["weights"], state, meta, copies["ema"])
+    weights, averaged = copies.pop("weights"), copies.pop("ema")
+    return Content(weights, copies | {"ranks": parts}, meta, averaged)
 
 
 def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
     """Load a checkpoint into model, optimiser and the rest; returns each rank's part. Collective."""
-    weights: dict[str, Any] = {}
-    optimizer, averaged, small = None, None, None
-    if content is not None:
-        weights, optimizer, averaged = content.weights, content.state["optimizer"], content.ema
-        small = {k: v for k, v in content.state.items() if k != "optimizer"}
-    strategies.load_full_state(worker.model, worker.optimizer, weights, optimizer)
+    weights, state = (content.weights, content.state) if content else ({}, {})
+    strategies.load_full_state(worker.model, worker.optimizer, weights, state.get("optimizer"))
     if worker.ema is not None:
         # A checkpoint without averaged weights: averaging starts from its weights.
+        averaged = content.ema if content else None
         strategies.load_full_state(worker.ema.module, None, averaged or weights, None)
-    small = from_rank_0(worker, small)
+    small = from_rank(worker, {k: v for k, v in state.items() if k != "optimizer"})
     if worker.scaler is not None and small["scaler"]:
         worker.scaler.load_state_dict(small["scaler"])
     ranks: list[dict[str, Any]] = small["ranks"]

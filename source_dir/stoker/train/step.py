@@ -34,7 +34,6 @@ def windows(feed: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:
 
 
 def autocast(worker: Worker) -> Any:
-    """The arithmetic of `train.precision`, for a forward and its loss."""
     import torch
 
     name = DTYPES.get(worker.config.train.precision)
@@ -80,7 +79,6 @@ class Step:
         self.loss: Any = None
         """Mean loss of the last step on this rank, a tensor on the device."""
         self.rows = 0
-        """Records of the last step on this rank."""
         self.grad_norm: Any = None
         """Norm of the last step's gradient before clipping, a tensor; None without clipping."""
         self._begin()
@@ -90,7 +88,6 @@ class Step:
         self._loss: Any = 0.0
 
     def accumulate(self, batch: Batch) -> None:
-        """Forward and backward of one batch, as it came from the feed."""
         worker = self.worker
         self._batches += 1
         rows = count_records(batch)
@@ -151,14 +148,22 @@ class Step:
 
     def update(self) -> None:
         """The optimiser step of what has been accumulated, and all that follows it."""
+        import torch
+        from torch.nn.utils import clip_grad_norm_
+
         worker, optimizer = self.worker, self.worker.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._batches < self.size and strategies.is_ddp(worker.model):
             strategies.average_gradients(parameters)
         if worker.scaler is not None:
             worker.scaler.unscale_(optimizer)
-        self._weigh(parameters)
-        self._clip(parameters)
+        if self.size > 1 and self._weight != self.size:
+            # Backward divided by the size of a full window; a shorter one is made up for here.
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, self.size / self._weight)
+        if self.clip is not None:
+            norm: Any = clip_grad_norm_(parameters, self.clip)
+            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if worker.scaler is not None:
             worker.scaler.step(optimizer)
             worker.scaler.update()
@@ -174,21 +179,6 @@ class Step:
         self.loss, self.rows = self._loss / self._weight, self._rows
         self._begin()
 
-    def _weigh(self, parameters: list[Any]) -> None:
-        """Backward divided by the size of a full window; a shorter one is made up for here."""
-        import torch
-
-        if self.size > 1 and self._weight != self.size:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, self.size / self._weight)
-
-    def _clip(self, parameters: list[Any]) -> None:
-        from torch.nn.utils import clip_grad_norm_
-
-        if self.clip is not None:
-            norm: Any = clip_grad_norm_(parameters, self.clip)
-            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
     def _step_optimizer(self) -> None:
         worker = self.worker
         try:
@@ -203,7 +193,6 @@ class Step:
 
 
 def make_mix(worker: Worker) -> Any:
-    """Torchvision's MixUp and CutMix on prepared batches; None without both."""
     train = worker.config.train
     if not train.mixup and not train.cutmix:
         return None

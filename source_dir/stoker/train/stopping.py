@@ -8,7 +8,7 @@ epoch with a non-finite metric counts as one without improvement.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
@@ -18,14 +18,12 @@ from stoker.figures import count_of
 from stoker.recipe import Recipe, metric_names
 
 ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
-"""Metrics available in every epoch of every run."""
 
 
 @dataclass
 class EarlyStopping:
     monitor: str
     mode: str
-    """min or max."""
     min_delta: float
     patience: int
     stopping_threshold: float | None = None
@@ -34,9 +32,7 @@ class EarlyStopping:
     seen: float | None = None
     """The best value, by whatever margin."""
     wait: int = 0
-    """Epochs without improvement."""
     reason: str = ""
-    """Why training should stop, or ""."""
 
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> EarlyStopping | None:
@@ -46,7 +42,6 @@ class EarlyStopping:
         return cls(config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold)
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Add an epoch's metrics, and set `reason` if training should stop."""
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
         threshold, there = self.stopping_threshold, math.isfinite(value)
         if there and (self.seen is None or self._better(value, self.seen)):
@@ -64,9 +59,6 @@ class EarlyStopping:
                     f"early stopping: {self.monitor} has not improved by more than {self.min_delta:g} for"
                     f" {count_of(self.wait, 'epoch')}; {best}"
                 )
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state; it is dropped for another metric, its reason for other limits."""

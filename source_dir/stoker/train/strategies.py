@@ -25,10 +25,7 @@ FRESH = "fresh"
 
 
 def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
-    """The model on its device, distributed if there are several train workers.
-
-    All ranks start from rank 0's weights and buffers.
-    """
+    """Distribute the model if there are several ranks; all start from rank 0's weights and buffers."""
     import torch
     import torch.distributed as dist
 
@@ -50,7 +47,6 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
 
 
 def replicate(model: Any, device: Any) -> Any:
-    """The whole model in each train worker; backward averages gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
@@ -62,10 +58,7 @@ def replicate(model: Any, device: Any) -> Any:
 
 
 def shard(model: Any, device: Any) -> Any:
-    """Shard the model's parameters over all ranks, in place.
-
-    Only one block at a time is moved to the device whole, so the model may exceed the device's memory.
-    """
+    """In place; only one block at a time is moved to the device whole, so the model may exceed its memory."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -142,14 +135,10 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Complete weights and optimiser state by parameter name, whatever the strategy.
+def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(weights, optimiser state) by parameter name, complete on rank 0, empty elsewhere. Collective.
 
-    Collective: all ranks must call it. It synchronises their buffers first. The tensors are copies on the
-    CPU, so further steps do not change them.
-
-    Returns:
-        (weights, optimiser state) on rank 0; two empty dicts elsewhere.
+    It synchronises buffers first. The tensors may be those of the model: copy them before another step.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp
@@ -168,17 +157,11 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
         state = {} if dist.is_initialized() and dist.get_rank() else {FRESH: groups}
     elif optimizer is not None:
         state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
-    found: tuple[dict[str, Any], dict[str, Any]] = weights, state
-    if copy:
-        found = Copier().copy(found)
-    return found
+    return weights, state
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
-    """Load the result of `full_state`, possibly under another strategy or world size.
-
-    Collective: all ranks must call it; only rank 0's arguments count.
-    """
+    """What `full_state` returned under any strategy and world size. Collective; rank 0's arguments count."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp
@@ -219,10 +202,7 @@ class Copier:
         self.buffers: list[Any] = []
 
     def copy(self, tree: Any) -> Any:
-        """Return the same nesting of dicts, lists and values with independent CPU tensors.
-
-        The next call overwrites these copies.
-        """
+        """The same nesting with CPU tensors, which the next call overwrites."""
         import torch
         from torch.utils._pytree import tree_map
 
@@ -258,11 +238,8 @@ class Copier:
 
 
 def share_buffers(model: Any) -> None:
-    """Synchronise buffers over ranks, before they are used or saved. Collective.
-
-    Each rank's batch normalisation has seen different batches: running means and variances are averaged
-    over ranks (as in timm); all other buffers become rank 0's.
-    """
+    """Before buffers are used or saved: running means and variances are averaged over ranks, whose batch
+    normalisation has seen different batches (as in timm); all others become rank 0's. Collective."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -276,11 +253,7 @@ def share_buffers(model: Any) -> None:
 
 
 def first_record(batch: Batch) -> Batch:
-    """A batch of one record; a rank without records gets one from another. Collective.
-
-    Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs a record
-    to run it on.
-    """
+    """A batch of one record; a rank without records gets one from another, as fsdp needs. Collective."""
     import torch.distributed as dist
 
     sizes: list[Any] = [None] * dist.get_world_size()

@@ -42,8 +42,6 @@ def make_trainer(
     from ray.train.torch import TorchTrainer
 
     class Losses(UserCallback):  # type: ignore[misc]
-        """Reports a lost train worker if training restarts after it."""
-
         left = config.train.max_failures
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -82,7 +80,6 @@ def make_trainer(
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause of a failed fit() on one line: which train worker raised what, and where."""
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError) and error.worker_failures:
@@ -93,7 +90,6 @@ def cause_of(error: BaseException) -> str:
 
 
 def first_cause(failures: Mapping[int, BaseException]) -> str:
-    """The cause of the failure of the lowest of these ranks on one line."""
     rank, failure = min(failures.items())
     text = unwrap(failure)
     for kind in ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError"):
