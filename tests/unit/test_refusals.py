@@ -21,7 +21,7 @@ from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
-from stoker.train.build import optimizer_names
+from stoker.train.recipe_work import optimizer_names
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tests/recipes"

@@ -20,7 +20,12 @@ from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.serve.opening import Data, discover, open_data, open_sources
 from stoker.train import resume as resuming
-from stoker.train.recipe_work import refuse_impossible, refuse_single_records, refuse_unfit
+from stoker.train.recipe_work import (
+    check_optimizer,
+    refuse_impossible,
+    refuse_single_records,
+    refuse_unfit,
+)
 from stoker.train.stopping import check_monitors
 
 Opened = tuple[Config, Data]
@@ -90,8 +95,6 @@ def check_recipe(resolved: Resolved) -> None:
         refuse_impossible(recipe, train)
     with problems:
         if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
-            from stoker.train.build import check_optimizer
-
             check_optimizer(train.optimizer)
     problems.refuse()
 

@@ -12,7 +12,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import ray
+
 from stoker import ray_compat
+from stoker.config.places import CpuHostsConfig
+from stoker.config.schema import ClusterConfig, Config
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.loader_pass import LoaderAttempt
 from stoker.loader.pass_timer import PassProgress
@@ -21,6 +25,7 @@ from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED
 from stoker.serve.service import DataService, start_service
 from stoker.session import CPU_HOSTS_VARIABLE, append
+from stoker.sizing.model import Scaler
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -87,8 +92,6 @@ class LoaderService(DataService):
 
     def register(self, name: str, setup: Any) -> None:
         """Called by scripts: register a loader; its Setup outlives the script, as others may share it."""
-        import ray
-
         kept = ray.put(setup)
         with self.changed:
             self.setups[name] = kept
@@ -182,8 +185,6 @@ class LoaderService(DataService):
 
     def _watch_jobs(self, me: Any) -> None:
         """Thread: close passes of scripts that have ended, and end with the last script."""
-        import ray
-
         while not self._over:
             time.sleep(JOBS_EVERY_S)
             ended: set[str] = set()
@@ -277,12 +278,6 @@ class LoaderService(DataService):
 
 def service_of(group: str) -> Any:
     """The first caller starts it; it is detached, so that it outlives the script while other ranks use it."""
-    import ray
-
-    from stoker.config.places import CpuHostsConfig
-    from stoker.config.schema import ClusterConfig, Config
-    from stoker.sizing.model import Scaler
-
     cpu_hosts = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
     scaler, node = Scaler(cpu_hosts) if cpu_hosts.max else None, ray.get_runtime_context().get_node_id()
     config = Config(cluster=ClusterConfig(cpu_hosts=cpu_hosts))
@@ -299,7 +294,6 @@ def service_of(group: str) -> Any:
 
 def forget(service: Any, split: str) -> None:
     """Script, when a loader is collected; in a thread: garbage may be collected while Ray holds its locks."""
-    import ray
 
     def tell() -> None:
         with suppress(Exception):  # the cluster may have ended

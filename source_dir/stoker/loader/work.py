@@ -12,6 +12,7 @@ import itertools
 import marshal
 import os
 import random
+import socket
 import sys
 import time
 import traceback
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, heard, reload
@@ -76,7 +79,6 @@ def batch_digest(value: Any, before: int = 0) -> int:
     """A checksum of a batch that depends on its values only: not on the process, or on which
     objects are the same. Objects without known content count as their type.
     """
-    import numpy as np
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -119,8 +121,6 @@ def _of_object(value: Any, about: int) -> int:
 
 def _of_memory(memory: Any, before: int) -> int:
     if len(memory) > WHOLE:
-        import numpy as np
-
         blocks, rest = memory[: len(memory) // 4096 * 4096], memory[len(memory) // 4096 * 4096 :]
         sums = np.frombuffer(blocks, np.uint64).reshape(-1, 512).sum(axis=1)
         return zlib.crc32(rest, zlib.crc32(sums, before))
@@ -177,7 +177,6 @@ class LoaderWork:
         Several processes share the batches of a worker of a map-style dataset, so its seed is that of the
         batch: otherwise their generators would draw alike.
         """
-        import numpy as np
         import torch
         from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
         from torch.utils.data._utils import worker as torchs
@@ -312,8 +311,6 @@ class _AtIndexError(Exception):
 
 
 def failed(error: BaseException, what: str) -> Failed:
-    import socket
-
     kind = type(error)
     words = "".join(traceback.format_exception(error))
     return Failed(kind, f"at {what}, on host {socket.gethostname()}", words)
@@ -337,8 +334,6 @@ class SharedPages(NamedTuple):
     pages: Any
 
     def copy(self) -> Any:
-        import numpy as np
-
         try:
             content = self.folder.shared(self.name, self.pages)
         except OSError:  # there is no room

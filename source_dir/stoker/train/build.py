@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import math
-import re
 import shutil
-import sys
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from stoker.config.schema import TrainConfig
 from stoker.errors import UsageError
@@ -21,8 +18,6 @@ from stoker.train.strategies import plain
 
 def build(worker: Worker, records: int | None) -> None:
     """Fill in the worker, with the same weights on every rank."""
-    import torch
-
     train, seed = worker.config.train, worker.config.seed
     torch.manual_seed(seed)
     check_device(train, worker.device)
@@ -74,8 +69,6 @@ def compile_forward(model: Any, sharded: bool) -> None:
 
     The calls that gather a shard would break the graph, so blocks to be sharded are compiled inside these.
     """
-    import torch
-
     if not sharded:
         model.compile()
         return
@@ -84,8 +77,6 @@ def compile_forward(model: Any, sharded: bool) -> None:
 
 
 def check_device(train: TrainConfig, device: Any) -> None:
-    import torch
-
     wants_bf16 = train.precision == "bf16" and device.type == "cuda"
     if wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
@@ -145,28 +136,6 @@ def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int
 
 
 MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars", "sgdw"}
-
-
-def check_optimizer(name: str) -> None:
-    known = sorted(optimizer_names())
-    if name.lower() not in known:
-        close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
-        raise UsageError(f"train.optimizer: timm has no optimiser {name!r}; {hint}")
-
-
-def optimizer_names() -> set[str]:
-    """timm's optimisers, found in its file, because importing timm takes seconds."""
-    found, names = importlib.util.find_spec("timm"), set[str]()
-    if found is not None and found.origin is not None and "timm.optim" not in sys.modules:
-        for file in (Path(found.origin).parent / "optim").glob("_optim_factory.py"):
-            text = file.read_text(encoding="utf-8")
-            names.update(re.findall(r"(?:OptimInfo|register_alias)\(\s*(?:name=)?'(\w+)'", text))
-    if not names:  # another version of timm, or a module of the user's may have registered more
-        from timm.optim import list_optimizers
-
-        names.update(list_optimizers())
-    return names
 
 
 class Schedule:

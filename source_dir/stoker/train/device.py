@@ -21,6 +21,8 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from stoker.events.summary import STEP_TERMS
 
 AHEAD = 2
@@ -32,8 +34,6 @@ def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
 
     Their types stay as they are.
     """
-    import torch
-
     if isinstance(value, torch.Tensor):
         return apply(value)
     if isinstance(value, MutableMapping):
@@ -51,8 +51,6 @@ class DeviceCopies:
     """A thread that starts the copies of batches: of what `take` returns, None after the last."""
 
     def __init__(self, device: Any, take: Callable[[], Any]) -> None:
-        import torch
-
         self._device, self._take = device, take
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
@@ -75,8 +73,6 @@ class DeviceCopies:
 
     def await_copy(self, item: Any) -> None:
         """Make the compute stream wait for the batch's copy, without blocking the loop."""
-        import torch
-
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._copied.pop(id(item)))
         # Its memory belongs to the copy stream's pool: free only after this stream has used it.
@@ -87,8 +83,6 @@ class DeviceCopies:
         self._room.release()
 
     def _work(self) -> None:
-        import torch
-
         try:
             torch.cuda.set_device(self._device)
             while True:
@@ -105,8 +99,6 @@ class DeviceCopies:
             self._ready.put(error)
 
     def _copy(self, item: Any) -> None:
-        import torch
-
         cuda: Any = torch.cuda
         event, source = cuda.Event(), item.columns
         with cuda.stream(self._stream):
@@ -263,8 +255,6 @@ class DeviceClock:
             self._read()
 
     def _mark(self) -> Any:
-        import torch
-
         cuda: Any = torch.cuda
         event = self._spare.pop() if self._spare else cuda.Event(enable_timing=True)
         event.record(cuda.current_stream(self._device))

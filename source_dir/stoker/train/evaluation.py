@@ -12,6 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
 from stoker.chain.collating import collate_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
@@ -29,8 +36,6 @@ from stoker.train.stopping import known
 
 class Evaluation:
     def __init__(self, worker: Worker, epoch: int | None) -> None:
-        import torch
-
         self.worker, self.epoch = worker, epoch
         model = worker.model if worker.ema is None else worker.ema.module
         if epoch is not None:
@@ -44,8 +49,6 @@ class Evaluation:
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Without gradients; random states are restored, so that validation does not affect training."""
-        import torch
-
         with torch.no_grad(), same_draws(self.worker.device):
             yield
 
@@ -81,9 +84,6 @@ class Evaluation:
 
     def result(self) -> dict[str, float]:
         """The metrics by conventional name, over all ranks. Collective."""
-        import torch
-        import torch.distributed as dist
-
         worker, sums = self.worker, self.sums
         fed = torch.zeros(worker.world_size, dtype=torch.float64)
         fed[worker.rank] = self.scores.fed
@@ -143,10 +143,6 @@ def fails_alone(
     config: Config, recipe: Recipe, workers: int, columns: dict[str, Any], report: BlockReport
 ) -> str:
     """Why the model cannot train on one record; empty if it can, or cannot be tried here."""
-    import torch
-    from torch.nn import SyncBatchNorm
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     with drawing(f"{config.seed}/recipe"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that weights are not loaded
         try:
@@ -172,8 +168,6 @@ def fails_alone(
 
 def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list[str]]:
     """Metrics of a few records, and notes: no epoch is lost to a validation that fails. Collective."""
-    import torch
-
     evaluation = Evaluation(worker, None)
     # Compiled for a few records, the model would be compiled again for any number of them.
     with torch.compiler.set_stance("force_eager"), evaluation.quietly():
@@ -216,8 +210,6 @@ class Scores:
         self.later: set[str] = set()
 
     def update(self, result: Mapping[str, Any]) -> None:
-        from torch.utils._pytree import tree_map
-
         if "preds" in result and "target" in result:
             self.fed = True
             preds = tree_map(at_least_float32, result["preds"])
@@ -334,9 +326,6 @@ def _why(error: Exception) -> str:
 
 def _as_array(value: Any) -> Any:
     """Numbers as a float64 array; None: they are none."""
-    import numpy as np
-    import torch
-
     if torch.is_tensor(value):
         if value.is_complex():
             return None

@@ -24,10 +24,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events.kinds import ExportWritten, Note
 from stoker.recipe import Batch, Recipe, Split
+from stoker.train.feed import as_one_batch
 from stoker.train.state import Worker, count_records
 
 EXAMPLE_RECORDS = 16
@@ -50,8 +54,6 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     kept: Example | None = worker.example
     if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
         return
-    import torch
-
     recipe = worker.recipe
     worker.example = export_example(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
@@ -102,7 +104,6 @@ def read_example(worker: Worker) -> Example | None:
     """A few records, read here, for a resumed run that has nothing left to train; None: all are bad."""
     from stoker.serve.opening import open_data
     from stoker.serve.shards import DatasetSource
-    from stoker.train.feed import as_one_batch
 
     data = open_data(worker.config)
     split: Split = "val" if "val" in data.sources else "train"
@@ -124,8 +125,6 @@ def read_example(worker: Worker) -> Example | None:
 
 
 def export_example(recipe: Recipe, batch: Batch, split: Split) -> Example:
-    import torch
-
     there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
     # Copies, because the feed may reuse its buffers.
@@ -178,8 +177,6 @@ def export_reference(
 
     The weights have then been loaded into a new model, which is all that can be checked.
     """
-    import torch
-
     model = fresh_model(recipe, folder / FILES["safetensors"])
     try:
         if example is None:
@@ -242,8 +239,6 @@ class Example:
 
     def take(self, names: list[str], records: int) -> tuple[Any, ...]:
         """Columns by name, cut or repeated to the given number of records."""
-        import torch
-
         there = count_records(self.batch)
         rows = torch.arange(records) % there
         return tuple(self.batch[name][rows] for name in names)
@@ -266,8 +261,6 @@ class Exports:
 
     @cached_property
     def program(self) -> Any:
-        import torch
-
         free = [{0: torch.export.Dim.DYNAMIC} for _ in self.names]
         return torch.export.export(self.reference, self.traced, dynamic_shapes=free)
 
@@ -287,8 +280,6 @@ def fresh_model(recipe: Recipe, weights: Path) -> Any:
 
 def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) -> Any:
     """`on_device("val")` and `predict` as one module from columns to tensors."""
-    from torch import nn
-
     before = recipe.on_device("val")
 
     class Exported(nn.Module):
@@ -321,8 +312,6 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
 
 def write_one(exports: Exports, form: str, draft: Path) -> float:
     """Write one format into `draft`, and load it again: its largest difference from the model's outputs."""
-    import torch
-
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecations that the user cannot act on
         loaded = WRITERS[form](exports, draft / FILES[form])
@@ -330,8 +319,6 @@ def write_one(exports: Exports, form: str, draft: Path) -> float:
 
 
 def max_difference(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
-    import torch
-
     worst = 0.0
     answers = flat(loaded(*exports.example.take(exports.names, size)))
     for name, expected, given in zip(exports.outputs, exports.answers[size], answers, strict=True):
@@ -363,15 +350,12 @@ def write_safetensors(exports: Exports, path: Path) -> Any:
 
 
 def write_torch_export(exports: Exports, path: Path) -> Any:
-    import torch
-
     torch.export.save(exports.program, path)
     return torch.export.load(path).module()
 
 
 def write_onnx(exports: Exports, path: Path) -> Any:
     import onnxruntime
-    import torch
 
     model: Any = torch.onnx.export(
         exports.program,
@@ -392,8 +376,6 @@ def write_onnx(exports: Exports, path: Path) -> Any:
 
 
 def write_torchscript(exports: Exports, path: Path) -> Any:
-    import torch
-
     torch.jit.trace(exports.reference, exports.traced).save(str(path))  # type: ignore[no-untyped-call]
     return torch.jit.load(str(path))  # type: ignore[no-untyped-call]
 

@@ -10,6 +10,9 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+import numpy as np
+import torch
+
 from stoker.chain.collating import CollateFn, all_of, collated
 from stoker.config.schema import DataConfig
 from stoker.errors import DataError, SchemaError
@@ -164,8 +167,6 @@ class Feed:
         return Arrived(*as_tensors(fetched.columns), produced, fetched.arrived)
 
     def _count(self, item: HostBatch) -> None:
-        import numpy as np
-
         portion, ids = item.portion, item.ids
         own = ids[: len(ids) - portion.padded]
         self.rows += len(ids)
@@ -179,9 +180,6 @@ class Feed:
 
 def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
     """Columns → (batch of tensors that share their memory, ids, keys, bytes)."""
-    import numpy as np
-    import torch
-
     columns = dict(columns)
     ids = columns.pop(ID_COLUMN, np.empty(0, dtype=np.int64))
     keys = columns.pop(KEY_COLUMN, [])

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stoker.config.schema import Config
 from stoker.errors import where_raised
 from stoker.events import kinds
@@ -47,7 +49,6 @@ def train(settings: dict[str, Any]) -> None:
     """Run all epochs, from the initial weights to the saved model; settings: see `RecipeWork`."""
     import ray
     import ray.train.torch
-    import torch
 
     context = ray.train.get_context()
     config: Config = settings["config"]
@@ -152,8 +153,6 @@ def train_epoch(
     worker: Worker, keeper: CheckpointManager, progress: Progress
 ) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
     """(metrics by conventional name, why the run should stop within the epoch or "", the epoch's books)."""
-    import torch
-
     worker.model.train()
     epoch = progress.epoch
     feed = progress.feed = progress.feed or open_pass(worker, "train", epoch)

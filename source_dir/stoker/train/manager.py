@@ -14,6 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+import torch
+import torch.distributed as dist
+
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
 from stoker.config.redaction import redact
@@ -124,8 +128,6 @@ class CheckpointManager:
 
     def before_settling(self) -> None:
         """Wait for the data position of the last checkpoint, before the books of its epoch are closed."""
-        import ray
-
         if self._position is not None and not isinstance(self._position, dict):
             ray.wait([self._position], timeout=CALL_TIMEOUT_S)
 
@@ -167,8 +169,6 @@ class CheckpointManager:
         return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
 
     def _write(self, content: Content, position: Any, paused_s: float) -> None:
-        import ray
-
         started, meta = time.perf_counter(), content.meta
         known = isinstance(position, dict)
         meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
@@ -261,8 +261,6 @@ all skipped, and all further ones will be."""
 
 def check_state(worker: Worker, progress: Progress) -> None:
     """Raise on all ranks if the state of any rank is not finite, with one reduction. Collective."""
-    import torch.distributed as dist
-
     names, sound = _verdicts(worker, progress)
     whole = sound.all().float()
     if worker.world_size > 1:
@@ -290,8 +288,6 @@ LOSSES = "the sum of the epoch's losses"
 
 def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
     """What must be finite on this rank, and whether it is; reads nothing from the device."""
-    import torch
-
     loss = torch.zeros(()) if progress.loss_sum is None else progress.loss_sum
     names, sound = [LOSSES], [loss.isfinite().reshape(1)]
     by_device: dict[Any, list[Named]] = {}
@@ -335,8 +331,6 @@ def _floats(named: Iterable[Named]) -> Iterator[Named]:
 
 
 def _flat(name: str, tree: Any) -> Iterator[Named]:
-    import torch
-
     if isinstance(tree, torch.Tensor):
         yield name, tree
     elif isinstance(tree, Mapping):
@@ -351,8 +345,6 @@ def begin(
     worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
 ) -> Checkpoint | None:
     """Agree on the attempt and the checkpoint to resume from, if any, then start the data. Collective."""
-    import ray
-
     found: Checkpoint | None = None
     if worker.rank == 0:
         worker.attempt = ray.get(worker.coordinator.new_attempt.remote())

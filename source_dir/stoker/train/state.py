@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from stoker.checkpoints.format import Content
 from stoker.config.schema import Config
 from stoker.errors import DataError
@@ -100,8 +104,6 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 
 
 def loss_value(result: Any) -> Any:
-    import torch
-
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor) or loss.ndim:
         raise TypeError(f"training_step must return one number as a tensor, not {type(loss).__name__}")
@@ -109,8 +111,6 @@ def loss_value(result: Any) -> Any:
 
 
 def mean_over_ranks(worker: Worker, value: Any) -> float:
-    import torch.distributed as dist
-
     if worker.world_size > 1:
         dist.all_reduce(value)
         value = value / worker.world_size
@@ -144,8 +144,6 @@ def to_device(batch: Batch, device: Any) -> Batch:
 
 def at_least_float32(values: Any) -> Any:
     """Predictions for metrics, with 16-bit floats converted to float32."""
-    import torch
-
     low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
     return values.float() if low else values
 
@@ -185,9 +183,6 @@ class Progress:
 
 
 def rng_state(device: Any) -> dict[str, Any]:
-    import numpy as np
-    import torch
-
     version, internal, gauss = random.getstate()
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     keys = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -200,9 +195,6 @@ def rng_state(device: Any) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: Any) -> None:
-    import numpy as np
-    import torch
-
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -223,8 +215,6 @@ def same_draws(device: Any) -> Iterator[None]:
 
 def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Gather every rank's part on rank 0, in rank order; empty elsewhere. Collective."""
-    import torch.distributed as dist
-
     if worker.world_size == 1:
         return [mine]
     parts: list[Any] | None = [None] * worker.world_size if worker.rank == 0 else None
@@ -245,8 +235,6 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
 
 def from_rank(worker: Worker, value: Any, rank: int = 0) -> Any:
     """Broadcast a rank's value. Collective."""
-    import torch.distributed as dist
-
     box = [value]
     if worker.world_size > 1:
         dist.broadcast_object_list(box, src=rank)
@@ -291,8 +279,6 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
     With the same number of ranks, every rank continues with its own sums; otherwise the mean over records
     is kept. Steps are counted in global batches of the present size.
     """
-    import torch
-
     steps, before = int(meta["epoch_steps"]), len(ranks)
     if not steps:
         return None

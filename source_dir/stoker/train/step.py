@@ -13,6 +13,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch.nn.utils import clip_grad_norm_
+
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
@@ -34,8 +37,6 @@ def windows(feed: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:
 
 
 def autocast(worker: Worker) -> Any:
-    import torch
-
     name = DTYPES.get(worker.config.train.precision)
     if name is None:
         return contextlib.nullcontext()
@@ -108,8 +109,6 @@ class Step:
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch as the model takes it: the recipe's `on_device`, mixed, in the memory order asked for."""
-        import torch
-
         batch = self.worker.modules["train"](batch)
         if self.mix is not None:
             batch = self.mix(batch)
@@ -148,9 +147,6 @@ class Step:
 
     def update(self) -> None:
         """The optimiser step of what has been accumulated, and all that follows it."""
-        import torch
-        from torch.nn.utils import clip_grad_norm_
-
         worker, optimizer = self.worker, self.worker.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._batches < self.size and strategies.is_ddp(worker.model):

@@ -11,6 +11,12 @@ import inspect
 from collections import Counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
 from stoker.errors import UsageError
 from stoker.recipe import SOURCE_FOLDER, Batch, load_object
 from stoker.train.device import on_tensors
@@ -26,9 +32,6 @@ FRESH = "fresh"
 
 def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     """Distribute the model if there are several ranks; all start from rank 0's weights and buffers."""
-    import torch
-    import torch.distributed as dist
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -47,8 +50,6 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
 
 
 def replicate(model: Any, device: Any) -> Any:
-    from torch.nn.parallel import DistributedDataParallel
-
     devices = [device] if device.type == "cuda" else None
     # Buffers are synchronised before they are used or saved (share_buffers), not before each forward.
     options: dict[str, Any] = {"broadcast_buffers": False}
@@ -59,7 +60,6 @@ def replicate(model: Any, device: Any) -> Any:
 
 def shard(model: Any, device: Any) -> Any:
     """In place; only one block at a time is moved to the device whole, so the model may exceed its memory."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -78,8 +78,6 @@ def blocks(model: Any) -> list[Any]:
     These are modules that a container repeats (transformer blocks, residual blocks, stages of them) and
     large single layers outside. timm's models need no list of their own for this.
     """
-    from torch import nn
-
     found: list[Any] = []
     counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     shared = {number for number, count in counts.items() if count > 1}
@@ -109,16 +107,11 @@ def plain(model: Any) -> Any:
 
 
 def is_ddp(model: Any) -> bool:
-    from torch.nn.parallel import DistributedDataParallel
-
     return isinstance(model, DistributedDataParallel)
 
 
 def average_gradients(parameters: list[Any]) -> None:
     """Average gradients that were accumulated without DDP's backward."""
-    import torch
-    import torch.distributed as dist
-
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -140,7 +133,6 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
 
     It synchronises buffers first. The tensors may be those of the model: copy them before another step.
     """
-    import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp
 
     share_buffers(model)
@@ -162,8 +154,6 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
     """What `full_state` returned under any strategy and world size. Collective; rank 0's arguments count."""
-    import torch
-    import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp
 
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -203,9 +193,6 @@ class Copier:
 
     def copy(self, tree: Any) -> Any:
         """The same nesting with CPU tensors, which the next call overwrites."""
-        import torch
-        from torch.utils._pytree import tree_map
-
         position = 0
         on_gpu = False
 
@@ -226,8 +213,6 @@ class Copier:
         return copied
 
     def _buffer(self, position: int, like: Any) -> Any:
-        import torch
-
         if position < len(self.buffers):
             found = self.buffers[position]
             if found.shape == like.shape and found.dtype == like.dtype:
@@ -240,8 +225,6 @@ class Copier:
 def share_buffers(model: Any) -> None:
     """Before buffers are used or saved: running means and variances are averaged over ranks, whose batch
     normalisation has seen different batches (as in timm); all others become rank 0's. Collective."""
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for name, buffer in plain(model).named_buffers():
@@ -254,8 +237,6 @@ def share_buffers(model: Any) -> None:
 
 def first_record(batch: Batch) -> Batch:
     """A batch of one record; a rank without records gets one from another, as fsdp needs. Collective."""
-    import torch.distributed as dist
-
     sizes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, len(next(iter(batch.values()))) if batch else 0)
     own = {name: values[:1] for name, values in batch.items()}

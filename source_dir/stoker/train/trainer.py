@@ -12,8 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+import ray.train
+import torch.distributed
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, UserCallback, WorkerGroupError
 from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.util import get_node_ip_address
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, ScriptError, UsageError, where_raised
@@ -38,9 +44,6 @@ def make_trainer(
     use_gpu: bool,
     claims: dict[str, float],
 ) -> Any:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
-    from ray.train.torch import TorchTrainer
-
     class Losses(UserCallback):  # type: ignore[misc]
         left = config.train.max_failures
 
@@ -80,8 +83,6 @@ def make_trainer(
 
 
 def cause_of(error: BaseException) -> str:
-    from ray.train import ControllerError, WorkerGroupError
-
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         return first_cause(error.worker_failures)
     if isinstance(error, ControllerError):
@@ -100,8 +101,6 @@ def first_cause(failures: Mapping[int, BaseException]) -> str:
 
 def unwrap(error: BaseException) -> str:
     """The innermost error wrapped by Ray, as `Type: message (file:line)`."""
-    from ray.exceptions import ActorDiedError
-
     inner: BaseException = error
     seen: set[int] = set()
     kinds = ("cause", "_base_exc", "health_check_failure")
@@ -130,6 +129,7 @@ def died(text: str) -> str:
 
 
 LOOPBACK = "127.0.0.1"
+dist: Any = torch.distributed  # typed, it lacks the stores
 
 _stores: list[Any] = []
 """Train worker of rank 0: the store, which lives as long as this process."""
@@ -177,8 +177,6 @@ class RecipeConfig(TorchConfig):  # type: ignore[misc]
 
 def refuse_unusable_gpu(backend: str) -> None:
     """Refuse to train on the CPUs of a host whose GPU was counted on."""
-    import torch
-
     if backend == "nccl" and not torch.cuda.is_available():
         raise ScriptError(
             f"PyTorch {torch.__version__} (CUDA: {torch.version.cuda or 'none'}) cannot use the GPU of"
@@ -188,14 +186,12 @@ def refuse_unusable_gpu(backend: str) -> None:
 
 def open_rank_store() -> dict[str, str]:
     """Train worker of rank 0: open PyTorch's store; returns the variables with which ranks enter it."""
-    from ray.util import get_node_ip_address
-
     address = get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    _stores[:] = [_distributed().TCPStore(address, port, **options)]
+    _stores[:] = [dist.TCPStore(address, port, **options)]
     # PyTorch opens no store of its own at the address of one of torchrun's agent.
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), **agent}
@@ -208,9 +204,6 @@ def free_address() -> dict[str, str]:
 
 def set_variables(variables: dict[str, str]) -> None:
     """Set variables; keep gloo, and NCCL on one machine, to the cluster's interface."""
-    import psutil
-    from ray.util import get_node_ip_address
-
     os.environ.update(variables)
     address = variables.get("MASTER_ADDR", LOOPBACK)
     if address != LOOPBACK:
@@ -224,10 +217,7 @@ def set_variables(variables: dict[str, str]) -> None:
 
 def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
     """Open the process group; `agreed` is of `open_rank_store`, or empty for a single one."""
-    from ray.train import get_context
-    from ray.train.torch import get_device
-
-    context = get_context()
+    context = ray.train.get_context()
     rank, count = context.get_world_rank(), context.get_world_size()
     own = {
         "RANK": rank,
@@ -239,13 +229,6 @@ def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
         "ACCELERATE_TORCH_DEVICE": get_device(),
     }
     set_variables({**agreed, **{name: str(value) for name, value in own.items()}})
-    dist = _distributed()
     store = None if agreed else dist.HashStore()
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(config.backend, store=store, rank=rank, world_size=count, timeout=timeout)
-
-
-def _distributed() -> Any:
-    import torch.distributed
-
-    return torch.distributed  # typed, it lacks the stores
