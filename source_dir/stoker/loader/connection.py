@@ -26,7 +26,10 @@ from typing import Any
 import psutil
 
 from stoker import ray_compat
+from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.hosts import forks
+from stoker.hosts.cluster import LocalCluster, refuse_old_ray, set_environment
 from stoker.hosts.raynode import runs
 from stoker.session import JOB_VARIABLE
 
@@ -48,8 +51,6 @@ _CONNECTED: dict[str, int] = {}
 
 
 def connect(address: str | None) -> None:
-    from stoker.hosts.cluster import refuse_old_ray
-
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         if _CONNECTED.setdefault(_connection(), os.getpid()) != os.getpid():
@@ -120,10 +121,6 @@ def _join(address: str) -> None:
 
 
 def _start() -> None:
-    from stoker.config.schema import Config
-    from stoker.hosts import forks
-    from stoker.hosts.cluster import LocalCluster, set_environment
-
     set_environment(secrets.token_hex(32))
     ray_compat.read_environment_again()
     also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
@@ -180,8 +177,6 @@ def _with_other_ranks() -> None:
                 " every rank must iterate over its loaders"
             )
         time.sleep(0.05)
-    from stoker.hosts.cluster import set_environment
-
     about = json.loads(file.read_text())
     set_environment(about["token"])
     ray_compat.read_environment_again()

@@ -29,13 +29,17 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from stoker.errors import where_raised
+from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.work import Failed, LoaderChain, LoaderSource, LoaderWork, copy_for, opened, packed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
+from stoker.read.sources import drawing
 from stoker.serve.blocks.batches import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import unpack
@@ -193,8 +197,6 @@ class ClusterMaker:
         self._kept.batch_s = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:
             return batches
-        from torch.utils.data._utils.pin_memory import pin_memory
-
         torch.cuda.set_device(self._device)
         return [
             made if isinstance(made, Failed) else made._replace(batch=pin_memory(made.batch))  # type: ignore[no-untyped-call]
@@ -235,7 +237,6 @@ def service_of_script() -> tuple[Any, Transport]:
     """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass."""
     import ray
 
-    from stoker.hosts.cluster import refuse_old_ray
     from stoker.loader.loader_service import service_of
 
     here = ray.get_runtime_context().get_worker_id(), connection.service_name()
@@ -302,10 +303,6 @@ class ProcessMaker:
         """Nothing to wait for: batches are made as they are taken."""
 
     def get(self) -> Arrival:
-        from torch.utils.data._utils import worker
-
-        from stoker.read.sources import drawing
-
         place = self._wanted.popleft()
         with drawing("batch"):  # leaves the script's own generators untouched
             try:

@@ -25,6 +25,7 @@ import torch
 
 from stoker.events.summary import STEP_TERMS
 
+cuda: Any = torch.cuda  # its events and streams have no types
 AHEAD = 2
 """Number of batches on the device that the loop has not taken; more wait in host memory."""
 
@@ -52,7 +53,6 @@ class DeviceCopies:
 
     def __init__(self, device: Any, take: Callable[[], Any]) -> None:
         self._device, self._take = device, take
-        cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
         self._room = threading.Semaphore(AHEAD)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -99,7 +99,6 @@ class DeviceCopies:
             self._ready.put(error)
 
     def _copy(self, item: Any) -> None:
-        cuda: Any = torch.cuda
         event, source = cuda.Event(), item.columns
         with cuda.stream(self._stream):
             item.columns = on_tensors(source, lambda value: value.to(self._device, non_blocking=True))
@@ -255,7 +254,6 @@ class DeviceClock:
             self._read()
 
     def _mark(self) -> Any:
-        cuda: Any = torch.cuda
         event = self._spare.pop() if self._spare else cuda.Event(enable_timing=True)
         event.record(cuda.current_stream(self._device))
         return event

@@ -29,7 +29,7 @@ from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
 from stoker.train.feed import as_one_batch
-from stoker.train.state import Worker, at_least_float32, count_records, from_rank, same_draws, to_device
+from stoker.train.state import Worker, at_least_float32, count_records, same_draws, to_device
 from stoker.train.step import autocast, naming_text, single_record_fault
 from stoker.train.stopping import known
 
@@ -107,7 +107,7 @@ class Evaluation:
                 self.scores.compute(group=dist.new_group(ranks))
                 scores = self.scores
                 own = scores.values, scores.tables, scores.notes
-                scores.values, scores.tables, scores.notes = from_rank(worker, own, ranks[0])
+                scores.values, scores.tables, scores.notes = strategies.from_rank(own, ranks[0])
         return values | self.scores.values
 
     def tell(self) -> None:

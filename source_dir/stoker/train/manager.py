@@ -31,7 +31,6 @@ from stoker.train.state import (
     Worker,
     carried_progress,
     checkpoint_content,
-    from_rank,
     gather,
     live_state,
     not_finite,
@@ -88,7 +87,7 @@ class CheckpointManager:
         if progress is None and self.early_stopping:
             self.early_stopping.update(metrics)
             # Figures such as samples/s differ between ranks: rank 0 decides.
-            reason = from_rank(self.worker, self.early_stopping.reason)
+            reason = strategies.from_rank(self.early_stopping.reason)
             self.early_stopping.reason = reason
         entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
         self.history.append(entry)
@@ -203,7 +202,7 @@ class CheckpointManager:
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.history, self.resumed, self._last = list(meta["history"]), saved, saved
         self.pending, worker.kept = saved.pending, saved.name
-        self._completes = from_rank(worker, saved.store.where == self.store.where)
+        self._completes = strategies.from_rank(saved.store.where == self.store.where)
         if self.early_stopping:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and saved.store.where == self.store.where:
@@ -364,7 +363,7 @@ def begin(
         ray.get(call)
     # The other ranks wait for this; by then the data has started.
     agreed = (worker.attempt, found and found.name, found and found.meta)
-    worker.attempt, name, meta = from_rank(worker, agreed)
+    worker.attempt, name, meta = strategies.from_rank(agreed)
     return Checkpoint(keeper.store, name, meta) if worker.rank and name else found
 
 

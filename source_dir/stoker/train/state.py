@@ -233,14 +233,6 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
     }
 
 
-def from_rank(worker: Worker, value: Any, rank: int = 0) -> Any:
-    """Broadcast a rank's value. Collective."""
-    box = [value]
-    if worker.world_size > 1:
-        dist.broadcast_object_list(box, src=rank)
-    return box[0]
-
-
 def live_state(worker: Worker) -> dict[str, Any]:
     """Live weights, optimiser, scaler and EMA; complete on rank 0 only. Collective."""
     weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
@@ -266,7 +258,7 @@ def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any
         # A checkpoint without averaged weights: averaging starts from its weights.
         averaged = content.ema if content else None
         strategies.load_full_state(worker.ema.module, None, averaged or weights, None)
-    small = from_rank(worker, {k: v for k, v in state.items() if k != "optimizer"})
+    small = strategies.from_rank({k: v for k, v in state.items() if k != "optimizer"})
     if worker.scaler is not None and small["scaler"]:
         worker.scaler.load_state_dict(small["scaler"])
     ranks: list[dict[str, Any]] = small["ranks"]

@@ -34,7 +34,7 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     """Distribute the model if there are several ranks; all start from rank 0's weights and buffers."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not several_ranks():
         return model.to(device)
     known = {"ddp": replicate, "fsdp": shard}
     apply = known.get(strategy) or load_object(strategy, SOURCE_FOLDER, "train.strategy")
@@ -47,6 +47,18 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     if is_ddp(spread):
         share_buffers(spread)
     return spread
+
+
+def several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def from_rank(value: Any, rank: int = 0) -> Any:
+    """Broadcast a rank's value. Collective."""
+    box = [value]
+    if several_ranks():
+        dist.broadcast_object_list(box, src=rank)
+    return box[0]
 
 
 def replicate(model: Any, device: Any) -> Any:
@@ -156,13 +168,10 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
     """What `full_state` returned under any strategy and world size. Collective; rank 0's arguments count."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    fresh = [(state or {}).get(FRESH)]
-    if several:
-        dist.broadcast_object_list(fresh, src=0)
-    if optimizer is not None and fresh[0] is not None:
+    several, fresh = several_ranks(), from_rank((state or {}).get(FRESH))
+    if optimizer is not None and fresh is not None:
         optimizer.state.clear()
-        for group, saved in zip(optimizer.param_groups, fresh[0], strict=True):
+        for group, saved in zip(optimizer.param_groups, fresh, strict=True):
             group.update(saved)
         optimizer = None
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
@@ -172,10 +181,7 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
         own: Any = dcp.get_optimizer_state_dict(model, optimizer)["state"]
         if not any(torch.is_tensor(v) and v.dim() for s in own.values() for v in s.values()):
             # There are no tensors to send and place.
-            box = [state]
-            if several:
-                dist.broadcast_object_list(box, src=0)
-            state, options = box[0], dcp.StateDictOptions(strict=False)
+            state, options = from_rank(state), dcp.StateDictOptions(strict=False)
         dcp.set_optimizer_state_dict(model, optimizer, Copier().copy(state or {}), options=options)
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
     dcp.set_model_state_dict(model, dict(weights or {}), options=options)
@@ -225,7 +231,7 @@ class Copier:
 def share_buffers(model: Any) -> None:
     """Before buffers are used or saved: running means and variances are averaged over ranks, whose batch
     normalisation has seen different batches (as in timm); all others become rank 0's. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not several_ranks():
         return
     for name, buffer in plain(model).named_buffers():
         if name.endswith(("running_mean", "running_var")):
@@ -242,6 +248,6 @@ def first_record(batch: Batch) -> Batch:
     own = {name: values[:1] for name, values in batch.items()}
     if all(sizes):
         return own
-    box = [on_tensors(own, lambda value: value.cpu())]
-    dist.broadcast_object_list(box, src=next(rank for rank, size in enumerate(sizes) if size))
-    return own or box[0]
+    there = on_tensors(own, lambda value: value.cpu())
+    another = from_rank(there, next(rank for rank, size in enumerate(sizes) if size))
+    return own or another
