@@ -96,9 +96,7 @@ def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = Fal
 
 
 def is_file(uri: str) -> bool:
-    from pyarrow import fs
-
-    return bool(_info(*filesystem_of(uri), uri).type == fs.FileType.File)
+    return bool(_info(*filesystem_of(uri), uri).is_file)
 
 
 def is_hidden(relative: str, underscored: bool = False) -> bool:

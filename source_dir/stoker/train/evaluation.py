@@ -28,8 +28,9 @@ from stoker.protocol import BlockReport
 from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
+from stoker.train.device import on_tensors
 from stoker.train.feed import as_one_batch
-from stoker.train.state import Worker, at_least_float32, count_records, same_draws, to_device
+from stoker.train.state import Worker, count_records, same_draws
 from stoker.train.step import autocast, naming_text, single_record_fault
 from stoker.train.stopping import known
 
@@ -56,7 +57,7 @@ class Evaluation:
         """Evaluate a batch as it came from the feed; one without records, if other ranks need this one."""
         worker, records = self.worker, count_records(batch)
         if self.sharded and not self.spare:
-            self.spare = to_device(strategies.first_record(batch), worker.device)
+            self.spare = on_tensors(strategies.first_record(batch), lambda value: value.to(worker.device))
         if not records:
             if self.sharded:
                 # The forward passes of other ranks need this rank's shard of the weights.
@@ -171,7 +172,7 @@ def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list
     evaluation = Evaluation(worker, None)
     # Compiled for a few records, the model would be compiled again for any number of them.
     with torch.compiler.set_stance("force_eager"), evaluation.quietly():
-        evaluation.take(to_device(batch, worker.device))
+        evaluation.take(on_tensors(batch, lambda value: value.to(worker.device)))
     values = evaluation.result()
     evaluation.scores.note_unfed()
     config = worker.config
@@ -212,7 +213,7 @@ class Scores:
     def update(self, result: Mapping[str, Any]) -> None:
         if "preds" in result and "target" in result:
             self.fed = True
-            preds = tree_map(at_least_float32, result["preds"])
+            preds = tree_map(_at_least_float32, result["preds"])
             for name, metric in self.metrics.items():
                 try:
                     metric.update(preds, result["target"])
@@ -337,6 +338,11 @@ def _as_array(value: Any) -> Any:
         return array.astype(np.float64) if array.dtype.kind in "biuf" else None
     except (TypeError, ValueError):
         return None
+
+
+def _at_least_float32(values: Any) -> Any:
+    low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
+    return values.float() if low else values
 
 
 def _plain(label: str) -> str:

@@ -18,7 +18,6 @@ from stoker.events.summary import Summary
 from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL
 from stoker.place import RunPlace
-from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
 
@@ -38,8 +37,7 @@ def check_path(config: Config) -> None:
 def find_start(
     config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> Start:
-    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
-    check_monitors(config, recipe, "val" in data.sources)
+    check_monitors(config, data.recipe, "val" in data.sources)
     store, start = plan_resume(config, place, log)
     if start is not None:
         start = awaiting(start, config.train.max_steps)

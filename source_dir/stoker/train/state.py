@@ -20,7 +20,6 @@ from stoker.errors import DataError
 from stoker.events.kinds import Event, Printed, RecordIds
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
-from stoker.train.device import on_tensors
 from stoker.train.feed import Feed
 
 FLUSH_S = 60.0
@@ -135,17 +134,6 @@ def reached(worker: Worker) -> bool:
 
 def count_records(batch: Batch) -> int:
     return len(next(iter(batch.values()))) if batch else 0
-
-
-def to_device(batch: Batch, device: Any) -> Batch:
-    moved: Batch = on_tensors(batch, lambda value: value.to(device))
-    return moved
-
-
-def at_least_float32(values: Any) -> Any:
-    """Predictions for metrics, with 16-bit floats converted to float32."""
-    low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
-    return values.float() if low else values
 
 
 def tee_prints(worker: Worker) -> None:
