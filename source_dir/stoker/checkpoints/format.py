@@ -53,7 +53,6 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """Folder or URI."""
         return f"{self.store.where.rstrip('/')}/{self.name}"
 
     @property
@@ -192,7 +191,6 @@ class Retention:
                     self._note(load_meta(self.store, name))
 
     def _note(self, saved: Checkpoint) -> None:
-        """Add a checkpoint; a metric that is not finite counts as none."""
         entry = saved.meta["monitored"] or {}
         self.monitored[saved.name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
 

@@ -208,6 +208,5 @@ def _forget_killed(file: Path) -> None:
 
 
 def _others(file: Path) -> dict[int, Path]:
-    """Marker files of the ranks that joined, by process id."""
     found = (each for each in file.parent.iterdir() if each.stem == file.stem)
     return {int(each.suffix[1:]): each for each in found if each.suffix[1:].isdigit()}

@@ -76,7 +76,6 @@ class DataLoader(TorchDataLoader[Item]):
         bad_record_budget: float = 0.01,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """Set the options that torch's loader does not have; see the class."""
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
         if not stall_timeout_s > 0:

@@ -280,7 +280,6 @@ class ClusterIterator(_BaseDataLoaderIter):
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:
-        """Take from the workers in turn and skip exhausted ones, as torch does."""
         while True:
             self._torn = True
             while len(self._asked) < STREAM_BATCHES and len(self._over) < self._streams:
@@ -352,7 +351,6 @@ class Quarantine:
         self.records: list[tuple[Any, str]] = []
 
     def add(self, bad: Any) -> str:
-        """Add skipped records; returns why the pass fails if they exceed the budget."""
         self.records += bad
         if bad and self.total is not None and len(self.records) > self.budget * self.total:
             index, reason = bad[-1]

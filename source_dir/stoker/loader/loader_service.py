@@ -109,7 +109,6 @@ class LoaderService(DataService):
         return {each.plan.split for each in self.attempt.passes.values()} if self.attempt else set()
 
     def forget(self, split: str) -> None:
-        """Called by scripts: the copies of a dataset serve no further pass."""
         with self.changed:
             self._copies.pop(split, None)
 
@@ -265,7 +264,6 @@ class LoaderService(DataService):
             self.ready.notify_all()
 
     def claim(self, by: Process) -> Reply:
-        """Wakes scripts that wait for the end of a worker."""
         with self.changed:
             self.ready.notify_all()
         return super().claim(by)

@@ -109,7 +109,6 @@ class ClusterMaker:
             self.leave()  # an interrupt, for example
             raise
         self._confirmed = False
-        """Whether a block of this pass has come."""
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0

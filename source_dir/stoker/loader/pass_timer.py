@@ -89,13 +89,11 @@ class PassTimer:
 
     @property
     def progress(self) -> PassProgress:
-        """Progress of training; a validation has none."""
         if not self.trains or self.batches < 2:
             return PassProgress()
         return PassProgress(self.batches - 1, self._latest - self._first, self.wait_s)
 
     def tell(self, now: float | None = None) -> None:
-        """Report to the run; does nothing outside a job."""
         now = time.perf_counter() if now is None else now
         self._last = now
         if self.trains and self.batches > self._told:

@@ -43,10 +43,8 @@ class Failed(NamedTuple):
 class MadeBatch(NamedTuple):
     batch: Any
     bad: tuple[tuple[Any, str], ...] = ()
-    """Index and reason of each skipped record."""
     empty: bool = False
     ended: bool = False
-    """Not a batch, but the end of a stream."""
     chain: tuple[int, int] = (0, 0)
 
 
@@ -241,7 +239,6 @@ class LoaderWork:
         return data
 
     def _stream(self, order: LoadRequest) -> Iterator[MadeBatch | Failed]:
-        """One worker's part of an iterable dataset, read with torch's own fetcher."""
         from torch.utils.data._utils import worker as torchs
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 

@@ -198,7 +198,6 @@ def newest_first(names: Any) -> list[str]:
 
 
 def step_of(name: str) -> int:
-    """`step-00000123` → 123."""
     return int(name.partition("-")[2])
 
 

@@ -190,7 +190,6 @@ def filesystem_of_files(files: list[Any]) -> Any:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path listed by `list_files` is local."""
     return path.startswith("/")
 
 
@@ -203,7 +202,6 @@ def common_folder(files: list[Any]) -> str:
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:
-    """Names of the folders directly below `uri`, sorted; empty if `uri` is not a folder."""
     return [f.base_name for f in children(uri) if not f.is_file and (hidden or f.base_name[:1] not in "._")]
 
 
@@ -240,7 +238,6 @@ def refuse_absent(uri: str) -> None:
 
 
 def is_there(uri: str) -> bool:
-    """Whether a local path exists; of a URI, only asking would tell."""
     return "://" in uri or _absolute(uri).exists()
 
 

@@ -57,14 +57,12 @@ class DeviceCopies:
         self._room = threading.Semaphore(AHEAD)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copied: dict[int, Any] = {}
-        """Event at the end of each queued batch's copy."""
         self._sources: deque[tuple[Any, Any]] = deque()
         """Pinned memory that a copy still reads, with the event that ends it."""
         self._over = False
         threading.Thread(target=self._work, name="feed-copies", daemon=True).start()
 
     def take(self) -> Any:
-        """The next batch, on its way to the device; None after the last."""
         item = self._ready.get()
         self._room.release()
         if isinstance(item, BaseException):
@@ -113,7 +111,6 @@ TERMS = STEP_TERMS
 WAITS = TERMS[:-1]
 KEPT_STEPS = 2000
 SMOOTHING = 0.2
-"""Weight of the newest step in the smoothed step time."""
 
 
 class Stamps(NamedTuple):

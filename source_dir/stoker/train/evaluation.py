@@ -84,7 +84,6 @@ class Evaluation:
         return result
 
     def result(self) -> dict[str, float]:
-        """The metrics by conventional name, over all ranks. Collective."""
         worker, sums = self.worker, self.sums
         fed = torch.zeros(worker.world_size, dtype=torch.float64)
         fed[worker.rank] = self.scores.fed
@@ -326,7 +325,6 @@ def _why(error: Exception) -> str:
 
 
 def _as_array(value: Any) -> Any:
-    """Numbers as a float64 array; None: they are none."""
     if torch.is_tensor(value):
         if value.is_complex():
             return None

@@ -35,7 +35,6 @@ from stoker.train.feed import as_one_batch
 from stoker.train.state import Worker, count_records
 
 EXAMPLE_RECORDS = 16
-"""Largest batch for the comparison of an export."""
 
 
 def wanted(config: Config) -> list[str]:
@@ -270,7 +269,6 @@ class MismatchError(Exception):
 
 
 def fresh_model(recipe: Recipe, weights: Path) -> Any:
-    """A new model from the recipe, on the CPU, in eval mode, with weights from a file."""
     from safetensors.torch import load_file
 
     model = recipe.model()
@@ -311,7 +309,6 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
 
 
 def write_one(exports: Exports, form: str, draft: Path) -> float:
-    """Write one format into `draft`, and load it again: its largest difference from the model's outputs."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecations that the user cannot act on
         loaded = WRITERS[form](exports, draft / FILES[form])

@@ -198,7 +198,6 @@ def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
 
 
 def as_one_batch(collate: CollateFn | None, columns: dict[str, Any], report: BlockReport) -> Batch:
-    """A whole block as a batch on the CPU, as train workers receive batches."""
     if collate:
         return collated(collate, all_of([(columns, 0, report.rows)])[0], "one batch")
     return as_tensors(as_batch(columns, report.schemas[-1]))[0]

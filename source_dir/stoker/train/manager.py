@@ -60,7 +60,6 @@ class CheckpointManager:
         self._completes = False
         """Whether that checkpoint is in this run's folder, so that the outcome can be added to it."""
         self._last: Checkpoint | None = None
-        """Rank 0: the last checkpoint written or resumed from."""
         self.writer = Writer(self._note)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = strategies.Copier()

@@ -227,7 +227,6 @@ def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, st
 
 
 def hosts_without(folder: str, nodes: list[str]) -> list[str]:
-    """Nodes that do not see a file which the first of `nodes` writes into `folder`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -52,7 +52,6 @@ class Worker:
     samples: int = 0
     """Records trained in epochs before the present one, over all ranks."""
     classes: list[str] = field(default_factory=list)
-    """Names of the classes, as far as recipe or data give them."""
     clock: tuple[str, float] | None = None
     """When the run's first start began; and the time since which all starts would have taken as long as they
     did, in seconds since 1970."""
@@ -155,8 +154,6 @@ def tee_prints(worker: Worker) -> None:
 
 @dataclass
 class Progress:
-    """Progress of this rank in an epoch, earlier starts included."""
-
     epoch: int
     steps: int = 0
     samples: int = 0

@@ -146,7 +146,6 @@ class Step:
         return self.worker.model.no_sync()
 
     def update(self) -> None:
-        """The optimiser step of what has been accumulated, and all that follows it."""
         worker, optimizer = self.worker, self.worker.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._batches < self.size and strategies.is_ddp(worker.model):

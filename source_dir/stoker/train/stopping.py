@@ -30,7 +30,6 @@ class EarlyStopping:
     best: float | None = None
     """The value to improve by more than `min_delta`."""
     seen: float | None = None
-    """The best value, by whatever margin."""
     wait: int = 0
     reason: str = ""
 

@@ -118,7 +118,6 @@ def unwrap(error: BaseException) -> str:
 
 
 def died(text: str) -> str:
-    """What Ray says of a dead actor in a paragraph, on one short line."""
     pid, address = (re.search(rf"\b{name}: (\S+)", text) for name in ("pid", "ip"))
     which = f" (process {pid[1]} on {address[1]})" if pid and address else ""
     if "node has died" in text or "node was terminated" in text:
@@ -176,7 +175,6 @@ class RecipeConfig(TorchConfig):  # type: ignore[misc]
 
 
 def refuse_unusable_gpu(backend: str) -> None:
-    """Refuse to train on the CPUs of a host whose GPU was counted on."""
     if backend == "nccl" and not torch.cuda.is_available():
         raise ScriptError(
             f"PyTorch {torch.__version__} (CUDA: {torch.version.cuda or 'none'}) cannot use the GPU of"
@@ -216,7 +214,6 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
-    """Open the process group; `agreed` is of `open_rank_store`, or empty for a single one."""
     context = ray.train.get_context()
     rank, count = context.get_world_rank(), context.get_world_size()
     own = {
