@@ -15,7 +15,7 @@ import psutil
 from benchmarks.harness import Measure
 from stoker.config.schema import Config
 from stoker.data import Shard, read_range
-from stoker.loader.loader_pass import LoaderAttempt
+from stoker.loader.loader_service import LoaderAttempt
 from stoker.protocol import BlockReport, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Locks, RecipeAttempt

@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, default_collat
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.loader_pass import LoaderAttempt, LoaderPass
+from stoker.loader.loader_service import LoaderAttempt, LoaderPass
 from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import BlockReport, Claim, Failure, Made, Process, Shard
 from stoker.serve.attempt import Locks
