@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
-    """Refuse options of other places instead of ignoring them."""
     fields = [name for name in Options.__dataclass_fields__ if name not in (*EVERYWHERE, *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
@@ -81,7 +80,6 @@ def run(
 
 
 def refuse_unsupported(config: Config, place: Place) -> None:
-    """Refuse keys of the configuration that mean nothing at a place."""
     if config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {place.name}")
     if config.cluster.cpu_hosts.max and not place.scales:
@@ -114,7 +112,6 @@ def check_recipe(job: Job) -> None:
 
 
 def status(run_id: str) -> int:
-    """Print the status of a run and, if its figures are available, its bottleneck."""
     found = attach(run_id)
     print(found.status())
     run_dir = getattr(found, "run_dir", None)
@@ -124,7 +121,6 @@ def status(run_id: str) -> int:
 
 
 def standing(run_dir: Path) -> list[str]:
-    """The verdict and figures of a finished or running run on this machine."""
     from stoker.events.bottleneck import judged
     from stoker.events.summary import number, read_summary
 
@@ -177,7 +173,6 @@ def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
 
 
 def logs(run_id: str, follow: bool) -> int:
-    """Print a run's log."""
     from launcher.places import remote
 
     found = attach(run_id)
@@ -189,14 +184,12 @@ def logs(run_id: str, follow: bool) -> int:
 
 
 def stop(run_id: str) -> int:
-    """Ask a run to write a checkpoint and stop."""
     told = attach(run_id).stop()
     print(f"{run_id}: {told or 'stop requested; the run writes a checkpoint first'}")
     return 0
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
-    """Print every configuration key, with the job's values if a file is given."""
     from launcher.job import as_overrides
 
     file, own = as_overrides(config, None)
@@ -206,7 +199,6 @@ def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> 
 
 
 def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str]:
-    """Every key with type, default (or this job's value and its origin) and meaning."""
     rows: list[tuple[str, str, str, str]] = []
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
@@ -247,12 +239,10 @@ def default_of(info: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML spells it."""
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def report(paths: list[Path], output: Path | None) -> int:
-    """Write report.html for one run or for several side by side; returns the exit code."""
     from stoker.events.report import REPORT, write_report
 
     target = output or (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))

@@ -81,7 +81,6 @@ def packages(config: Config) -> Iterator[Finding]:
 
 
 def needed_here() -> list[str]:
-    """The requirements of the installed package, without extras."""
     try:
         lines = metadata.requires("stoker") or []
     except metadata.PackageNotFoundError:  # an uninstalled checkout
@@ -114,7 +113,6 @@ def cuda_of_torch() -> str | None:
 
 
 def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
-    """NVIDIA GPUs, and whether the driver supports this build of torch."""
     if shutil.which("nvidia-smi") is None:
         if Path("/dev/nvidiactl").exists():
             yield finding_of("GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
@@ -158,7 +156,6 @@ def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[F
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Free space and write permission for runs and for Ray's files."""
     output = Path(config.output_dir).resolve()
     ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     for what, key, folder in (("results", "output_dir=…", output), ("Ray's files", "RAY_TMPDIR", ray)):
@@ -176,7 +173,6 @@ def disk(config: Config) -> Iterator[Finding]:
 
 
 def namespaces(config: Config) -> Iterator[Finding]:
-    """What `--on rehearsal` needs to emulate hosts."""
     from launcher.rehearsal.running import unshare_command
 
     try:
@@ -189,7 +185,6 @@ def namespaces(config: Config) -> Iterator[Finding]:
 
 
 def aws(config: Config) -> Iterator[Finding]:
-    """AWS identity and quotas, if the job names instance types or credentials exist."""
     from launcher.places.sagemaker import aws
 
     yield from (Finding(*row) for row in aws.findings(config))

@@ -55,7 +55,6 @@ def init(folder: Path | None, kind: str | None) -> int:
 
 
 def files_of(kind: str, folder: Path) -> dict[str, str]:
-    """Name → content of a project's files; the job is named after the folder."""
     sources = {path.name: path for path in sorted((PROJECTS / kind).iterdir()) if path.is_file()}
     sources |= {name: examples_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}

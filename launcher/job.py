@@ -43,14 +43,11 @@ MOST_FILES = 20_000
 IGNORED = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
 )
-"""Never staged."""
 Ignore = Callable[[str, list[str]], set[str]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, independent of the place."""
-
     resolved: Resolved
     source_dir: Path | None = None
     """The user's folder, staged next to `stoker`; None stages the examples."""
@@ -135,7 +132,6 @@ def _copy_tree(folder: Path, target: Path, ignored: Ignore) -> None:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write a new file that only its owner can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
         output.write(text)
 
@@ -172,7 +168,6 @@ def examples_root() -> Path:
 
 
 def example_file(word: str) -> str:
-    """The configuration file that `example:digits` names; UsageError if there is no such example."""
     name = word.removeprefix("example:")
     files = {path.stem: path for path in sorted((examples_root() / "configs").glob("*.yaml"))}
     if name not in files:
@@ -188,7 +183,6 @@ def holds_recipe(folder: Path, recipe: str) -> bool:
 
 
 def recipe_folder(resolved: Resolved) -> Path | None:
-    """The folder of the job's file if it contains the recipe's module, else None."""
     if resolved.file is None or ":" not in resolved.config.recipe:
         return None
     folder = resolved.file.resolve().parent
@@ -229,7 +223,6 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
 
 
 def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
-    """Call the job's `data.prepare` function, if any, to create its data."""
     target = resolved.config.data.prepare
     if not target:
         return
@@ -295,7 +288,6 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
 
 
 def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
-    """Refuse a folder that is too large to stage, before copying it."""
     size = files = 0
     for entry in walk(str(folder), hidden=True, ignore=ignore):
         files, size = files + entry.is_file, size + entry.size * entry.is_file
@@ -382,7 +374,6 @@ class DataUpload:
 def find_data_uploads(
     data: Mapping[str, str], uri: str, kms_key: str | None = None
 ) -> tuple[DataUpload, ...]:
-    """Plan uploads below `uri` for local data, given as recipe parameter → path."""
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)

@@ -162,8 +162,6 @@ def run(
 
 @dataclass(frozen=True)
 class NotebookRequest:
-    """A run before it is started."""
-
     job: Job
     run_dir: Path
     """On this machine's disk, or on a file system that all hosts share."""
@@ -175,7 +173,6 @@ class NotebookRequest:
     notes: tuple[str, ...] = ()
 
     def render(self) -> str:
-        """The request as it is printed before the run."""
         rows = [f"cluster  {self.cluster or 'of this machine'}", f"results  {self.lasting or self.run_dir}"]
         mlflow = self.job.resolved.config.tracking.mlflow
         if mlflow.uri:
@@ -192,7 +189,6 @@ def plan(
     resume: str | None = None,
     arguments: list[str] | None = None,
 ) -> NotebookRequest:
-    """Check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
     cluster = cluster_at(address)
     place = place_named("ray" if cluster else "local")
     given, own, folder = parse_job(config, arguments, Path(source_dir).expanduser() if source_dir else None)
@@ -224,7 +220,6 @@ def plan(
 
 
 def cluster_at(address: str) -> str | None:
-    """The cluster's `host:port`; None for one of this machine."""
     if address == "local":
         return None
     found = address
@@ -370,7 +365,6 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
 
 
 def submit(request: NotebookRequest) -> NotebookRun:
-    """Stage the source and start the job's process."""
     local, run_dir = request.cluster is None, request.run_dir
     if request.cluster is not None:
         refuse_unreachable(request.cluster)
@@ -406,7 +400,6 @@ def submit(request: NotebookRequest) -> NotebookRun:
 
 
 def _packed(code: Path) -> Path:
-    """The package of the staged source, for the workers of all hosts."""
     content = ray_jobs.package(code)
     if len(content) > ray_jobs.PACKAGE_LIMIT_BYTES:
         raise UsageError(
@@ -430,8 +423,6 @@ def refuse_unreachable(cluster: str) -> None:
 
 
 class NotebookRun:
-    """A running job, whose lines are shown by `wait`."""
-
     def __init__(
         self,
         request: NotebookRequest,
@@ -454,7 +445,6 @@ class NotebookRun:
         threading.Thread(target=self._read, name="lines", daemon=True).start()
 
     def wait(self) -> RunResult:
-        """Show the job's lines until it ends; forwards interrupts and SIGTERM to it."""
         return outlast(self.process, self._show, self._interrupt, self._concluded)
 
     def _read(self) -> None:

@@ -40,7 +40,6 @@ def new_run_dir(job: Job) -> Path:
 
 
 def new_run_path(job: Job, root: Path) -> Path:
-    """The path of a new run directory in a folder; does not create it."""
     name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1
     while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
@@ -49,7 +48,6 @@ def new_run_path(job: Job, root: Path) -> Path:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Refuse a folder that cannot hold a run: it is not writable, or its disk is full."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -89,7 +87,6 @@ class PastRun:
         self.run_dir = run_dir
 
     def summary(self) -> dict[str, Any]:
-        """The run's `summary.json` so far."""
         try:
             found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -150,7 +147,6 @@ class PastRun:
 
 
 def attach(run_id: str) -> PastRun:
-    """Find a run by its directory; UsageError if the folder is none."""
     run_dir = Path(run_id).resolve()
     if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
         if run_dir.name == "latest" and not run_dir.exists():
@@ -160,7 +156,6 @@ def attach(run_id: str) -> PastRun:
 
 
 def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
-    """The run's console output, line by line; with `follow` until it has ended."""
     path = run_dir / "logs" / "console.log"
     while follow and not path.exists() and alive():
         time.sleep(0.2)

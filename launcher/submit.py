@@ -72,7 +72,6 @@ def expanded_words(words: list[str]) -> list[str]:
 
 
 def refuse_mistyped(word: str, commands: list[str]) -> None:
-    """Refuse a first word that is neither a command nor an existing file."""
     if not re.fullmatch(r"[a-z][a-z_-]*", word) or Path(word).exists():
         return
     here = [str(path) for end in ("*.y*ml", "*.py") for path in Path().glob(end)]
@@ -92,7 +91,6 @@ Option = typer.Option
 
 
 def show_version(asked: bool) -> None:
-    """Print the version for `--version`."""
     if asked:
         print(f"stoker {stoker.__version__}")
         raise typer.Exit
@@ -111,7 +109,6 @@ def start(
 
 
 def keys(incomplete: str) -> list[str]:
-    """Shell completion of configuration keys."""
     from stoker.config.loading import schema_rows
     from stoker.config.schema import Config
 
@@ -119,7 +116,6 @@ def keys(incomplete: str) -> list[str]:
 
 
 def places(incomplete: str) -> list[str]:
-    """Shell completion of the values of `--on`."""
     from launcher.places import names
 
     return [name for name in names() if name.startswith(incomplete)]
@@ -298,7 +294,6 @@ def init(
 
 
 def unwritable(error: OSError) -> str | None:
-    """Describe a full or unwritable folder in one line; None for other errors."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
         return None
     place = error.filename2 or error.filename or "a file"

@@ -53,7 +53,6 @@ BINDS: dict[Term, tuple[str, str]] = {
 }
 """What limits a cluster: its name in the table, and what that means for the recommended one."""
 CAPACITY_HOSTS = (0, 1, 2, 4, 8)
-"""Numbers of CPU hosts in the table if no GPU's rate is known."""
 AROUND = ("pack", "task")
 """Work outside the chain's own stages, which no recipe can make cheaper."""
 DEAR = 0.3
@@ -67,8 +66,6 @@ PREFIX = 0.2
 
 @dataclass(frozen=True)
 class Measured:
-    """A job's costs per sample, with their uncertainty and origin."""
-
     cpu_s: float
     """c, on the measuring machine."""
     cpu_spread: float
@@ -86,7 +83,6 @@ class Measured:
     samples: int | None = None
     """Samples of the whole job: records × epochs; None if unknown."""
     notes: list[str] = field(default_factory=list)
-    """Assumptions, one sentence each."""
 
     @classmethod
     def received(cls, bytes_per_sample: float, notes: list[str], **figures: Any) -> Measured:
@@ -133,8 +129,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The assessment of one cluster."""
-
     gpu_type: str
     gpu_hosts: int
     cpu_type: str | None
@@ -152,7 +146,6 @@ class Candidate:
 
     @property
     def hosts(self) -> str:
-        """`1 × ml.g5.xlarge + 2 × ml.c5.xlarge`."""
         own = f"{self.gpu_hosts} × {self.gpu_type}"
         return f"{own} + {self.cpu_hosts} × {self.cpu_type}" if self.cpu_hosts else own
 
@@ -163,8 +156,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The clusters to consider."""
-
     gpu_types: tuple[str, ...]
     cpu_types: tuple[str, ...]
     gpu_hosts: int = 1
@@ -184,7 +175,6 @@ class Advice:
     best: Candidate | None
     """None if no GPU's rate is known; the table then shows only the capacity of the CPU side."""
     lines: list[str]
-    """The recommendation with its reason, then alternatives."""
     notes: list[str]
 
     def shown(self, limit: int) -> list[Candidate]:
@@ -199,7 +189,6 @@ class Advice:
 
 
 def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
-    """Assess all candidates and recommend one, with the reason."""
     notes = [known.label, *measured.notes]
     hints = stage_hints(measured.stages)
     rated = [name for name in wanted.gpu_types if any(measured.work(m.gpu_name) for m in machines([name]))]
@@ -259,7 +248,6 @@ class _Search:
         return [unique[key] for key in sorted(unique)]
 
     def judge(self, gpu: Machine, cpu: Machine | None, count: int) -> Candidate | None:
-        """Assess one cluster; None if its GPU's rate or a price is unknown."""
         shape = self.shape(gpu, cpu, count)
         works = [self.measured.work(gpu.gpu_name, side, self.wanted.speed) for side in (-1, 0, 1)]
         if shape is None or works[1] is None:
@@ -283,7 +271,6 @@ class _Search:
         )
 
     def shape(self, gpu: Machine, cpu: Machine | None, count: int) -> ClusterShape | None:
-        """The model's cluster; None if a price is unknown."""
         gpu_price = self.known.usd_per_hour(gpu.type)
         cpu_price = self.known.usd_per_hour(cpu.type) if cpu else 0.0
         if gpu_price is None or cpu_price is None:
@@ -305,7 +292,6 @@ class _Search:
         )
 
     def counts_worth_a_look(self, gpu: Machine, cpu: Machine) -> list[int]:
-        """The cheapest number of CPU hosts, the knee, one host, and the configured number."""
         wanted = self.wanted
         work, shape = self.measured.work(gpu.gpu_name, 0, wanted.speed), self.shape(gpu, cpu, 1)
         if work is None or shape is None:
@@ -320,12 +306,10 @@ class _Search:
 
 
 def machines(names: Iterable[str]) -> list[Machine]:
-    """The table's entries of these types; unknown types are skipped."""
     return [found for found in map(prices.machine, names) if found is not None]
 
 
 def larger_hosts(own: Machine) -> list[Machine]:
-    """Hosts with the same number and type of GPUs and more vCPUs."""
     same = [m for m in prices.MACHINES.values() if _same_gpu(m, own) and m.vcpus > own.vcpus]
     return sorted(same, key=lambda m: m.vcpus)
 
@@ -386,7 +370,6 @@ def _doubt(best: Candidate, other: Candidate) -> str:
 
 
 def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[str]:
-    """Compare the configured cluster with the recommendation."""
     clusters = {(one.gpu_type, one.cpu_type, one.cpu_hosts): one for one in table}
     now = clusters.get(wanted.configured) if wanted.configured else None
     if now is None or now == best:
@@ -399,7 +382,6 @@ def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list
 
 
 def _bigger_host(table: list[Candidate], best: Candidate) -> list[str]:
-    """Compare a bigger GPU host with the recommendation."""
     own = prices.machine(best.gpu_type)
     known = [(one, prices.machine(one.gpu_type)) for one in table if not one.cpu_hosts]
     larger = [one for one, m in known if m and own and m.gpu_name == own.gpu_name and m.vcpus > own.vcpus]
@@ -413,7 +395,6 @@ def _bigger_host(table: list[Candidate], best: Candidate) -> list[str]:
 
 
 def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
-    """The most expensive stage, work that belongs on the GPU, and what can be cached."""
     total = sum(_ms(stage) for stage in stages)
     return [*_dearest(stages, total), *_conversions(stages), *_cacheable(stages, total)] if total > 0 else []
 

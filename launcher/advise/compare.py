@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def compare(paths: list[str]) -> int:
-    """Print the table; returns the exit code."""
     found, passed_over = find_runs(paths)
     runs = []
     for run in found:
@@ -36,7 +35,6 @@ def compare(paths: list[str]) -> int:
 
 
 def comparison(frame: pandas.DataFrame) -> Iterator[str]:
-    """The results, speed and cost of each run, then the configuration differences."""
     columns = [*metric_columns(frame), "samples_per_s", "input_wait_pct", "seconds"]
     columns += [c for c in ("hosts",) if frame[c].nunique() > 1]
     costs = [c for c in ("usd", "usd_per_million_samples") if frame[c].notna().any()]
@@ -85,7 +83,6 @@ def metric_columns(frame: pandas.DataFrame) -> list[str]:
 
 
 def cell(column: str, value: Any) -> str:
-    """A value as the table shows it."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if column.endswith("acc1"):

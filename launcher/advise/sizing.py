@@ -51,8 +51,6 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The command-line options that name candidate hosts."""
-
     gpu: list[str] = field(default_factory=list)
     cpu: list[str] = field(default_factory=list)
     gpu_samples_per_s: list[str] = field(default_factory=list)
@@ -74,8 +72,6 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class SizeOptions(HostOptions):
-    """The command-line options of `size`."""
-
     from_run: Path | None = None
     source_dir: Path | None = None
     as_json: bool = False
@@ -319,7 +315,6 @@ def _rate_here(summary: Summary) -> tuple[dict[str, float], str]:
 
 
 def job_samples(config: Config, records: int | None) -> int | None:
-    """Samples of the whole job; None if unknown."""
     limit = config.train.max_steps
     if limit is not None:
         limit *= config.train.batch_size * config.train.accumulate_steps * (config.train.workers or 1)
@@ -342,7 +337,6 @@ def progress_lines(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def show(advice: Advice) -> None:
-    """Print the table, the recommendation, other remedies and the assumptions."""
     known = advice.best is not None
     print(
         "hosts for this job, cheapest per sample first"
@@ -366,7 +360,6 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """The advice for programs."""
     measured = asdict(advice.measured)
     return {
         "measured": measured,

@@ -21,12 +21,10 @@ def names() -> list[str]:
 
 
 def every_place() -> Iterator[Place]:
-    """Yield all places, importing them one by one."""
     yield from map(place_named, names())
 
 
 def place_named(name: str) -> Place:
-    """The place that `--on` names."""
     if name not in (known := names()):
         raise UsageError(f"--on {name}: no such place (known: {', '.join(known)})" + nearest(name, known))
     found: Place = importlib.import_module(f"{__name__}.{name}").PLACE
@@ -34,7 +32,6 @@ def place_named(name: str) -> Place:
 
 
 def attach(run_id: str) -> Run:
-    """The run with a given id or run directory."""
     for found in every_place():
         if run_id.startswith(found.ids) or (found.marker and (Path(run_id) / found.marker).is_file()):
             return found.attach(run_id)
@@ -47,8 +44,6 @@ EVERYWHERE = ("on", "source_dir", "dry_run", "resume")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Command line options that are not part of the configuration."""
-
     on: str = "local"
     source_dir: Path | None = None
     dry_run: bool = False
@@ -62,8 +57,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a job resumes from."""
-
     value: str | None = None
     """Value for `checkpoint.resume`; None leaves the key unchanged."""
     run_dir: Path | None = None
@@ -72,7 +65,6 @@ class Resume:
     """Checkpoint folders to place in the hosts' `/opt/ml/checkpoints`, as after a restart."""
 
     def overrides(self) -> list[str]:
-        """The key's new value as a command line override."""
         return [] if self.value is None else [f"checkpoint.resume={self.value}"]
 
 

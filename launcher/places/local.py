@@ -33,8 +33,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """A local run before it is started: the job and its run directory."""
-
     job: Job
     run_dir: Path
 
@@ -65,8 +63,6 @@ class LocalRequest:
 
 
 class LocalRun:
-    """A running local job; its process writes to this terminal."""
-
     def __init__(
         self, run_dir: Path, process: subprocess.Popen[bytes], new: bool = False, latest: str | None = None
     ) -> None:
@@ -142,7 +138,6 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    """Plan a new run directory, or resume in an earlier one; writes nothing."""
     return LocalRequest(job, run_dir or run_directory.new_run_dir(job))
 
 

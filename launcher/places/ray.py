@@ -48,8 +48,6 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class RayRequest:
-    """The request to the job server."""
-
     job: Job
     server: JobServer
     submission_id: str
@@ -62,7 +60,6 @@ class RayRequest:
     warnings: tuple[str, ...]
 
     def body(self, working_dir: str) -> dict[str, Any]:
-        """The body of the POST to `/api/jobs/`, given the URI of the uploaded source."""
         runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
         if self.pip:
             runtime_env["pip"] = list(self.pip)
@@ -74,7 +71,6 @@ class RayRequest:
         }
 
     def render(self) -> str:
-        """The request as JSON, then its destination and uploads."""
         rows = [
             ("cluster", self.server.address),
             ("versions", self.versions),
@@ -87,7 +83,6 @@ class RayRequest:
         return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
 
     def package(self) -> bytes:
-        """The staged source as the zip file that becomes the job's working directory."""
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             self.job.stage(folder)
@@ -105,8 +100,6 @@ class RayRequest:
 
 
 class RayRun(WatchedRun):
-    """One job on a Ray cluster."""
-
     def __init__(
         self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
     ) -> None:
@@ -132,7 +125,6 @@ class RayRun(WatchedRun):
         return _WORDS.get(state, f"unknown: {state}")
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The driver's output, line by line; with `follow` until the job ends."""
         shown = 0
         while True:
             ended = not self.status().startswith("running")
@@ -147,12 +139,10 @@ class RayRun(WatchedRun):
             time.sleep(self.poll_s + len(text) / 2e6)
 
     def wait(self) -> int:
-        """Block until the end; returns the driver's exit code."""
         code = super().wait()
         return int(self.describe().get("driver_exit_code") or 1) if code == 1 else code
 
     def stop(self) -> None:
-        """Send SIGTERM to the driver, which has `STOP_WAIT_S` for a checkpoint."""
         self.server.post(f"{self._path}/stop")
 
     def closing(self) -> str:
@@ -160,7 +150,6 @@ class RayRun(WatchedRun):
 
 
 def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
-    """Plan the request and check the cluster's versions; uploads nothing."""
     problems: list[str] = []
     name = f"{job.name}-{stamp()}"
     output = job.resolved.config.output_dir
@@ -191,7 +180,6 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
 
 
 def submit(request: RayRequest) -> RayRun:
-    """Upload the staged source and start the job; UsageError if the cluster rejects it."""
     uri = request.server.upload(request.package())
     request.server.post("/api/jobs/", request.body(uri))
     return RayRun(request.server, request.submission_id, submitted=True)
@@ -220,7 +208,6 @@ PLACE = Place(
 
 
 def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[str]]:
-    """The server, its versions, and warnings; UsageError if the cluster cannot run the job."""
     server, warnings = job_server(address), []
     place = urlsplit(server.address)
     if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
@@ -296,7 +283,6 @@ class JobServer:
         return self._ask("POST", path, json=content).json()
 
     def upload(self, package: bytes) -> str:
-        """Upload a zip file unless the cluster has it; return its URI for `runtime_env`."""
         name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
         path = f"/api/packages/gcs/{name}"
         if self._ask("GET", path, missing_ok=True).status_code == 404:

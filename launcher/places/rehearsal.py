@@ -27,7 +27,6 @@ TOOLKIT_STOP_GRACE_S = 10.0
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
-    """Build the upload, create the hosts and start them."""
     unshare = running.unshare_command()
     if request.entry == "toolkit":
         sagemaker_hosts.toolkit_folder()  # installed before the rehearsal leaves anything
@@ -60,7 +59,6 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
 
 
 def _world_spec(request: RehearsalRequest, folder: Path) -> dict[str, Any]:
-    """Stage the source and write the hosts' files; what the world is told."""
     config, staged = request.job.resolved.config, folder / "staged"
     stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
     hosts = [_host_spec(request, host, nth, folder) for nth, host in enumerate(request.hosts, start=1)]
@@ -76,7 +74,6 @@ def _world_spec(request: RehearsalRequest, folder: Path) -> dict[str, Any]:
 
 
 def _host_spec(request: RehearsalRequest, host: PlannedHost, number: int, folder: Path) -> dict[str, Any]:
-    """Write a host's files and /etc/hosts; returns its specification for the world."""
     config, own = request.job.resolved.config, folder / host.name
     own.mkdir(exist_ok=True)
     names = "".join(f"{h.address} {h.name}\n" for h in request.hosts)

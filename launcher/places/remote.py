@@ -45,8 +45,6 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class HostGroup:
-    """Hosts of one type."""
-
     name: str
     type: str
     count: int
@@ -63,7 +61,6 @@ class HostGroup:
 
 
 def usd_per_hour(groups: Sequence[HostGroup], prices: PriceList) -> float | None:
-    """Estimated $/h of all groups; None if any price is unknown."""
     each = [group.usd_per_hour(prices) for group in groups]
     known = [price for price in each if price is not None]
     return sum(known) if len(known) == len(each) else None
@@ -92,7 +89,6 @@ def with_training_group(job: Job, name: str | None) -> Job:
 
 
 def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, spot: bool, prices: PriceList) -> str:
-    """A table of groups with $/h, and the maximum cost of the job."""
     rows = [
         (
             group.name,
@@ -117,7 +113,6 @@ def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, spot: bo
 
 
 def stamp() -> str:
-    """What makes a job's name its own."""
     return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
@@ -163,8 +158,6 @@ def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
 
 
 class UploadStore(Protocol):
-    """Where a service's uploads go."""
-
     def exists(self, uri: str) -> bool: ...
     def send(self, file: Path, uri: str) -> None: ...
     def put(self, content: bytes, uri: str) -> None: ...
@@ -226,7 +219,6 @@ class CloudRequest(ABC):
     def create_command(self, file: Path) -> list[str]: ...
 
     def render(self) -> str:
-        """The request as JSON, then groups and cost, uploads and notes."""
         uploads = [
             ("code", str(self.code_files), figures.size(self.code_bytes), self.code_uri),
             *((one.parameter, str(one.files), figures.size(one.bytes), one.uri) for one in self.data),
@@ -260,7 +252,6 @@ class CloudRequest(ABC):
         return "\n".join(shlex.join(command) for command in commands)
 
     def stage(self, folder: Path) -> None:
-        """Write the source as the hosts will see it, with a new Ray token."""
         stage(self.job, folder, self.data_at)
 
     def upload(self, store: UploadStore, tell: Tell | None) -> None:
@@ -400,11 +391,9 @@ class WatchedRun(ABC):
         """The status that a description tells, in the words of all places."""
 
     def describe(self) -> Any:
-        """The service's description of the job; UsageError if it does not exist or access is denied."""
         return self.patiently(self.ask)
 
     def status(self) -> str:
-        """running, succeeded, failed or interrupted, with the service's reason after a colon."""
         return self.status_in(self.describe())
 
     def wait(self) -> int:

@@ -20,7 +20,6 @@ SPEC_VARIABLE = "STOKER_EMULATED_HOST"
 
 
 def main() -> None:
-    """Set up network, mounts and name, then execute the container's program."""
     spec: dict[str, Any] = json.loads(os.environ.pop(SPEC_VARIABLE))
     ready = int(sys.argv[1])
     socket.sethostname(spec["name"])

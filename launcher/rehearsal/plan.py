@@ -27,8 +27,6 @@ _NETWORK = "10.77.0"
 
 @dataclass(frozen=True)
 class PlannedHost:
-    """One emulated host."""
-
     name: str
     group: str
     instance_type: str
@@ -39,8 +37,6 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """Local data that is mounted on every host."""
-
     parameter: str
     source: Path
     folder: str
@@ -54,8 +50,6 @@ class PlannedChannel:
 
 @dataclass(frozen=True)
 class RehearsalRequest:
-    """The hosts, channels and faults of one rehearsal."""
-
     job: Job
     hosts: tuple[PlannedHost, ...]
     channels: tuple[PlannedChannel, ...]
@@ -67,7 +61,6 @@ class RehearsalRequest:
 
     @property
     def shape(self) -> ServiceShape:
-        """The service whose hosts are emulated."""
         return shape_of(self.job.resolved.config)
 
     @property
@@ -99,7 +92,6 @@ class ServiceShape:
     """What distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
 
     service: str
-    """Its name in messages."""
     gpu_type: str
     cpu_type: str
     most_groups: int
@@ -121,13 +113,11 @@ class ServiceShape:
 
 
 def shape_of(config: Config) -> ServiceShape:
-    """The shape that `rehearsal.like` names."""
     found: ServiceShape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
     return found
 
 
 def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
-    """Check everything that does not require starting a host."""
     config = job.resolved.config
     hosts = plan_hosts(config)
     faults = _plan_faults(config, hosts)

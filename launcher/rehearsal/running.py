@@ -40,7 +40,6 @@ TOOLS = {
 
 
 def unshare_command() -> list[str]:
-    """The command prefix that runs a program in private namespaces."""
     instead = "; `--on local` runs the same job without emulated hosts"
     if not sys.platform.startswith("linux"):
         raise UsageError(f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}")
@@ -77,8 +76,6 @@ class HostResult:
 
 
 class RehearsalRun:
-    """A running rehearsal; it ends with this process."""
-
     def __init__(
         self,
         request: RehearsalRequest,
@@ -101,7 +98,6 @@ class RehearsalRun:
         self._reader.start()
 
     def status(self) -> str:
-        """running, succeeded, failed or interrupted, with the reason for a failure."""
         if self._code is None:
             return "running"
         if self._code == 0:
@@ -310,7 +306,6 @@ class Display:
         self._console.print(Text.assemble((text[:end], colour), text[end:]))
 
     def closing(self, run: RehearsalRun) -> None:
-        """Print the table of hosts, forming and leaving times, and the failure reason."""
         rows = [
             (
                 result.name,
@@ -352,7 +347,6 @@ def results(run_dir: Path, succeeded: bool) -> list[str]:
 
 
 def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Path] = ()) -> list[str]:
-    """Move the files below all sources to common folders."""
     clashes: list[str] = []
     originals = {
         Path("checkpoints", file.relative_to(top.parent)): file
@@ -382,7 +376,6 @@ def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Pa
 
 
 def keep_ray_logs(host_folder: Path, target: Path) -> None:
-    """Copy a host's Ray logs; used for failed runs."""
     logs = [path for path in (host_folder / "tmp").glob("sray-*/s/session_2*/logs") if path.is_dir()]
     for folder in logs[-1:]:
         shutil.copytree(

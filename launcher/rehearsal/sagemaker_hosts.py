@@ -154,7 +154,6 @@ SHAPE = ServiceShape(
 
 
 def cache_folder() -> Path:
-    """The cache folder for this toolkit version and this Python version."""
     root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     base = Path(root).expanduser() if root else Path.home() / ".cache"
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -162,7 +161,6 @@ def cache_folder() -> Path:
 
 
 def toolkit_folder() -> Path:
-    """Install the toolkit if it is missing; returns the folder to append to `sys.path`."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
             return Path(str(metadata.distribution("sagemaker-training").locate_file("")))

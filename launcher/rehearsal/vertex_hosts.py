@@ -25,7 +25,6 @@ _HASH = "4c1d6d97d0"
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
-    """Names as Vertex AI gives them, for groups with their number of hosts, in order."""
     pools = replicas_by_pool(groups)
     return [
         f"cmle-training-workerpool{number}-{_HASH}-{index}"
@@ -63,7 +62,6 @@ def variables(hosts: tuple[PlannedHost, ...], current: PlannedHost, base: str) -
 
 
 def resource(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
-    """Hosts and groups as the host will find them."""
     return dict(service.resource_of(variables(hosts, current, f"gs://{BUCKET}")) or {})
 
 
@@ -93,7 +91,6 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
 
 
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
-    """Move the outputs in the bucket to the run directory; returns files that are there twice."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
     return merge(
         {"the job": base},
@@ -107,7 +104,6 @@ def collect(request: RehearsalRequest, folder: Path) -> list[str]:
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
-    """The cause of a host's failure, which it leaves in the bucket."""
     names = [h.name for h in request.hosts if _pool(h) == _pool(host)]
     replica = f"{_pool(host)}-{names.index(host.name)}"
     files = sorted((folder / "gcs" / BUCKET / request.run_dir.name / service.FAILURES).glob(f"*-{replica}"))

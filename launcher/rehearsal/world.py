@@ -44,8 +44,6 @@ SLOW = ("rate", "4mbit", "burst", "128kb", "latency", "400ms")
 
 @dataclass
 class EmulatedHost:
-    """One emulated host and its state."""
-
     spec: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
     init: int = 0
@@ -71,8 +69,6 @@ class EmulatedHost:
 
 
 class World:
-    """Starts the hosts, injects the faults and reports events."""
-
     def __init__(self, spec: dict[str, Any]) -> None:
         self._hosts = [EmulatedHost(host) for host in spec["hosts"]]
         self._faults = [Fault(**fault) for fault in spec["faults"]]
@@ -342,13 +338,11 @@ class Fault:
     done: bool = False
 
     def see(self, line: str, now_s: float) -> None:
-        """Schedule the fault if the logged `line` matches its pattern."""
         if self.due_s is None and self.pattern is not None and re.search(self.pattern, line):
             self.due_s = now_s + self.later_s
 
 
 def parse(text: str, hosts: Collection[str]) -> Fault:
-    """Parse a fault from the configuration or the command line."""
     found = _FORM.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is not action:host@20s, @formed+5s or @/regular expression/+5s")

@@ -32,8 +32,6 @@ CLOSING_S = 30.0
 
 @dataclass(frozen=True)
 class CheckOptions(HostOptions):
-    """The command-line options of `check`."""
-
     arguments: list[str] = field(default_factory=list)
     steps: int | None = None
     timeout: float = 900.0
@@ -67,7 +65,6 @@ def check(script: Path | None, options: CheckOptions) -> int:
 
 
 def existing(script: Path | None) -> Path:
-    """The script as typed."""
     if script is None:
         raise UsageError("no script given; run: check train.py")
     if script.suffix in (".yaml", ".yml"):
@@ -112,7 +109,6 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script in its own process group and kill the group on exit."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -176,7 +172,6 @@ def advised(
 
 
 def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> None:
-    """Print the verdict on one screen."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
@@ -204,7 +199,6 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
 
 
 def loader_line(one: judging.Checked) -> str:
-    """A loader in one line."""
     loader = one.loader
     size = f"{one.samples_per_step:.0f} samples"
     if one.bytes_per_step:
@@ -213,7 +207,6 @@ def loader_line(one: judging.Checked) -> str:
 
 
 def fetching(one: judging.Checked) -> str:
-    """The cost of a sample."""
     fetched = one.fetched
     if fetched is None:
         return "CPU per sample: not measured; this loader does not fetch in torch's own workers"
@@ -224,7 +217,6 @@ def fetching(one: judging.Checked) -> str:
 
 
 def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> list[str]:
-    """The assumptions behind the verdict and the advice."""
     first, gpu = loaders[0], seen["gpu"]
     uneven = judging.UNSURE < first.share.spread < judging.UNCERTAIN
     by = f"measured with CUDA events ({gpu})" if gpu else "time in next() relative to the time between calls"
@@ -240,7 +232,6 @@ def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice |
 
 
 def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> dict[str, Any]:
-    """The same figures for programs."""
     return {
         "loaders": [
             {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains} for one in loaders

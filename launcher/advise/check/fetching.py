@@ -23,8 +23,6 @@ _thread = threading.local()
 
 
 class Fetching:
-    """The cost of one loader's batches in this process."""
-
     def __init__(self, file: Path, loader: int, clock: Callable[[], float]) -> None:
         self.file, self.loader, self.clock = file, loader, clock
         self.batches = 0
@@ -101,7 +99,6 @@ def observe_fetchers(current: Callable[[], Fetching | None]) -> None:
 
 
 def first_length(data: Any) -> int | None:
-    """First dimension of the first tensor or array in a batch."""
     if hasattr(data, "shape"):
         return int(data.shape[0]) if len(data.shape) else None
     if isinstance(data, Mapping):

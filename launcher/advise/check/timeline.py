@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LEAST_STEPS = 10
-"""Smallest number of steps for a verdict."""
 STEPS, MOST_STEPS = 20, 1000
 """Minimum and maximum number of steps without --steps."""
 SURE = 0.02
@@ -30,8 +29,6 @@ TRAINS, TRAINED = 0.2, 3
 
 @dataclass
 class Take:
-    """One call of a loader's next()."""
-
     loader: int
     epoch: int
     number: int
@@ -53,8 +50,6 @@ class TimedStep(NamedTuple):
 
 @dataclass
 class Loader:
-    """One loader of the script, described by its attributes."""
-
     place: str
     """Where the script iterates over it: `train.py:31`."""
     dataset: str
@@ -78,7 +73,6 @@ class Loader:
     """Number of batches over which `samples` and `batch_bytes` were counted."""
     batch_bytes: int = 0
     ours: bool = False
-    """Whether it is a `stoker.DataLoader`."""
     in_thread: bool = False
     """Whether next() was called in another thread than the optimizer's step."""
 
@@ -99,8 +93,6 @@ class Loader:
 
 @dataclass(frozen=True)
 class TimeShare:
-    """A share of time with its uncertainty."""
-
     value: float
     spread: float
     """± of `value`, 95 %; 1 if there is too little data."""
@@ -159,7 +151,6 @@ def judged_steps(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
 
 
 def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
-    """The share of step time spent waiting for data."""
     whole = sum(step.whole for step in steps)
     value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
     if len(steps) < LEAST_STEPS or whole <= 0:

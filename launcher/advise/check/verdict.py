@@ -67,8 +67,6 @@ class FetchCost:
 
 @dataclass(frozen=True)
 class Checked:
-    """The assessment of one loader of the script."""
-
     number: int
     """In the order in which the script first used its loaders."""
     loader: Loader
@@ -90,17 +88,14 @@ class Checked:
 
     @property
     def certain(self) -> bool:
-        """Whether the share was measured well enough for a verdict."""
         return self.share.spread < UNCERTAIN
 
     @property
     def waits(self) -> bool:
-        """Whether waiting for data is worth fixing."""
         return self.certain and self.share.value >= INPUT_BOUND
 
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
-    """Totals of all processes that fetched for one loader; None if there were none."""
     # The first fetch of a process imports and opens things; it counts only if there is nothing else.
     sums = [one for one in sums if not one.get("first")] or sums
     samples, fetches, cpu, wall, queued = (
@@ -156,7 +151,6 @@ def judge(
     fetched: FetchCost | None,
     wanted: int | None,
 ) -> Checked:
-    """Assess one loader, from at most the requested number of steps."""
     loader = loaders[number]
     steps = steps_of(takes, loaders, number)
     kept = judged_steps(steps, loader)[:wanted]
@@ -213,7 +207,6 @@ def usual_gpu_host(gpu: str | None, default: str) -> str:
 
 
 def headline(one: Checked) -> list[str]:
-    """The verdict."""
     share = one.share
     percent = f"{100 * share.value:.0f} % (± {100 * share.spread:.0f})"
     of = f"{one.steps} steps of {duration(one.step_s)}"
@@ -245,14 +238,12 @@ def speed_up(share: TimeShare) -> str:
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
-    """What would help without further hosts."""
     fetched = one.fetched if one.waits else None
     workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
     return [*workers, *_restarts(one)]
 
 
 def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
-    """Whether more workers here would remove the wait."""
     batch, now = one.samples_per_step, one.loader.num_workers
     needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
     cpus_needed = fetched.cpu_s * batch / one.compute_s
@@ -286,7 +277,6 @@ def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) 
 
 
 def _restarts(one: Checked) -> list[str]:
-    """Whether each epoch spends much on starting workers."""
     loader, start, length = one.loader, one.start_s or 0.0, one.loader.length
     if not loader.num_workers or loader.persistent or one.whole_epochs or not length:
         return []

@@ -60,7 +60,6 @@ class GpuClock:
         self.name = str(torch.cuda.get_device_name())
 
     def mark(self) -> Any:
-        """Record an event."""
         event = self.torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -76,8 +75,6 @@ class GpuClock:
 
 
 class Watch:
-    """Observations of the script's loaders."""
-
     def __init__(self, folder: Path, wanted: int | None) -> None:
         self.folder, self.wanted = folder, wanted
         self.loaders: list[Loader] = []
@@ -107,7 +104,6 @@ class Watch:
         self._thread = threading.local()
 
     def observe(self, module: Any) -> None:
-        """Patch the newly imported `torch.utils.data.dataloader`."""
         watch, base = self, module._BaseDataLoaderIter
         original_init, original_next = base.__init__, base.__next__
         original_iter = module.DataLoader.__iter__
@@ -153,7 +149,6 @@ class Watch:
             return self._numbers[loader]
 
     def take(self, number: int | None, following: Callable[[], Any]) -> Any:
-        """Time a next()."""
         if number is None or getattr(self._thread, "inside", False) or os.getpid() != self.process:
             return following()  # a nested loader, or one in a worker
         began = time.monotonic()
@@ -173,7 +168,6 @@ class Watch:
             self.own_s += time.monotonic() - began
 
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
-        """Record a take with its index in the epoch."""
         torch: Any = sys.modules["torch"]
         loader = self.loaders[number]
         epoch = max(len(loader.starts) - 1, 0)
@@ -207,7 +201,6 @@ class Watch:
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
-        """Count samples and bytes of the first few batches."""
         if loader.sized_batches < SIZED:
             loader.sized_batches += 1
             loader.samples += loader.batch_size or first_length(data) or 1
@@ -221,7 +214,6 @@ class Watch:
         return self.clock.mark() if self.clock else time.monotonic() - self.own_s
 
     def look(self) -> None:
-        """Check periodically whether there are enough steps."""
         if self.over:
             self.raised += 1
             if self.raised > IGNORED:
@@ -240,7 +232,6 @@ class Watch:
             raise Enough
 
     def seen_enough(self) -> bool:
-        """Whether the training loader has enough steps."""
         of = training(self.loaders)
         if of is None:
             return False
@@ -262,7 +253,6 @@ class Watch:
         return self.takes
 
     def finish(self, how: str, said: str = "") -> None:
-        """Write the observations for the launcher, the first time."""
         if self.over:
             return
         self.over = True
@@ -286,8 +276,6 @@ class Watch:
 
 
 class Observed:
-    """Wraps a foreign iterator to observe its next()."""
-
     def __init__(self, iterator: Any, watch: Watch, number: int) -> None:
         self._iterator, self._watch, self._number = iterator, watch, number
 
@@ -302,7 +290,6 @@ class Observed:
 
 
 def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
-    """Describe a loader by its attributes, some of which a subclass may lack."""
     length = None
     # Calling len() makes torch warn if an IterableDataset yields more.
     if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
@@ -339,7 +326,6 @@ def own_clock() -> float:
 
 
 def bytes_of(data: Any) -> int:
-    """Total bytes of tensors, arrays and strings in a batch."""
     if hasattr(data, "nbytes"):
         return int(data.nbytes)
     if isinstance(data, str | bytes):

@@ -50,15 +50,12 @@ FAILED_SHOWN = 4
 SECONDS = 1.5
 """Start no further group after this time, once all records to show are read."""
 MOST_DISTINCT = 200
-"""Stop counting distinct values here."""
 IGNORED_CLASS = 255
 """Conventional mask value of pixels to ignore."""
 
 
 @dataclass
 class ColumnStatistics:
-    """Statistics of one column over the examined records."""
-
     values: int = 0
     nulls: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -77,7 +74,6 @@ class ColumnStatistics:
     """Digests of large values; text and numbers verbatim."""
 
     def take(self, value: Any) -> None:
-        """Add the value of one record."""
         import numpy as np
 
         self.values += 1
@@ -118,7 +114,6 @@ class ColumnStatistics:
 
     @property
     def constant(self) -> bool:
-        """Whether all values are equal; needs at least two."""
         return self.values - self.nulls > 1 and len(self.distinct) == 1
 
     @property
@@ -158,12 +153,10 @@ class ColumnStatistics:
 
 
 def times(shape: tuple[int, ...]) -> str:
-    """Format a shape."""
     return "×".join(map(str, shape)) or "number"
 
 
 def value_digest(content: Any) -> bytes:
-    """Digest of a large value."""
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
@@ -184,8 +177,6 @@ def as_array(value: Any) -> Any:
 
 @dataclass
 class ChainPoint:
-    """A point in the chain: after reading, or after a stage."""
-
     name: str
     per: str = "record"
     columns: dict[str, ColumnStatistics] = field(default_factory=dict)
@@ -194,7 +185,6 @@ class ChainPoint:
     """Time per record; for a batch stage, averaged over each group."""
 
     def take(self, record: Record) -> None:
-        """Add one record."""
         self.records += 1
         for name, value in record.items():
             if name != "key":
@@ -208,12 +198,9 @@ class ChainPoint:
 
 @dataclass
 class Sample:
-    """A record on the contact sheet."""
-
     key: str
     read: Record = field(default_factory=dict)
     made: Record | None = None
-    """Output of the chain; None if it failed."""
     so_far: Record | None = None
     """Output of the last stage that it passed."""
     reason: str = ""
@@ -221,8 +208,6 @@ class Sample:
 
 @dataclass
 class Look:
-    """The findings on a split."""
-
     split: str
     source: str
     points: list[ChainPoint]
@@ -248,7 +233,6 @@ class Watched:
     stage: Stage
     point: ChainPoint
     bad: dict[str, str]
-    """Key → reason."""
     last: dict[str, Record]
     """Key → the record as of the last stage that it passed."""
 
@@ -274,7 +258,6 @@ class Watched:
 
 
 def look(data: Data, split: str, config: Config, count: int) -> Look:
-    """Examine a split."""
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
     seen = Look(split, type(source).__name__, [ChainPoint("read")], [])
@@ -397,5 +380,4 @@ def row_of(columns: dict[str, Any], number: int) -> Record:
 
 
 def boxes_of(stages: list[Any]) -> dict[str, str]:
-    """The columns that a chain treats as boxes, with their formats."""
     return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}

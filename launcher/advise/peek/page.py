@@ -30,8 +30,6 @@ PAGE = "peek.html"
 
 @dataclass
 class Tile:
-    """One record on the contact sheet."""
-
     key: str
     reason: str = ""
     label: str = ""
@@ -51,8 +49,6 @@ IGNORED = 255
 
 
 class Painter:
-    """Draws masks and boxes, and collects the legend of what it has drawn."""
-
     def __init__(self, names: Sequence[str], side: int) -> None:
         self.names, self.side = names, side
         self.drawn: set[int] = set()
@@ -74,7 +70,6 @@ class Painter:
         return picture.quantize(256)
 
     def legend(self) -> list[dict[str, str]]:
-        """Names and colours of the classes that were drawn."""
         return [
             {
                 "name": str(self.names[kind]) if 0 <= kind < len(self.names) else f"class {kind}",
@@ -107,7 +102,6 @@ def color(kind: int) -> tuple[int, int, int]:
 
 
 def encoded(picture: Image.Image) -> str:
-    """Base64 of a PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -127,7 +121,6 @@ class Sheet:
         self.painter = Painter(mask_classes, SIDE)
 
     def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
-        """Render a record."""
         values = {name: value for name, value in record.items() if name != "key"}
         tile = Tile(key, reason, self._label(values))
         images = {
@@ -214,7 +207,6 @@ def _decoded(content: bytes) -> Any:
 
 
 def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Corners] = ()) -> str:
-    """Draw masks and boxes over pixels; base64 of a PNG."""
     first, *others = [*masks.values()] or [None]
     picture = painter.draw(Image.fromarray(pixels), first, boxes)
     for mask in others:

@@ -27,8 +27,6 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class PeekOptions:
-    """The command-line options of `peek`."""
-
     split: str = "train"
     n: int = 16
     step: int | None = None
@@ -38,8 +36,6 @@ class PeekOptions:
 
 
 class ColumnAfterStage(NamedTuple):
-    """A column after a stage."""
-
     name: str
     type: str
     shape: str
@@ -48,8 +44,6 @@ class ColumnAfterStage(NamedTuple):
 
 
 class StageRows(NamedTuple):
-    """The columns that a stage adds or changes."""
-
     name: str
     cost: str
     rows: list[ColumnAfterStage]
@@ -80,7 +74,6 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
 
 
 def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
-    """Show the first records of a job before and after each stage of its chain."""
     began = time.monotonic()
     if config.is_dir():
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
@@ -123,7 +116,6 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
 
 
 def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Data]:
-    """The job's configuration and its opened splits, before the chains run."""
     from stoker.hosts import cluster
 
     # Before the recipe imports Ray.
@@ -150,7 +142,6 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Dat
 
 
 def headlines(seen: Look, data: Data, name: str) -> list[str]:
-    """Record counts, examined records, and time per record."""
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
     failed = f", {len(seen.bad)} failed" if seen.bad else ""
     lines = [
@@ -181,7 +172,6 @@ def stage_rows(points: list[ChainPoint]) -> list[StageRows]:
 
 
 def show(lines: list[str], stages: list[StageRows], problems: list[Problem]) -> None:
-    """Print the page's content on the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

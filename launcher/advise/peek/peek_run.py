@@ -55,8 +55,6 @@ SHOWN = 20
 
 
 class Line(NamedTuple):
-    """A record of the step."""
-
     rank: int
     key: str
     record: dict[str, Any]
@@ -64,8 +62,6 @@ class Line(NamedTuple):
 
 
 class RebuiltStep(NamedTuple):
-    """A rebuilt step."""
-
     lines: list[Line]
     """Ordered by rank and position in the batch."""
     epoch: int
@@ -76,7 +72,6 @@ class RebuiltStep(NamedTuple):
 
 
 def peek_run(run: str, overrides: list[str], number: int, rank: int | None, out: Path | None) -> int:
-    """Rebuild a step, print it and write it as a page."""
     run_dir = getattr(attach(run), "run_dir", None)
     if run_dir is None or not (run_dir / "config.yaml").is_file():
         raise UsageError(f"peek: {run}: the run directory must be on this machine")
@@ -109,7 +104,6 @@ def peek_run(run: str, overrides: list[str], number: int, rank: int | None, out:
 
 
 def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
-    """Print the records on the terminal, highest loss first."""
     rows = [
         (str(line.rank), line.key, tile.label, "–" if line.loss is None else f"{line.loss:.4g}")
         for line, tile in list(zip(lines, tiles, strict=True))[:SHOWN]
@@ -120,7 +114,6 @@ def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
 
 
 def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
-    """The records of a step in the order in which train workers received them."""
     resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
     if resolved.config.script is not None:
         raise UsageError("peek: cannot rebuild batches of a script; only runs of a recipe")
@@ -151,8 +144,6 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
 
 @dataclass
 class LoggedAttempt:
-    """One start of training in a run."""
-
     about: dict[str, Any]
     """What the service logged at the start; see `stoker.serve.cursor.about`."""
     trains: bool = True
@@ -160,7 +151,6 @@ class LoggedAttempt:
     first_step: int = 0
     """Optimiser steps before it."""
     last_step: int = 0
-    """Last step known to be trained."""
     passes: list[tuple[int, int]] = field(default_factory=list)
     """(epoch, optimiser steps in it) of its completed training passes."""
     bad: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -176,20 +166,16 @@ class LoggedAttempt:
 
 
 class StepPosition(NamedTuple):
-    """Position of a step in the history of a run."""
-
     attempt: LoggedAttempt
     epoch: int
     window: int
     """Optimiser steps of this attempt before it in its epoch."""
     sure: bool
-    """Whether the step is known to be trained."""
     bad: dict[str, str]
     """Records quarantined in the epoch by any attempt: key → reason."""
 
 
 def history(run_dir: Path) -> list[LoggedAttempt]:
-    """The attempts of a run, in order."""
     found = list[LoggedAttempt]()
     for record in kinds.json_lines(run_dir / "events.jsonl"):
         try:
@@ -260,8 +246,6 @@ def find(attempts: list[LoggedAttempt], step: int, unlogged: int) -> StepPositio
 
 
 class RankBatch(NamedTuple):
-    """A batch of one train worker."""
-
     rank: int
     keys: list[str]
     batch: Batch
@@ -320,7 +304,6 @@ class Rebuild:
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}
 
     def _refuse_others(self, config: Config, data: Data, own: set[str], code: Path) -> None:
-        """Refuse another source, other parameters or other code than the run's."""
         noted = self.found.attempt.about
         if isinstance(data.sources["train"], DatasetSource):
             raise UsageError("--step: the recipe reads a ray.data.Dataset, whose rows cannot be rebuilt")
@@ -332,7 +315,6 @@ class Rebuild:
             raise UsageError("--step: the code of the run has changed since it trained this step")
 
     def parts(self) -> list[RankBatch]:
-        """The batches of the step, from the blocks that the run recorded in order of arrival."""
         attempt, epoch = self.found.attempt, self.found.epoch
         splitter = Splitter(self.workers, self.batch_size, equal=True, remainder=self.remainder)
         stream = RecipePass(

@@ -19,7 +19,6 @@ from stoker.serve.opening import Data
 from stoker.train.recipe_work import refuse_single_records, refuse_unfit
 
 LEAST = 8
-"""Smallest sample for checks that compare records."""
 REPEATED = 0.02
 """Smallest fraction of repeated values worth a warning."""
 LABELS = ("label", "target", "class")
@@ -27,15 +26,12 @@ Level = Literal["error", "warning"]
 
 
 class Problem(NamedTuple):
-    """A problem as one line."""
-
     level: Level
     """error: a run would be rejected or fail."""
     text: str
 
 
 def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
-    """The problems, errors first."""
     recipe: Recipe = data.recipe
     read, made = look.points[0], look.points[-1]
     found = list[str]()
@@ -63,7 +59,6 @@ def _ignores(recipe: Recipe) -> bool:
 
 
 def classes_of(recipe: Any) -> int | None:
-    """The number of classes in the recipe's parameters."""
     for name in ("num_classes", "classes"):
         value = getattr(recipe, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
@@ -142,7 +137,6 @@ def _values(name: str, column: ColumnStatistics, classes: int | None, ignores: b
 def _classes(
     name: str, what: str, column: ColumnStatistics, classes: int | None, ignores: bool
 ) -> Iterator[str]:
-    """Numbers of classes that the recipe does not have."""
     high = column.high
     if what == "a mask" and high == IGNORED_CLASS and (classes or 0) <= IGNORED_CLASS:
         high = column.highest_class
@@ -182,7 +176,6 @@ def _image(name: str, kind: str, column: ColumnStatistics) -> Iterator[str]:
 
 
 def _compared(look: Look) -> Iterator[str]:
-    """Problems that need a comparison between records."""
     for name, column in look.points[0].columns.items():
         large = any(sum(shape) > 64 for shape in column.shapes)
         again = sum(column.distinct.values()) - len(column.distinct)

@@ -39,7 +39,6 @@ _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(
 
 
 def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
-    """Build and check the request; uploads nothing."""
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
     region = aws.region_of(settings.region) or ""
@@ -72,7 +71,6 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
 
 
 def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
-    """Upload code and data, then create the training job; UsageError if AWS rejects a call."""
     region = request.region
     with aws.readable_errors("upload"):
         request.upload(aws.store_of(request), tell)
@@ -96,8 +94,6 @@ def attach(run_id: str) -> SageMakerRun:
 
 
 class SageMakerRun(CloudRun):
-    """One training job, by region and name."""
-
     def __init__(self, region: str, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
         super().__init__(f"sagemaker:{region}/{name}", poll_s, submitted, aws.PassingError)
         self.region, self.name = region, name
@@ -138,7 +134,6 @@ class SageMakerRun(CloudRun):
         return f"{text} ({message})" if message and not text.startswith("failed") else text
 
     def closing(self) -> str:
-        """Message after the end: outcome, billable time, cost per group, location of the model."""
         description = self.describe()
         lines = [f"{self.name}: {self.status_in(description)}"]
         billable_s = description.get("BillableTimeInSeconds")
@@ -172,7 +167,6 @@ class SageMakerRun(CloudRun):
         ]
 
     def lines(self, entry: LogEntry, description: dict[str, Any]) -> Iterator[str]:
-        """Lines as `[group/host] text`."""
         match = re.search(r"algo-\d+", entry.host)
         host = match.group() if match else entry.host
         groups = description.get("ResourceConfig", {}).get("InstanceGroups")
@@ -197,7 +191,6 @@ def described_groups(description: dict[str, Any]) -> tuple[HostGroup, ...]:
 
 
 def billed_table(groups: Sequence[HostGroup], billable_s: int, prices: PriceList) -> str:
-    """The cost of each group, from the billable seconds reported by SageMaker."""
     hours = billable_s / 3600
     rows = []
     for one in groups:

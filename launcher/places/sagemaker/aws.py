@@ -73,7 +73,6 @@ def account_id(region: str) -> str:
 
 
 def refuse_without_credentials() -> None:
-    """Look for credentials without asking AWS about them."""
     import boto3
 
     with readable_errors("credentials"):
@@ -82,7 +81,6 @@ def refuse_without_credentials() -> None:
 
 
 def existence_problems(request: SageMakerRequest) -> Iterator[str]:
-    """Problems with the request's buckets and prefixes: missing, inaccessible, wrong region."""
     s3 = client("s3", request.region)
     bucket, _ = split_uri(request.root_uri)
     with readable_errors("S3"):
@@ -98,7 +96,6 @@ class PassingError(UsageError):
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Convert the errors of AWS's libraries, and of files to upload, to a one-line `UsageError`."""
     from boto3.exceptions import S3UploadFailedError
     from botocore.exceptions import (
         BotoCoreError,
@@ -290,7 +287,6 @@ def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[CheckRow]
 
 
 def _values(names: set[str], region: str) -> dict[str, float]:
-    """The values of those names that AWS lists."""
     deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
     with readable_errors("quotas"):
         pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")

@@ -32,7 +32,6 @@ RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "
 
 
 def problems(request: SageMakerRequest) -> list[str]:
-    """Every problem of a request, including violated service limits."""
     found = [line for rule in RULES for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(request.body, request.keys)
@@ -41,7 +40,6 @@ def problems(request: SageMakerRequest) -> list[str]:
 
 
 def warnings(request: SageMakerRequest) -> list[str]:
-    """Notes for the dry run on valid but questionable settings."""
     settings = request.settings
     hosts = sum(group.count for group in request.groups)
     notes = []
@@ -97,7 +95,6 @@ def _groups(request: SageMakerRequest) -> Iterator[str]:
 
 
 def _shared(request: SageMakerRequest) -> Iterator[str]:
-    """What the rules of all services say."""
     settings, groups = request.settings, request.groups
     trains = training_group(request.job.resolved.config, groups) if len(groups) != 1 else groups[0].name
     shown: dict[str, Mapping[str, object]] = {

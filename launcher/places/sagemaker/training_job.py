@@ -91,7 +91,6 @@ MOST_METRICS = 40
 
 
 def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
-    """An instance group, with what the tables know of its type."""
     known = prices.machine(type_)
     if known is None:
         return HostGroup(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
@@ -114,8 +113,6 @@ def groups_of(config: Config) -> tuple[HostGroup, ...]:
 
 @dataclass(frozen=True)
 class SageMakerRequest(CloudRequest):
-    """The arguments of CreateTrainingJob, their uploads, and warnings."""
-
     taken: tuple[str, ...] = ()
     """Parts of `sagemaker.request` that other keys set."""
 
@@ -223,7 +220,6 @@ def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, An
 
 
 def metrics_of(job: Job) -> dict[str, str]:
-    """METRICS, and the recipe's own as the console prints them."""
     found, config = dict(METRICS), job.resolved.config
     names: list[str] = []
     if config.script is None:

@@ -42,8 +42,6 @@ SCRIPT = "slurm.sh"
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """A batch script and the run directory that it works in."""
-
     job: Job
     run_dir: Path
     script: str
@@ -54,7 +52,6 @@ class SlurmRequest:
         return f"{self.script}\n" + "\n".join(rows)
 
     def stage(self) -> None:
-        """Create the run directory: the staged source with the hosts' token, and the batch script."""
         self.run_dir.mkdir(parents=True)
         (self.run_dir / LOG).parent.mkdir()
         stage(self.job, self.run_dir / "code", {})
@@ -69,7 +66,6 @@ class SlurmRequest:
 
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
-    """Check the job against the cluster's partitions and write its script; submits nothing."""
     config = job.resolved.config
     problems = [*slurm_problems(config.slurm, config.output_dir)]
     if not offline:
@@ -93,7 +89,6 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
 
 
 def submit(request: SlurmRequest) -> SlurmRun:
-    """Stage the source into the run directory and submit the job."""
     request.stage()
     try:
         job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
@@ -146,8 +141,6 @@ ASK_EVERY_S = 15.0
 
 
 class SlurmRun(PastRun):
-    """A run on Slurm; its files are in a run directory that this machine shares with the nodes."""
-
     def __init__(
         self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S, submitted: bool = False
     ) -> None:
@@ -165,7 +158,6 @@ class SlurmRun(PastRun):
         return slurm_commands.state_of(self.job_id)
 
     def status(self) -> str:
-        """running, succeeded, failed or interrupted, with what Slurm or the run say of it."""
         state = self._patiently(self.state)
         if state.word == "PENDING":
             again = "requeued, " if self._started() else ""
@@ -218,7 +210,6 @@ class SlurmRun(PastRun):
             time.sleep(POLL_S)
 
     def wait(self) -> int:
-        """Block until the job has left the queue; returns its exit code."""
         while self._active():
             time.sleep(POLL_S)
         with contextlib.suppress(OSError, ValueError):
@@ -253,7 +244,6 @@ class SlurmRun(PastRun):
         return None
 
     def closing(self) -> str:
-        """Message after the end: outcome, results, and how to continue a run that has not succeeded."""
         status = self.status()
         lines = [f"{self.id}: {status}", f"results: {self.run_dir}"]
         if not status.startswith("succeeded") and list((self.run_dir / "checkpoints").glob("step-*")):

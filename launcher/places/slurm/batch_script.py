@@ -216,7 +216,6 @@ def _folded(words: list[str]) -> list[str]:
 
 
 def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
-    """The problems that show without asking the cluster, one line each."""
     if not PurePosixPath(output_dir).is_absolute():
         where = "an absolute folder that all nodes of the cluster share"
         yield f"output_dir: must be {where} (got {output_dir!r})"

@@ -33,8 +33,6 @@ _GONE = ("Invalid job id", "already completing or completed", "Job/step already"
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as `sinfo` describes it."""
-
     name: str
     up: bool
     limit_s: int | None
@@ -59,7 +57,6 @@ class State:
 
 
 def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
-    """Run one of Slurm's commands and return what it prints."""
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
@@ -158,7 +155,6 @@ def accounted(job_id: str, field: str) -> str:
 
 
 def submitted(script: Path) -> str:
-    """Submit a batch script; returns the job's id."""
     # SBATCH_ variables precede the script's lines, and SLURM_ ones may describe the job around this shell.
     own = {
         name: value

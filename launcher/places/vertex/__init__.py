@@ -44,7 +44,6 @@ _WORDS = {
 
 
 def plan(job: Job, *, offline: bool = False) -> VertexRequest:
-    """Build and check the request; uploads nothing."""
     settings = job.resolved.config.vertex
     problems: list[str] = []
     project = collected(problems, lambda: google_cloud.project_of(settings.project, offline), "")
@@ -66,7 +65,6 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
 
 
 def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
-    """Upload code and data, then create the custom job; UsageError if Google Cloud rejects a call."""
     with google_cloud.upload_errors():
         request.upload(google_cloud.CloudStorage(), tell)
     return VertexRun(google_cloud.create(request.parent, request.region, request.body), submitted=True)
@@ -78,10 +76,7 @@ def attach(run_id: str) -> VertexRun:
 
 
 class VertexRun(CloudRun):
-    """One custom job, by its resource name."""
-
     def __init__(self, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
-        """`name`: `projects/<project>/locations/<region>/customJobs/<number>`."""
         super().__init__(f"vertex:{name}", poll_s, submitted)
         self.name, self.region = name, name.split("/")[3]
 
@@ -112,7 +107,6 @@ class VertexRun(CloudRun):
         return google_cloud.log_entries(self.name, since_s)
 
     def closing(self) -> str:
-        """Message after the end: outcome, the run's own estimate of its cost, location of the results."""
         job = self.describe()
         base = base_of(job)
         lines = [f"{job.display_name}: {self.status_in(job)}"]
@@ -162,7 +156,6 @@ def base_of(job: Any) -> str:
 
 
 def resource_name(run_id: str) -> str:
-    """The resource name in `vertex:projects/…/locations/…/customJobs/…`."""
     name = run_id.removeprefix("vertex:")
     parts = name.split("/")
     if len(parts) != 6 or parts[::2] != ["projects", "locations", "customJobs"] or not all(parts):

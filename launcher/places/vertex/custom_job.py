@@ -47,8 +47,6 @@ RESERVED_VARIABLES = ("AIP_", "CLOUD_ML_", "CLUSTER_SPEC", "TF_CONFIG", "RAY_AUT
 
 @dataclass(frozen=True)
 class WorkerPool(HostGroup):
-    """Hosts of one machine type; one group may have several pools."""
-
     accelerator: str | None = None
     asked: int | None = None
     """GPUs per host, as configured."""
@@ -65,7 +63,6 @@ def _pool(name: str, hosts: VertexHostsConfig, key: str) -> WorkerPool:
 
 
 def pools_of(config: Config) -> tuple[WorkerPool, ...]:
-    """The pools in the configuration, in its order; one group may have several."""
     settings = config.vertex
     listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
     listed += [(pool.name, pool, f"vertex.pools.{index}") for index, pool in enumerate(settings.pools)]
@@ -94,8 +91,6 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class VertexRequest(CloudRequest):
-    """The CustomJob, its uploads, and warnings."""
-
     groups: tuple[WorkerPool, ...]
     project: str = ""
 
@@ -220,7 +215,6 @@ def _label(name: str) -> str:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    """Every problem of a request, including what the client library's types reject."""
     found = [line for rule in RULES for line in rule(request)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
@@ -229,7 +223,6 @@ def problems(request: VertexRequest) -> list[str]:
 
 
 def warnings(request: VertexRequest) -> list[str]:
-    """Notes for the dry run on valid but questionable settings."""
     settings = request.settings
     notes = []
     first, trains = request.groups[0].name, request.job.resolved.config.cluster.gpu_group
@@ -319,7 +312,6 @@ def _accelerators(request: VertexRequest) -> Iterator[str]:
 
 
 def _shared(request: VertexRequest) -> Iterator[str]:
-    """What the rules of all services say."""
     settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
     types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}

@@ -51,7 +51,6 @@ def rejected(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def project_of(configured: str | None, offline: bool) -> str:
-    """The project from the configuration, else that of the credentials; empty if there is none."""
     if configured or offline or _plain_endpoint():
         return configured or ""
     return credentials()[1] or ""
@@ -59,7 +58,6 @@ def project_of(configured: str | None, offline: bool) -> str:
 
 @cache
 def credentials() -> tuple[Any, str | None]:
-    """(the application default credentials, their project)."""
     _types()
     import google.auth
 
@@ -72,7 +70,6 @@ def credentials() -> tuple[Any, str | None]:
 
 @cache
 def jobs(region: str) -> Any:
-    """A client of the job service of a region."""
     _types()
     from google.auth.credentials import AnonymousCredentials
     from google.cloud.aiplatform_v1 import JobServiceClient
@@ -133,7 +130,6 @@ def _entry(entry: dict[str, Any]) -> LogEntry:
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Convert the library's exceptions to a one-line `UsageError`."""
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
@@ -180,8 +176,6 @@ def _types() -> Any:
 
 
 class CloudStorage:
-    """Where a job's uploads go."""
-
     def exists(self, uri: str) -> bool:
         return is_file(uri)
 
@@ -216,7 +210,6 @@ def refuse_bucket(uri: str) -> Iterator[str]:
 
 @contextmanager
 def upload_errors() -> Iterator[None]:
-    """Convert upload errors to a one-line `UsageError`."""
     try:
         yield
     except OSError as error:
