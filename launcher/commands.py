@@ -92,8 +92,7 @@ def refuse_unsupported(config: Config, place: Place) -> None:
 def check_recipe(job: Job) -> None:
     """Refuse a wrong recipe or parameter before hosts cost money; the driver of a local run does it itself.
 
-    Raises:
-        UsageError: the recipe is wrong; a missing package only warns, as other hosts may have it.
+    A missing package only warns, as other hosts may have it.
     """
     from launcher.job import examples_root
     from stoker.recipe import Recipe, load_recipe

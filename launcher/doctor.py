@@ -49,11 +49,7 @@ def finding_of(what: str, found: str, remedy: str = "") -> Finding:
 
 
 def doctor(job: Path | None, overrides: list[str]) -> int:
-    """Run the checks and print each finding as it arrives.
-
-    Returns:
-        0, or 1 if something must be fixed first.
-    """
+    """Run the checks and print each finding as it arrives; 1 if something must be fixed first."""
     file, own = as_overrides(job, None)
     config = load(file, [*own, *overrides]).config
     failed = False

@@ -30,11 +30,7 @@ IGNORED = ".data/\nruns/\n__pycache__/\n"
 
 
 def init(folder: Path | None, kind: str | None) -> int:
-    """Write the project and print how to run it; on a terminal, prompt for missing options.
-
-    Raises:
-        UsageError: the kind is unknown, a file already exists, or the folder is not writable.
-    """
+    """Write the project and print how to run it; on a terminal, prompt for missing options."""
     if kind is None:
         if not sys.stdin.isatty():
             raise UsageError(f"--kind: choose one of: {', '.join(KINDS)}")

@@ -159,10 +159,7 @@ def package_root() -> Path:
 
 
 def examples_root() -> Path:
-    """The folder with `train.py`, `requirements.txt`, and the example recipes and configurations.
-
-    In a clone it is `source_dir`; a wheel has a copy.
-    """
+    """The folder with `train.py` and the examples: in a clone `source_dir`; a wheel has a copy."""
     own = package_root()
     return own if (own / "train.py").is_file() else Path(__file__).parent / "examples"
 
@@ -241,12 +238,7 @@ def _located(path: Path) -> Path:
 
 
 def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Turn the command line's file and script arguments into (YAML file, key overrides).
-
-    Args:
-        path: a YAML file, or a script without a YAML file.
-        arguments: the words after `--`; None without it.
-    """
+    """Turn a YAML file or script, and the words after `--` if any, into (YAML file, key overrides)."""
     words = [] if arguments is None else [f"args={json.dumps(arguments)}"]
     if path is None or path.suffix != ".py":
         return path, words
@@ -257,9 +249,7 @@ def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path |
 def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:
     """The job with its script's path relative to the staged folder, and that folder.
 
-    Args:
-        resolved: the configuration, which names the script as typed.
-        source_dir: the folder to stage; None: the script's folder, found here or next to the job's file.
+    Without `source_dir` it is the script's folder, found here or next to the job's file.
     """
     refuse_foreign_keys(resolved)
     named = str(resolved.config.script)
@@ -405,11 +395,7 @@ def measure(
 ) -> tuple[int, int, list[str]]:
     """Stage the source once; number of files and bytes to upload, and what speaks against it.
 
-    Args:
-        job: its source.
-        data_at: recipe parameter → path of its data on the hosts.
-        instead: where data belongs that is too large for the source, for the message.
-        limit: bytes that the service accepts.
+    `instead`: where data belongs that is too large for the source, for the message.
     """
     with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
         folder = Path(scratch) / "code"

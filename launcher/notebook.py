@@ -328,13 +328,9 @@ def _own(run_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
-    """Import a job's modules anew in this block; the notebook's own are back after it.
+    """Import a job's modules anew in this block, as its own process will; the notebook's are back after it.
 
-    A notebook's process lives on, and the job's own process reads the files as they are now.
-
-    Args:
-        config: names modules.
-        folder: the job's source, all of whose modules are meant; None: Stoker's own.
+    `folder`: the job's source, all of whose modules are meant; None: Stoker's own.
     """
     top = {path.stem for path in folder.iterdir()} if folder is not None and folder.is_dir() else set()
     named = (name for name in (config.recipe, config.data.prepare) if name and ":" in name)

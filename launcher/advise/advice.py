@@ -1,8 +1,4 @@
-"""Candidate clusters for a job with speed, cost and bottleneck, and a recommendation in plain words. Pure.
-
-advice = advise(measured, wanted, price_list())
-advice.best, advice.lines
-"""
+"""Candidate clusters for a job with speed, cost and bottleneck, and a recommendation in plain words. Pure."""
 
 from __future__ import annotations
 
@@ -107,10 +103,8 @@ class Measured:
     def work(self, gpu_name: str, side: int = 0, speed: float = 1.0) -> Workload | None:
         """The model's input for a GPU; None if this GPU's rate is unknown.
 
-        Args:
-            gpu_name: as in the table of machines.
-            side: 0 the measured values; -1 every figure at its slow end, +1 at its fast end.
-            speed: of the instances' vCPUs, relative to a core of the measuring machine.
+        `side`: 0 the measured values; -1 every figure at its slow end, +1 at its fast end. `speed`: of the
+        instances' vCPUs, relative to a core of the measuring machine.
         """
         rate = self.gpu_samples_per_s.get(gpu_name, self.gpu_samples_per_s.get(""))
         if rate is None:

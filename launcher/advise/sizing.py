@@ -78,11 +78,7 @@ class SizeOptions(HostOptions):
 
 
 def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int:
-    """Measure the job, evaluate the candidates, and print the table and the recommendation.
-
-    Returns:
-        0, or 1 without a recommendation because no GPU's rate is known.
-    """
+    """Print the table and the recommendation; 1 without one, because no GPU's rate is known."""
     rates = options.rates()
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
@@ -159,10 +155,7 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
 
 @contextmanager
 def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
-    """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards.
-
-    Nothing of it is kept or sent: no checkpoints, exports or tracking.
-    """
+    """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
         run_dir = Path(scratch) / job.name
         _alone(job, scratch).stage(run_dir / "code")
@@ -228,13 +221,9 @@ def _refuse_failed(code: int, stopped: bool, run_dir: Path, screen: str) -> None
 
 
 def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool = False) -> Measured:
-    """The figures of a run's summary.json.
+    """The figures of a run, or of a short run `here`.
 
-    Args:
-        run: its directory.
-        config: the job to size; provides the epochs.
-        rates: G by GPU name, "" for all; others are taken from the run.
-        here: whether it was a short run on this machine.
+    `config`: the job to size, provides the epochs. `rates`: G by GPU name, "" for all; others are the run's.
     """
     name = "the short run" if here else f"--from {run}"
     file = run if run.is_file() else run / "summary.json"

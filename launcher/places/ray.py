@@ -1,9 +1,5 @@
 """Laptop: `--on ray`: run the job through Ray Jobs on an existing cluster.
 
-    request = plan(job, address="http://head:8265")
-    run = submit(request)
-    for line in run.logs(follow=True): ...
-
 The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 """
 

@@ -305,12 +305,7 @@ class ServicePoller:
     answered: bool = False
 
     def __call__(self, ask: Callable[[], Answer]) -> Answer:
-        """The answer.
-
-        Raises:
-            UsageError: the service has never answered, and does not now.
-            LostError: it no longer does.
-        """
+        """The answer; LostError if a service that had answered no longer does."""
         since = None
         while True:
             try:
@@ -338,11 +333,7 @@ def show(line: str) -> None:
 
 
 def follow(run: RemoteRun, tell: Tell = show) -> int:
-    """Show the logs until the job ends, then the outcome; Ctrl-C leaves the job running.
-
-    Returns:
-        The job's exit code; 130 after Ctrl-C; 1 if its outcome remains unknown.
-    """
+    """Show the logs until the job ends, then the outcome; its exit code, or 1 if that remains unknown."""
     tell(f"{run.id}: Ctrl-C stops watching, not the job")
     try:
         for line in run.logs(follow=True):
@@ -369,7 +360,7 @@ class LogEntry(NamedTuple):
 
 
 class WatchedRun(ABC):
-    """A run that a service executes. Once the service has answered, failures get ten minutes to pass."""
+    """A run that a service executes."""
 
     def __init__(
         self, run_id: str, poll_s: float, submitted: bool, passing: type[UsageError] = UsageError
@@ -458,15 +449,10 @@ def shared_problems(
     types: tuple[str, Sequence[str]],
     shown: tuple[str, Mapping[str, Mapping[str, object]]],
 ) -> Iterator[str]:
-    """What is checked alike for every service.
+    """What is checked alike for every service, whose `section` of the configuration is named.
 
-    Args:
-        request: not checked yet.
-        section: the service's section of the configuration.
-        trains: the group that trains.
-        more: the key that gets more CPU hosts.
-        types: what a host's type is called, and the known ones.
-        shown: where secrets belong instead, and what everyone who may describe the job can read, by key.
+    `more`: the key that gets more CPU hosts. `types`: what a host's type is called, and the known ones.
+    `shown`: where secrets belong instead, and what everyone who may describe the job can read, by key.
     """
     config = request.job.resolved.config
     settings = getattr(config, section)

@@ -39,11 +39,7 @@ class CheckOptions(HostOptions):
 
 
 def check(script: Path | None, options: CheckOptions) -> int:
-    """Run the script under observation and print the verdict.
-
-    Returns:
-        0, 1 if the script failed, or 2 if the figures are too uncertain for a verdict.
-    """
+    """Print the verdict; 1 if the script failed, 2 if the figures are too uncertain for a verdict."""
     rates = options.rates()
     if options.steps is not None and options.steps < LEAST_STEPS:
         raise UsageError(f"--steps: must be at least {LEAST_STEPS} (got {options.steps})")
@@ -81,9 +77,6 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
 
     Returns:
         The observations of the loaders, and the time spent by each fetching process.
-
-    Raises:
-        ScriptError: the script failed, or too few steps were measured in time.
     """
     steps = "auto" if options.steps is None else str(options.steps)
     with tempfile.TemporaryDirectory(prefix="stoker-check-") as folder:

@@ -122,10 +122,7 @@ def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[
 
 
 def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
-    """The steps of the steady state.
-
-    Workers deliver in turn, and late ones together, so only whole rounds of each epoch count.
-    """
+    """Only whole rounds of workers in each epoch count: they deliver in turn, and late ones together."""
     found = []
     for epoch, group in itertools.groupby(steps, key=lambda step: step.epoch):
         begin = loader.warmup if epoch == steps[0].epoch else loader.lead

@@ -172,10 +172,7 @@ def judge(
 def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measured | None:
     """The limits model's input; None if the cost of fetching was not observed.
 
-    Args:
-        one: the loader for training.
-        rates: samples/s by GPU name as given by the user, "" for all.
-        gpu: of the machine that ran the script, as its driver reports it.
+    `rates`: samples/s by GPU name as given by the user, "" for all. `gpu`: as its driver reports it.
     """
     if one.fetched is None or one.compute_s <= 0:
         return None

@@ -188,10 +188,7 @@ class Watch:
                 self.cpu.append(cpu_times())
 
     def stepped(self, *_: Any) -> None:
-        """Attribute the batches since the last optimizer step to this one.
-
-        Several optimizers on the same batches, as in a GAN, count once.
-        """
+        """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
         self.rounds += bool(self.since_step)
         for number, thread in self.since_step.items():
             loader = self.loaders[number]
@@ -358,11 +355,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def main(folder: str, steps: str, script: str, *arguments: str) -> int:
-    """Run the script and write the observations to FOLDER.
-
-    Returns:
-        The script's exit code; 0 if it was ended after enough steps.
-    """
+    """Run the script; returns its exit code, 0 if it was ended after enough steps."""
     # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))

@@ -108,13 +108,7 @@ def encoded(picture: Image.Image) -> str:
 
 
 class Sheet:
-    """Draws the tiles of a page.
-
-    Args:
-        boxes: columns of boxes → their format.
-        mask_classes: names of the classes in masks.
-        label_classes: of those that labels count.
-    """
+    """Draws the tiles of a page. `boxes`: columns of boxes → their format."""
 
     def __init__(self, boxes: Mapping[str, str], mask_classes: Sequence[str], label_classes: Sequence[str]):
         self.boxes, self.label_classes = boxes, label_classes

@@ -51,11 +51,7 @@ class StageRows(NamedTuple):
 
 
 def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
-    """Show a job's data or a batch of a run.
-
-    Returns:
-        0, or 2 if a run with this data would be refused or fail immediately.
-    """
+    """Returns 2 if a run with this data would be refused or fail immediately."""
     if target is None:
         raise UsageError("peek: name a job's YAML file, or a run with --step N")
     if not 1 <= options.n <= MOST_SHOWN:

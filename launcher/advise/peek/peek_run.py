@@ -222,12 +222,9 @@ def _take(event: kinds.Event, found: list[LoggedAttempt]) -> None:
 
 
 def find(attempts: list[LoggedAttempt], step: int, unlogged: int) -> StepPosition:
-    """Find the last attempt that trained a step.
+    """Find the last attempt that trained a step, counted from 1, as in the metrics.
 
-    Args:
-        attempts: of the run.
-        step: counted from 1, as in the metrics.
-        unlogged: steps that an ended attempt may have trained after its last logged one.
+    `unlogged`: steps that an ended attempt may have trained after its last logged one.
     """
     within = [a for a in attempts if a.first_step < step <= a.last_step]
     beyond = [a for a in attempts if a.trains and a.first_step < step <= a.last_step + unlogged]
@@ -267,12 +264,8 @@ class Reference(NamedTuple):
 class Rebuild:
     """The data of a run at a step.
 
-    Args:
-        config: the run's configuration, with discovered parameters.
-        data: opened with keys.
-        found: the step.
-        own: parameters from the command line, which may name another location of the same data.
-        code: folder of the run's code.
+    `own`: parameters from the command line, which may name another location of the same data.
+    `code`: folder of the run's code.
     """
 
     def __init__(self, config: Config, data: Data, found: StepPosition, own: set[str], code: Path) -> None:

@@ -1,10 +1,4 @@
-"""Laptop: `--on sagemaker`: one CreateTrainingJob request, fully checked before anything is uploaded.
-
-request = plan(job)              # asks STS and S3 only for the account and whether buckets exist
-print(request.render())          # as shown by --dry-run
-run = submit(request)
-for line in run.logs(follow=True): ...
-"""
+"""Laptop: `--on sagemaker`: one CreateTrainingJob request, fully checked before anything is uploaded."""
 
 from __future__ import annotations
 

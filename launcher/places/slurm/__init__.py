@@ -1,9 +1,5 @@
 """Laptop: `--on slurm`: run the job through a Slurm cluster's queue, from one of its login nodes.
 
-    request = plan(job)
-    run = submit(request)
-    for line in run.logs(follow=True): ...
-
 With CPU nodes it is a heterogeneous job. Source, token, log and results are in the run directory, which the
 nodes share.
 """

@@ -1,10 +1,4 @@
-"""Laptop: `--on vertex`: one Vertex AI CustomJob, fully checked before anything is uploaded.
-
-request = plan(job)              # asks only whether the bucket exists
-print(request.render())          # as shown by --dry-run
-run = submit(request)
-for line in run.logs(follow=True): ...
-"""
+"""Laptop: `--on vertex`: one Vertex AI CustomJob, fully checked before anything is uploaded."""
 
 from __future__ import annotations
 
