@@ -37,7 +37,6 @@ def refuse_meaningless(options: Options, chosen: Place) -> None:
 def run(
     config: Path | None, overrides: list[str], options: Options, arguments: list[str] | None = None
 ) -> int:
-    """Resolve and plan the job, then submit it and wait unless it is a dry run; the job's exit code."""
     place = place_named(options.on)
     refuse_meaningless(options, place)
     if config is None:
@@ -231,7 +230,6 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
 
 
 def default_of(info: FieldInfo) -> str:
-    """The default of a key, or what it depends on."""
     if info.default_factory is not None and info.default_factory_takes_validated_data:
         return "depends on other keys"
     return shown(info.get_default(call_default_factory=True))

@@ -32,8 +32,6 @@ DRIVER_TIMEOUT_S = 5.0
 
 
 class Finding(NamedTuple):
-    """The result of one check; a `FAIL` makes the exit code 1."""
-
     mark: Literal["ok", "note", "FAIL"]
     what: str
     found: str

@@ -152,7 +152,6 @@ def git_commit(folder: Path) -> str | None:
 
 
 def package_root() -> Path:
-    """The folder that contains the `stoker` package."""
     import stoker
 
     return Path(stoker.__file__).parent.parent
@@ -174,7 +173,6 @@ def example_file(word: str) -> str:
 
 
 def holds_recipe(folder: Path, recipe: str) -> bool:
-    """Whether a folder has the module of a recipe, given as `package.module:Class`."""
     module = recipe.partition(":")[0].split(".")[0]
     return bool(module) and ((folder / f"{module}.py").is_file() or (folder / module).is_dir())
 
@@ -377,7 +375,6 @@ def find_data_uploads(
 
 
 def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
-    """Write the staged source and, into the same folder, a new Ray token."""
     job.stage(folder, data_at)
     write_private(folder / TOKEN_FILE, secrets.token_hex(32))
 

@@ -67,7 +67,6 @@ REACH_S = 10.0
 DATABRICKS_VARIABLE = "DATABRICKS_RUNTIME_VERSION"
 VOLUMES = "/Volumes/"
 LOCAL_DISK = Path("/local_disk0/tmp")
-"""The own disk of a Databricks driver."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
 

@@ -135,7 +135,6 @@ class Candidate:
     usd_per_hour: float
     usd_per_million_samples: float
     hours: float | None
-    """Duration of the whole job; None if its length is unknown."""
     usd: float | None
 
     @property
@@ -172,7 +171,6 @@ class Advice:
     notes: list[str]
 
     def shown(self, limit: int) -> list[Candidate]:
-        """The first rows, plus the recommended, the configured and the GPU-only clusters."""
         rows = [*self.table[:limit], self.best]
         rows += [one for one in self.table if not one.cpu_hosts and one.gpu_type in self.wanted.gpu_types]
         return [one for one in self.table if one in rows or self.is_configured(one)]
@@ -354,7 +352,6 @@ def _cheapest(table: list[Candidate]) -> Candidate:
 
 
 def _doubt(best: Candidate, other: Candidate) -> str:
-    """Mention that the measurement cannot tell the two apart."""
     (low, high), (other_low, other_high) = (
         (one.usd_per_hour / one.high, one.usd_per_hour / one.low) for one in (best, other)
     )

@@ -315,7 +315,6 @@ def job_samples(config: Config, records: int | None) -> int | None:
 
 @contextmanager
 def progress_lines(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Report progress on stderr, with a spinner on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)
         return

@@ -73,7 +73,6 @@ class Request(Protocol):
 
     def render(self) -> str:
         """The request as shown by `--dry-run`."""
-        ...
 
 
 class Run(Protocol):
@@ -82,23 +81,18 @@ class Run(Protocol):
     @property
     def id(self) -> str:
         """The id for `status`, `logs` and `stop`."""
-        ...
 
     def status(self) -> str:
         """running, succeeded, failed, interrupted or unknown, optionally with a reason after a colon."""
-        ...
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The log so far, line by line; with `follow` until the run has ended."""
-        ...
 
     def wait(self) -> int:
         """Block until the end; returns the job's exit code."""
-        ...
 
     def stop(self) -> str | None:
         """Ask the run to stop with a checkpoint, as SIGTERM does; returns what differs from that."""
-        ...
 
 
 @runtime_checkable
@@ -107,11 +101,9 @@ class RemoteRun(Run, Protocol):
 
     def closing(self) -> str:
         """Message after the end: outcome, cost, location of the model."""
-        ...
 
     def detached(self) -> str:
         """Message when the user stops watching."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

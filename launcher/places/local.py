@@ -77,7 +77,6 @@ class LocalRun:
         yield from run_directory.log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
-        """Block until the end, also after Ctrl-C or SIGTERM; the exit code."""
         return outlast(self.process, self.process.wait, self._interrupt, self._concluded)
 
     def _interrupt(self) -> None:

@@ -286,7 +286,6 @@ class JobServer:
         return f"gcs://{name}"
 
     def versions(self) -> tuple[str, str | None]:
-        """The versions of Ray and, if the cluster reports it, of Python."""
         ray = str(self.get("/api/version")["ray_version"])
         answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
         if answer.status_code == 404:
@@ -328,7 +327,6 @@ class JobServer:
 
 
 def job_server(address: str | None) -> JobServer:
-    """The server at `--address`, or at the address in Ray's environment variables."""
     found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not found:
         raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")

@@ -351,8 +351,6 @@ def follow(run: RemoteRun, tell: Tell = show) -> int:
 
 
 class LogEntry(NamedTuple):
-    """What a host has written, as the service's log keeps it."""
-
     id: str
     at_s: float
     host: str
@@ -360,8 +358,6 @@ class LogEntry(NamedTuple):
 
 
 class WatchedRun(ABC):
-    """A run that a service executes."""
-
     def __init__(
         self, run_id: str, poll_s: float, submitted: bool, passing: type[UsageError] = UsageError
     ) -> None:
@@ -388,7 +384,6 @@ class WatchedRun(ABC):
         return self.status_in(self.describe())
 
     def wait(self) -> int:
-        """Block until the end; returns the exit code that corresponds to the status."""
         while (state := self.status()).startswith("running"):
             time.sleep(self.poll_s)
         return EXIT_CODES.get(state.partition(":")[0], 1)

@@ -32,7 +32,6 @@ def main() -> None:
 
 
 def _connect(spec: dict[str, Any]) -> None:
-    """Wait for the link that the world connects, then configure it as eth0."""
     deadline = time.monotonic() + LINK_TIMEOUT_S
     while spec["link"] not in [name for _, name in socket.if_nameindex()]:
         if time.monotonic() > deadline:

@@ -85,7 +85,6 @@ class RehearsalRun:
         self.id, self.run_dir = request.run_dir.name, request.run_dir
         self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in request.hosts}
         self.failure_reason = ""
-        """The FailureReason of DescribeTrainingJob."""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
         self._request, self._process, self._display = request, process, display
@@ -152,7 +151,6 @@ class RehearsalRun:
         self._command(f"fault {action} {host}")
 
     def kill(self) -> None:
-        """Kill every process of every host at once, as a second Ctrl-C does."""
         self._command("kill")
 
     @property

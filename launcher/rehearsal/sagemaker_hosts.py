@@ -110,7 +110,6 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
 
 
 def _code(request: RehearsalRequest, folder: Path, channel: Path) -> list[str]:
-    """Put the code into a host's channel; returns the command that starts it."""
     if request.entry == "container":
         shutil.copytree(folder / "staged", channel)
         return [str(Path(sys.executable).parent / "python3"), f"{CODE_FOLDER}/{COMMAND[1]}"]

@@ -39,7 +39,6 @@ TICK_S = 0.05
 KILLED_S = 30.0
 """How long the kernel may take to end a killed host; a process that hangs in it can take for ever."""
 SLOW = ("rate", "4mbit", "burst", "128kb", "latency", "400ms")
-"""Arguments of `tc qdisc … tbf` for a slow link."""
 
 
 @dataclass

@@ -151,7 +151,6 @@ def _ended(code: int | None, timeout_s: float) -> str:
 def advised(
     one: judging.Checked, seen: dict[str, Any], rates: dict[str, float], options: CheckOptions
 ) -> Advice | None:
-    """Apply the limits model if the script waits or hosts were requested."""
     found = judging.measured(one, rates, seen["gpu"])
     if found is None or not one.certain or not (one.waits or options.gpu or options.cpu):
         return None

@@ -58,10 +58,8 @@ class Loader:
     prefetch: int
     persistent: bool
     length: int | None
-    """Batches per epoch; None if it has no length."""
     batches: int = 0
     with_grad: int = 0
-    """Batches taken while gradients were enabled."""
     trained: int = 0
     """Optimizer steps preceded by one of its batches."""
     optimizer_steps: int = 0

@@ -44,8 +44,6 @@ SLOW_START = 0.05
 
 @dataclass(frozen=True)
 class FetchCost:
-    """The cost of fetching a sample, in the processes that do it."""
-
     cpu_s: float
     blocked_s: float
     """Neither computing nor queueing for a CPU: storage, network, locks, sleeping."""
@@ -198,7 +196,6 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
 
 
 def usual_gpu_host(gpu: str | None, default: str) -> str:
-    """The smallest instance with this machine's GPU, else the default."""
     name = table_name(gpu) if gpu else None
     return next((m.type for m in prices.MACHINES.values() if name and m.gpu_name == name), default)
 

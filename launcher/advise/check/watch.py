@@ -34,7 +34,6 @@ from stoker.hosts.machine import cpu_times, cpus
 RESULT = "result.json"
 OBSERVED = "torch.utils.data.dataloader"
 SIZED = 20
-"""Number of batches whose samples and bytes are counted."""
 UNTRAINED_S = 30.0
 """Without optimizer steps, a loader counts as the training loader after this time."""
 LOOK_S = 0.2
@@ -305,7 +304,6 @@ def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
 
 
 def user_places() -> list[str]:
-    """The script's lines on the stack, innermost first."""
     own = (Path(__file__).parents[1], Path(stoker.__file__).parent, Path(threading.__file__).parent)
     others = (*map(str, own), "<")
     found = [f for f in reversed(traceback.extract_stack()[:-2]) if not f.filename.startswith(others)]
@@ -333,8 +331,6 @@ def bytes_of(data: Any) -> int:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls back after the first import of a module."""
-
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self.name, self.then = name, then
 

@@ -202,7 +202,6 @@ class Sample:
     read: Record = field(default_factory=dict)
     made: Record | None = None
     so_far: Record | None = None
-    """Output of the last stage that it passed."""
     reason: str = ""
 
 
@@ -213,7 +212,6 @@ class Look:
     points: list[ChainPoint]
     samples: list[Sample]
     bad: dict[str, str] = field(default_factory=dict)
-    """Key → reason of each quarantined record."""
     refused: str = ""
     """Why a run with this data would be rejected or fail."""
     moved: list[tuple[str, bool]] = field(default_factory=list)
@@ -228,8 +226,6 @@ class Look:
 
 @dataclass
 class Watched:
-    """Wraps a stage to record its output and time."""
-
     stage: Stage
     point: ChainPoint
     bad: dict[str, str]
@@ -370,7 +366,6 @@ def _rows(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Record]
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:
-    """One row of packed columns, with the recipe's column names."""
     found: Record = {}
     for name, column in columns.items():
         if name not in (ID_COLUMN, KEY_COLUMN):

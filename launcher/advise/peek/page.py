@@ -274,7 +274,6 @@ def page_at(out: Path | None) -> Path:
 
 
 def write_page(target: Path, **values: Any) -> None:
-    """Render the template as one self-contained file; values from the data are escaped."""
     environment = Environment(
         loader=PackageLoader("launcher.advise.peek", "."),
         autoescape=select_autoescape(["html"]),

@@ -154,7 +154,6 @@ class LoggedAttempt:
     passes: list[tuple[int, int]] = field(default_factory=list)
     """(epoch, optimiser steps in it) of its completed training passes."""
     bad: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Quarantined training records by epoch: key → reason."""
     blocks: dict[int, list[list[int]]] = field(default_factory=dict)
     """By epoch, [shard, index in it, rows, their ids] of each block in order of arrival."""
     produced: set[int] = field(default_factory=set)
@@ -381,7 +380,6 @@ class Rebuild:
 def losses_of(
     run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[RankBatch]
 ) -> tuple[list[list[float]] | None, str]:
-    """The losses of each part, or None, and a line that explains them."""
     store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
     # The complete checkpoint nearest to the start of the step; the earlier one of two.
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))

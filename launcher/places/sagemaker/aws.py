@@ -136,7 +136,6 @@ _REMEDIES = {
     "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
     "ResourceInUse": "a job with this name exists; submit again to get a new name",
 }
-"""Part of an error's code → remedy."""
 
 
 def _remedy(code: str) -> str:

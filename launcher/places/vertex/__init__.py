@@ -136,7 +136,6 @@ def reported_cause(base: str) -> str:
 
 
 def read(uri: str) -> str:
-    """A small object; OSError if it cannot be read."""
     from stoker.storage.filesystems import filesystem_of
 
     filesystem, path = filesystem_of(uri)
