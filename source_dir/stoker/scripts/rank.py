@@ -91,7 +91,6 @@ def run_dir_on(node: str, settings: dict[str, Any]) -> str:
 
 
 def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
-    """Relay output and orders until all ranks have ended."""
     asked_at: float | None = None
     end: Exit | None = None
     killed = ""
@@ -118,7 +117,6 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
 
 
 def environment(settings: dict[str, Any]) -> dict[str, str]:
-    """The environment of `torchrun`, and variables for the run and its Ray cluster."""
     import ray
 
     context, config = ray.train.get_context(), settings["config"]
@@ -192,7 +190,6 @@ class Child:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._part, self._part_since = "", time.monotonic()
         self.tail = ""
-        """Tail of its output."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         self._pipe = os.fdopen(reading, "rb", buffering=0)

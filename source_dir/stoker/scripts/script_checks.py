@@ -42,10 +42,7 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
 
 
 def ignored_keys(resolved: Resolved) -> Iterator[str]:
-    """Keys set to a non-default value that a script would not see.
-
-    Defaults are allowed, because the `config.yaml` of a run contains them and can be run again.
-    """
+    """Keys that a script would not see; not defaults in a file, as every run's `config.yaml` has them."""
     plain = Config()
     for key, origin in resolved.origins.items():
         section, _, name = key.partition(".")

@@ -30,8 +30,6 @@ GRACE_S = 3.0
 
 
 class ScriptWork:
-    """Runs a script on every train worker; what a `RecipeWork` is for a recipe."""
-
     loop = "stoker.scripts.rank:run_script"
     torch_config = "stoker.train.trainer:ScriptConfig"
 
@@ -97,8 +95,6 @@ class Report:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Head → train worker."""
-
     stop: str = ""
     """Why the script must stop (a request, or another rank's failure); "" to continue."""
     soon: bool = False
@@ -106,7 +102,6 @@ class RankCommand:
     over: bool = False
     """All ranks have ended."""
     failure: str = ""
-    """One line with the reason of a failure; "" otherwise."""
 
 
 class Supervisor:
@@ -123,7 +118,6 @@ class Supervisor:
         self.failed_at = math.inf
 
     def watch_hosts(self) -> None:
-        """Start CPU utilisation reports from every host."""
         from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
 
         self._agents = Agents(lambda used: self._tell(kinds.HostCpu(hosts=used)))
@@ -172,7 +166,6 @@ class Supervisor:
         return RankCommand(self.stop_reason, False, over)
 
     def log(self, event: kinds.Event) -> None:
-        """Train worker's and driver's call."""
         self._tell(event.received())
 
     def _tell(self, event: kinds.Event) -> None:
@@ -217,8 +210,6 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's script ended."""
-
     rank: int
     code: int
     """As in `subprocess`: negative for a signal."""
@@ -256,10 +247,7 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """The root failure among exits in order of arrival.
-
-    When a rank dies, the others fail with closed connections, and their exits may arrive first.
-    """
+    """The root failure: when a rank dies, others fail with closed connections, and may arrive first."""
     failed = [end for end in exits if end.failed]
     causes = [end for end in failed if not end.lost_a_peer]
     return next(iter([*causes, *failed]), None)

@@ -40,7 +40,6 @@ class EpochAccount:
     by_node: dict[str, Counter[str]] = field(default_factory=dict)
     """Records from each node and, of these, those its cache held or stores from now on."""
     whole: bool = False
-    """Whether the pass was used to its end and reconciled."""
     ended: Numbers = field(default_factory=Numbers)
     """Shards whose last block was counted, here or in the run that this one was resumed from."""
     due: dict[int, int] = field(default_factory=dict)
@@ -48,7 +47,6 @@ class EpochAccount:
 
     @classmethod
     def since(cls, split: str, epoch: int, start: DataCursor | None) -> EpochAccount:
-        """The account of a pass from a position on; None: from its beginning."""
         if start is None:
             return cls(split, epoch)
         due = {shard: whole for shard, (whole, _) in start.partial.items()}
@@ -61,11 +59,6 @@ class EpochAccount:
         self.trained, self.repeated = before.trained, before.repeated
 
     def take(self, report: BlockReport, node: str) -> None:
-        """Count a block that was made on a node.
-
-        Raises:
-            DataError: it is not the next one of its shard.
-        """
         self._refuse_out_of_turn(report.shard, report.nth)
         if report.last:
             self.due.pop(report.shard, None)
@@ -93,25 +86,14 @@ class EpochAccount:
             )
 
     def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
-        """Count what the train workers used.
-
-        Args:
-            rows: given to them, including padded ones.
-            padded: how many of these were repeated.
-            id_sum: of their ids, each counted once.
-            remaining_ids: of the rows that no worker took.
-        """
+        """Count what train workers used: `rows` with `padded` ones, `id_sum` without; and what remains."""
         self.padded, self.remainder = padded, len(remaining_ids)
         self.repeated = self.carried.repeated + padded
         self.trained = self.carried.trained + rows - padded
         self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
     def check_budget(self, budget: float, total: int | None) -> None:
-        """Fail as soon as too many records are bad; a few at the start of an unknown total prove nothing.
-
-        Raises:
-            DataError: states how many are bad, and the first with its reason.
-        """
+        """Fail as soon as too many records are bad; a few at the start of an unknown total prove nothing."""
         if self.bad == self.read >= FIRST and budget < 1:
             raise DataError(
                 f"none of the first {self.read} {self.split} records can be used"
@@ -123,11 +105,7 @@ class EpochAccount:
         refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
 
     def reconcile(self, total: int | None = None) -> dict[str, Any]:
-        """Close the epoch.
-
-        Raises:
-            DataError: records were lost, duplicated or exchanged.
-        """
+        """Close the epoch, unless records were lost, duplicated or exchanged."""
         if total is not None and self.read != total:
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: the source counted {total} records before training,"
@@ -165,18 +143,7 @@ class EpochAccount:
 
 
 def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
-    """Fail if too many records are bad.
-
-    Args:
-        bad: number of bad records.
-        whole: number of records.
-        of: those records in words.
-        budget: largest allowed fraction.
-        first: the first bad record.
-
-    Raises:
-        DataError: states how many are bad, and the first with its reason.
-    """
+    """Fail if too many of `whole` records are bad; `of`: those records in words."""
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
@@ -185,15 +152,12 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
 
 
 def first_bad_record(first: BadRecord | None) -> str:
-    """The first bad record and where to find the others, for the end of a message."""
     example = f"; the first is {first.key}: {first.reason}" if first else ""
     return f"{example} (all of them: quarantine.jsonl)"
 
 
 @dataclass
 class ChainCosts:
-    """Cost of the chain over the whole run."""
-
     records: int = 0
     seconds: float = 0.0
     """Time of all chain workers together, reading included."""
@@ -202,7 +166,6 @@ class ChainCosts:
     tasks_by_node: Counter[str] = field(default_factory=Counter)
 
     def take(self, report: BlockReport, node: str) -> None:
-        """Add one block."""
         self.records += report.records
         self.seconds += report.seconds
         self.bytes_out += report.bytes_out

@@ -28,8 +28,6 @@ from stoker.serve.shards import Setup
 
 
 class Coordinator(DataService):
-    """See the module. One per run, zero CPUs, called from many threads."""
-
     attempt: RecipeAttempt | None
     restart: Beginning | None = None
     """Where training would begin again now."""
@@ -88,17 +86,8 @@ class Coordinator(DataService):
     ) -> None:
         """Start production at `first_epoch`; restart it after train workers were restarted.
 
-        The driver begins the first attempt, so that data flows while train workers still start.
-
-        Args:
-            me: this actor's handle.
-            attempt: its number; has no effect if not newer than the current one.
-            workers: number of train workers.
-            first_epoch: where training starts.
-            position: an answer of `position`: where it starts in the first epoch.
-
-        Raises:
-            UsageError: the data, the seed or the shuffling have changed since the position was saved.
+        The driver begins the first attempt, so that data flows while train workers still start. Without
+        effect if `attempt` is not newer than the current one.
         """
         with self.changed:
             at = None if position is None else DataCursor.model_validate(position)
@@ -108,10 +97,7 @@ class Coordinator(DataService):
     def _begin(self, attempt: int, beginning: Beginning, lost_at: float | None = None) -> None:
         """Replace the current attempt, unless it is this one.
 
-        Args:
-            attempt: its number.
-            beginning: where it begins.
-            lost_at: when a train worker was lost and no others run yet (`time.monotonic()`); None: they run.
+        `lost_at`: when (`time.monotonic()`) a train worker was lost, while no others run yet; None: they run.
         """
         before, ahead = self.attempt, lost_at is not None
         if before is not None:
@@ -155,7 +141,6 @@ class Coordinator(DataService):
         self.ready.notify_all()
 
     def _current(self, number: int) -> RecipeAttempt | None:
-        """The attempt with this number if it is still running."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.number == number and not attempt.over else None
 
@@ -164,10 +149,7 @@ class Coordinator(DataService):
         return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
 
     def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> StepAssignment | str | None:
-        """Train worker's call: its rows of a step; None after the last, a text on failure.
-
-        Waits until they are ready; the caller sets the deadline.
-        """
+        """Train worker's call: its rows of a step, once ready; None after the last, a text on failure."""
         asked = time.monotonic()
         with self.changed:
             while (current := self._current(attempt)) is not None:
@@ -191,10 +173,7 @@ class Coordinator(DataService):
     def ahead(
         self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int, fetched: int
     ) -> list[StepAssignment] | str:
-        """Train worker's call: `next` for up to `most` steps, as far as they are ready.
-
-        It has fetched all steps before `fetched`, so their blocks may go.
-        """
+        """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
         with self.changed:
             current = self._current(attempt)
@@ -212,20 +191,10 @@ class Coordinator(DataService):
         return given
 
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
-        """Train worker's call: position of the training pass, for a checkpoint.
+        """Train worker's call: with this, `begin` continues after these steps of this attempt's pass.
 
-        Args:
-            attempt: the caller's attempt.
-            epoch: which pass.
-            steps: number of steps of this attempt's pass of that epoch that all ranks have used.
-            id_sum: over all ranks, the sum of the ids of the rows used in it, modulo 2**63.
-
-        Returns:
-            The JSON-compatible argument of `begin`. After the last step of an epoch whose account is closed:
-            the start of the next epoch.
-
-        Raises:
-            ValueError: this attempt is over or has not reached that step.
+        All ranks have used them; `id_sum` is that of their rows' ids, modulo 2**63. If the account of the
+        epoch is closed: the start of the next one.
         """
         with self.changed:
             current = self._current(attempt)
@@ -242,16 +211,8 @@ class Coordinator(DataService):
     ) -> dict[str, Any] | str:
         """Train worker's call at the end of a pass: waits for all ranks, then reconciles the account.
 
-        Args:
-            attempt: the caller's attempt.
-            split: train or val.
-            epoch: which pass.
-            rank: the caller's rank.
-            used: what the caller took of it.
-            steps: if a limit ends training here: the steps of this attempt's pass that were used.
-
-        Returns:
-            The counts, or a text if records were lost.
+        `steps`: if a limit ends training here, the steps of this attempt's pass that were used. Returns the
+        counts, or a text if records were lost.
         """
         with self.changed:
             current = self._current(attempt)
@@ -291,7 +252,6 @@ class Coordinator(DataService):
                 self.ready.notify_all()
 
     def request_stop(self, reason: str) -> None:
-        """Driver's call: stop all ranks after the same step, soon."""
         with self.changed:
             self.stop_reason = self.stop_reason or reason
             if self.attempt is not None:
@@ -299,12 +259,7 @@ class Coordinator(DataService):
             self.event(kinds.StopRequested(reason=reason))
 
     def log(self, event: Event, after: None = None) -> None:
-        """Train worker's call: one event for events.jsonl and the screen.
-
-        Args:
-            event: the event.
-            after: the result of the caller's previous call, which thereby runs before this one.
-        """
+        """Train worker's call. `after`: the result of its previous call, which so runs before this one."""
         del after
         with self.changed:
             super().log(event)
@@ -321,7 +276,6 @@ class Coordinator(DataService):
                     self.training[event.rank] = event.node
 
     def collated(self, split: str, cpu_s: float) -> None:
-        """Train worker's call: CPU time of the recipe's `collate` in a pass of its own."""
         with self.changed:
             self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
 
@@ -339,7 +293,6 @@ class Coordinator(DataService):
         return [event.record() for event in events]
 
     def figures(self) -> dict[str, Any]:
-        """Driver's call: failure, chain costs and accounts so far."""
         with self.changed:
             return {
                 "failure": self.attempt.failure if self.attempt else "",

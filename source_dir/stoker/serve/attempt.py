@@ -43,19 +43,12 @@ class Locks(NamedTuple):
 
 
 class Attempt(ABC):
-    """Passes that one planner produces, until their work fails for good.
-
-    Args:
-        number: from 0.
-        locks: of the service.
-        suspects: records that kill their process.
-        keeping: cache affinity of hosts; None: no cache.
-    """
+    """Passes that one planner produces, until their work fails for good."""
 
     in_order = True
     """Whether a pass is begun only once enough of those before it is ready."""
     planner: Planner | None = None
-    """Decides what to read next; None until there are chain workers."""
+    """None until there are chain workers."""
 
     def __init__(
         self,
@@ -68,7 +61,6 @@ class Attempt(ABC):
         self.changed, self.has_work, self.ready = locks
         self.failure = ""
         self.replaced = False
-        """Whether a later attempt has begun."""
 
     @property
     def over(self) -> bool:
@@ -104,18 +96,13 @@ class Attempt(ABC):
         """Emit one line for the user."""
 
     def fail(self, reason: str) -> None:
-        """End this attempt; the first reason is kept."""
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
             self.ready.notify_all()
 
     def stalled(self, pass_: Pass, reason: str) -> None:
-        """A pass has waited longer than its `stall_s`.
-
-        Raises:
-            DataError: nothing else can be done with this attempt.
-        """
+        """A pass has waited longer than its `stall_s`: raises if that ends this attempt."""
         raise DataError(reason)
 
     def repeats(self, split: str, task: str) -> None:  # noqa: B027 - a script has no such account
@@ -138,8 +125,6 @@ class Attempt(ABC):
 
 
 class Beginning(NamedTuple):
-    """Where an attempt begins, and with how many train workers."""
-
     workers: int
     epoch: int
     position: DataCursor | None
@@ -173,7 +158,6 @@ class RecipeAttempt(Attempt):
         self.open: dict[tuple[str, int], RecipePass] = {}
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self._last = False
-        """Whether no further passes will be opened."""
         self._coming = self._passes(start)
         self._open()
 
@@ -221,7 +205,6 @@ class RecipeAttempt(Attempt):
         )
 
     def _open(self) -> None:
-        """Open the passes that may be produced now."""
         while len(self.open) <= PASSES_AHEAD:
             pass_ = next(self._coming, None)
             if pass_ is None:
@@ -230,10 +213,7 @@ class RecipeAttempt(Attempt):
             self.open[pass_.key] = pass_
 
     def reconcile(self, pass_: RecipePass, remaining: list[int], cut_at: int | None = None) -> None:
-        """Close the account of a pass that every rank has used, and move to the next.
-
-        A limit may have ended the pass, and the training, after `cut_at` steps.
-        """
+        """Close the account of a pass that every rank has used; a limit may have ended it after `cut_at`."""
         try:
             counts = pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at)
             self.event(kinds.RecordsCounted(**counts))
@@ -260,7 +240,6 @@ class RecipeAttempt(Attempt):
         holdings: Holdings,
         before: Planner | None = None,
     ) -> None:
-        """Let chain workers request work."""
         lister = Lister(self, self.passes, self.start, pool)
         self.planner = Planner(self, pool, buffer_bytes, numbers, holdings, lister, before)
 
@@ -303,23 +282,16 @@ class RecipeAttempt(Attempt):
             self.ready.notify_all()
 
     def repeats(self, split: str, task: str) -> None:
-        """Work is done again, because its host or process was lost."""
         self.event(kinds.WorkRepeated(split=split, work=task))
 
     def refuse_deadly(self, split: str) -> None:
-        """As the base's. Check now, not when the block arrives: its other records may be just as bad."""
+        """Check now, not when the block arrives: its other records may be just as bad."""
         deadly = self.suspects.of(split)
         if deadly and (total := self.totals[split]) is not None:
             budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
             refuse_over_budget(len(deadly), total, f"{total} {split} records", budget, BadRecord(*first))
 
     def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
-        """Count the report of a block.
-
-        Raises:
-            DataError: it is not the next one of its shard.
-            SchemaError: it has other columns than those before it.
-        """
         split, epoch, report = pass_.account.split, pass_.account.epoch, block.report
         pass_.reported(report, block.node)
         if report.schemas:

@@ -36,12 +36,7 @@ MOST_LOADED = 8
 
 
 class ChainWorker:
-    """See the module. Keeps the source, chain and cache of each split open for the whole run.
-
-    Args:
-        service: the actor that hands out work, and the Setup of each split.
-        run: names the folder of its blocks.
-    """
+    """See the module. Keeps the source, chain and cache of each split open for the whole run."""
 
     def __init__(self, service: Any, run: str) -> None:
         import ray
@@ -134,7 +129,6 @@ class ChainWorker:
     def _report(
         self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit
     ) -> bool:
-        """Store a block and report it; whether to continue."""
         file = self._folder.write(columns) if columns else ""
         made = Made(report, file, loaded.cache.usage if loaded.cache else None)
         reply: Reply = self._ask("block_made", self._me, claim.number, made)
@@ -172,7 +166,6 @@ host until their leases are ended; `Pool` decides how many run."""
 START_S = 180.0
 """Workers that have not reported after this time are started again."""
 TEXTS = 20
-"""Number of executions whose statistics are kept as text."""
 
 
 class Operator(TypedDict):
@@ -187,14 +180,7 @@ class Operator(TypedDict):
 
 
 class Leases:
-    """Part of the service.
-
-    Args:
-        service: its handle.
-        run: names the folders of blocks.
-        pool: the hosts.
-        failed: takes the error that ends an execution.
-    """
+    """Part of the service; `failed` takes the error that ends an execution."""
 
     def __init__(self, service: Any, run: str, pool: Pool, failed: Callable[[BaseException], None]) -> None:
         self._service, self._run, self._pool, self._failed = service, run, pool, failed
@@ -207,7 +193,6 @@ class Leases:
         self._sums: Counter[str] = Counter()
 
     def entered(self, node: str) -> None:
-        """A worker has started on a node."""
         with self._lock:
             for _, starting in self._starting.values():
                 if starting[node] > 0:
@@ -215,7 +200,6 @@ class Leases:
                     return
 
     def look(self) -> None:
-        """Start the workers that are missing."""
         now = time.monotonic()
         with self._lock:
             self._starting = {
@@ -234,7 +218,6 @@ class Leases:
         thread.start()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of all leases."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

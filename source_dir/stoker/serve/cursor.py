@@ -22,15 +22,7 @@ from stoker.serve.items import Numbers
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
-    """Refuse to resume with other data or another order.
-
-    Args:
-        position: from a checkpoint.
-        plan: of this run.
-
-    Raises:
-        UsageError: states what has changed.
-    """
+    """Refuse to resume with other data or another order."""
     if not agree(position.plan.fingerprint, plan.fingerprint):
         before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (position.plan, plan))
         how = f"fingerprint {before}, now {now}"
@@ -57,20 +49,11 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
 
 
 def fresh(epoch: int, plan: Plan, by_row: bool) -> DataCursor:
-    """The start of an epoch."""
     return DataCursor(epoch=epoch, plan=plan, by_row=by_row, again=by_row and plan.order == "any")
 
 
 def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor, str]:
-    """Where training starts, and a note for people, or "".
-
-    Args:
-        position: where an attempt ended; None: nowhere.
-        start: the start of the epoch.
-
-    Raises:
-        UsageError: the data or its order have changed.
-    """
+    """Where training starts if an attempt ended at `position`, and a note for people, or ""."""
     if position is None:
         return start, ""
     refuse_other_data(position, start.plan)
@@ -106,17 +89,11 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
 
 
 def arrival(report: BlockReport) -> list[int]:
-    """What identifies a block and its rows, for rebuilding a step.
-
-    Returns:
-        Shard, index in it, number of rows, and the sum of their ids modulo 2**32.
-    """
+    """What identifies a block and its rows: shard, index in it, rows, the sum of their ids modulo 2**32."""
     return [report.shard, report.nth, report.rows, (report.id_sum - report.bad_id_sum) % 2**32]
 
 
 class Block(NamedTuple):
-    """What the cursor needs to know about one block of a shard's records."""
-
     rows: int
     sums: tuple[int, int, int, int]
     """Records and the sum of their ids, and the same of the bad ones."""
@@ -124,11 +101,7 @@ class Block(NamedTuple):
 
 
 class Trail:
-    """What a pass produced, in its order of arrival, since a step that training will not return to.
-
-    Args:
-        start: where the pass began.
-    """
+    """What a pass produced since `start`, as it arrived, but for what training will not return to."""
 
     def __init__(self, start: DataCursor) -> None:
         self.start = start
@@ -143,7 +116,6 @@ class Trail:
         self._skipped: Counter[int] = Counter()
 
     def report(self, report: BlockReport) -> None:
-        """Record the next block of its shard."""
         if not self.start.by_row:
             sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
             made = Block(report.rows, sums, report.last)
@@ -151,11 +123,7 @@ class Trail:
             self._use(report.shard, 0)
 
     def arrive(self, shard: int, rows: int) -> int:
-        """Record the arrival of a block.
-
-        Returns:
-            Number of leading rows to skip because they were consumed before this start.
-        """
+        """Record the arrival of a block; returns how many leading rows were consumed before this start."""
         by_row = self.start.by_row
         before = self.start.rows if by_row else (self.start.begun(shard) or (0, 0))[1]
         shard = -1 if by_row else shard
@@ -193,11 +161,7 @@ class Trail:
             self._partial[shard] = (whole, left)
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
-        """The position after some rows, of which ids have this sum.
-
-        Raises:
-            ValueError: what it needs was forgotten.
-        """
+        """The position after some rows, of which ids have this sum."""
         if rows < self.rows:
             raise ValueError(f"the position after {rows} rows is no longer known, only from {self.rows} on")
         there = self._copy()

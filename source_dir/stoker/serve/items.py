@@ -26,7 +26,6 @@ ITEM_S = 2.0
 SLOTS_PER_SECOND = 500
 """Maximum number of items that start per second: with many slots they get longer."""
 MOST_SHARDS = 16
-"""Maximum number of shards per item."""
 
 
 NOBODY = Process("", "", "")
@@ -63,9 +62,7 @@ class Item:
     tried: set[str] = field(default_factory=set)
     """Nodes where it failed or was late."""
     failures: int = 0
-    """How often it could not be read."""
     late: int = 0
-    """How often it missed its deadline."""
     not_before: float = 0.0
     quiet_since: float = field(default_factory=time.monotonic)
     """Time of the last report of its chain worker."""
@@ -80,16 +77,11 @@ class Item:
         return self.by.node
 
     def begun(self, by: Process, number: int) -> None:
-        """A chain worker has claimed it."""
         self.by, self.number = by, number
         self.quiet_since = time.monotonic()
 
     def reported(self, report: BlockReport) -> list[int]:
-        """Mark a block as made, so that a retry skips it.
-
-        Returns:
-            Shards before that of the block, which are complete.
-        """
+        """Mark a block as made, so that a retry skips it; the shards before it, which are complete."""
         self.quiet_since = self.stuck_since = time.monotonic()
         at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
         if at is None or report.nth < self.shards[at][2]:
@@ -106,11 +98,8 @@ class Item:
 
 @dataclass(eq=False)
 class ReadyBlock:
-    """A block that was made, and where it is."""
-
     report: BlockReport
     node: str
-    """Ray node that holds it."""
     file: str = ""
     """Its name there; empty: it has no rows."""
     shard: Shard | None = None
@@ -123,7 +112,6 @@ class ReadyBlock:
     """Whether an earlier attempt made it."""
 
     def part(self, start: int, stop: int) -> BlockSlice:
-        """Its rows start … stop-1."""
         return BlockSlice(self.file, start, stop, "" if self.lost else self.node, self.report.rows)
 
     def is_remade_as(self, other: ReadyBlock) -> bool:
@@ -147,7 +135,6 @@ class Holdings:
         self._unused: defaultdict[str, deque[str]] = defaultdict(deque)
 
     def keep(self, block: ReadyBlock) -> None:
-        """Somebody needs a block."""
         place = [block.node, block.file]
         self._blocks[block.file], self._places[block] = block, place
         weakref.finalize(block, self._drop, place).atexit = False
@@ -164,7 +151,6 @@ class Holdings:
             self._drop([node, file])
 
     def find(self, file: str) -> ReadyBlock | None:
-        """The block that has or had this name."""
         return self._blocks.get(file)
 
     def all(self) -> set[ReadyBlock]:
@@ -187,11 +173,7 @@ class Holdings:
 
 
 class Numbers:
-    """A growing set of numbers as ranges: in a long pass, nearly all up to the latest are there.
-
-    Args:
-        ranges: sorted ranges first … last + 1; they may touch.
-    """
+    """A growing set of numbers as sorted ranges first … last + 1: in a long pass, one has nearly all."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._firsts: list[int] = []
@@ -233,10 +215,7 @@ class Numbers:
 class Rest:
     """The shards of a pass that are still to be made, in its order; each is listed when it is taken.
 
-    Args:
-        shards: of the whole pass.
-        done: ranges of those that were made before.
-        skip: by shard, its blocks that were made before.
+    Ranges `done` of them were made before, and `skip` blocks of others.
     """
 
     def __init__(
@@ -249,7 +228,6 @@ class Rest:
         self._shards, self._skip, self._next = shards, dict(skip or {}), 0
         stops = ((first, min(stop, len(shards))) for first, stop in self.done.ranges)
         self.left = len(shards) - sum(max(stop - first, 0) for first, stop in stops)
-        """Number of shards that are still to be taken."""
 
     def begun(self, number: int) -> int | None:
         """How many blocks of a shard were made before; None: all."""
@@ -263,7 +241,6 @@ class Rest:
             self.left -= 1
 
     def take(self, most: int) -> list[Numbered]:
-        """The next shards, up to a number of them."""
         found: list[Numbered] = []
         for _ in range(min(most, self.left)):
             number = self.done.absent_from(self._next)
@@ -275,8 +252,6 @@ class Rest:
 
 @dataclass
 class Held:
-    """Bytes of ready blocks."""
-
     own: int = 0
     inherited: int = 0
 

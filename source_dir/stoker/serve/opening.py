@@ -44,7 +44,6 @@ class Data:
         return [*dict.fromkeys([*beside, *shown])]
 
     def identity(self, split: str) -> Identity:
-        """Identity of a split's records; computed once."""
         if split not in self._identities:
             source = self.sources[split]
             known = not isinstance(source, DatasetSource)
@@ -53,11 +52,7 @@ class Data:
 
 
 def discover(resolved: Resolved) -> Config:
-    """The configuration, with the parameters that the recipe derives from its data.
-
-    Raises:
-        UsageError: the recipe cannot derive them.
-    """
+    """The configuration, with the parameters that the recipe derives from its data."""
     config = with_types(resolved.config)
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     with drawing(f"{config.seed}/recipe"):
@@ -66,16 +61,7 @@ def discover(resolved: Resolved) -> Config:
 
 
 def open_data(config: Config, data: Data | None = None) -> Data:
-    """Get splits and chains from the recipe and check them before training.
-
-    Args:
-        config: the job.
-        data: result of `open_sources`.
-
-    Raises:
-        UsageError: there is nothing to read, files are damaged, a chain cannot run or moves images without
-            their masks, or columns cannot be batched.
-    """
+    """Get splits and chains from the recipe and check them before training."""
     data = open_splits(config, data)
     refuse_image_alone(data.chains.values())
     data.samples = fix_schemas(data.sources, data.chains, config.data.block_records)
@@ -91,11 +77,7 @@ def open_data(config: Config, data: Data | None = None) -> Data:
 
 
 def open_sources(config: Config) -> Data:
-    """Get the splits from the recipe and check them, without their chains, which may need PyTorch.
-
-    Raises:
-        UsageError: nothing to read, damaged files, or settings that do not fit the recipe.
-    """
+    """Get the splits from the recipe and check them, without their chains, which may need PyTorch."""
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     pads = pads_of(recipe)
     if recipe.collates and pads:
@@ -130,11 +112,7 @@ def open_sources(config: Config) -> Data:
 
 
 def open_splits(config: Config, data: Data | None = None) -> Data:
-    """As `open_data`, before any record runs through its chain.
-
-    Raises:
-        UsageError: nothing to read, damaged files, or a chain that cannot be run.
-    """
+    """As `open_data`, before any record runs through its chain."""
     from stoker.chain.chain import Chain
     from stoker.chain.entries import as_stages
 
@@ -164,11 +142,7 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
 
 
 def pads_of(recipe: Recipe) -> dict[str, Pad]:
-    """How the recipe lets batches pad columns whose rows differ in length.
-
-    Raises:
-        UsageError: the declaration is invalid.
-    """
+    """How the recipe lets batches pad columns whose rows differ in length."""
     try:
         declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
     except Exception as error:
@@ -183,11 +157,7 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
 
 
 def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
-    """Refuse padding of a column that no split has, if the columns of all splits are known.
-
-    Raises:
-        UsageError: names the column and the existing ones.
-    """
+    """Refuse padding of a column that no split has, if the columns of all splits are known."""
     columns = [name for found in schemas if found for name in found[-1].of_records().columns]
     for name in pads:
         if all(schemas) and name not in columns:
@@ -202,14 +172,12 @@ def keeps(config: Config) -> bool:
 
 
 def cache_note(config: Config) -> str:
-    """One line if the requested cache has no effect; otherwise empty."""
     if config.data.cache != "none" and not keeps(config):
         return f"data.cache: {config.data.cache} has no effect in a run of one epoch"
     return ""
 
 
 def exact_note(config: Config, data: Data) -> str:
-    """One line if `data.order: exact` cannot keep its promise; otherwise empty."""
     unstable = data.identity("train").unstable
     if config.data.order == "exact" and unstable:
         return (
@@ -220,11 +188,7 @@ def exact_note(config: Config, data: Data) -> str:
 
 
 def refuse_uncacheable(recipe: str, data: Data) -> None:
-    """Refuse a cache that could not hold any training record.
-
-    Raises:
-        UsageError: reading them or the first stage of their chain is random.
-    """
+    """Refuse a cache that could not hold any training record."""
     if why := data.identity("train").draws:
         raise UsageError(
             f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's;"
@@ -234,11 +198,7 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
 
 
 def refuse_other_classes(data: Data) -> None:
-    """Refuse splits whose labels number different classes.
-
-    Raises:
-        UsageError: names the classes of both.
-    """
+    """Refuse splits whose labels number different classes."""
     of = {split: source.classes() for split, source in data.sources.items() if isinstance(source, Source)}
     train, val = of.get("train"), of.get("val")
     if train is not None and val is not None and train != val:
@@ -256,19 +216,7 @@ def start_coordinator(
     position: dict[str, Any] | None = None,
     scaler: Scaling | None = None,
 ) -> Any:
-    """Start the actor between Ray Data and the train workers on this host; it produces at once.
-
-    Args:
-        config: the job.
-        data: its opened splits.
-        workers: number of train workers.
-        first_epoch: where training starts.
-        position: position in that epoch, from a checkpoint.
-        scaler: decides how many CPU hosts to request; None: their number is fixed.
-
-    Raises:
-        UsageError: the data or its order differ from those of the position.
-    """
+    """Start the actor between Ray Data and the train workers on this host; it produces at once."""
     import ray
 
     from stoker.serve.actor import Coordinator

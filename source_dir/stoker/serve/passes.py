@@ -21,14 +21,10 @@ from stoker.serve.shards import DatasetSource, Setup, order_of
 
 @dataclass
 class OpenShard:
-    """A shard in progress."""
-
     due: int
     """Index of the block that the pass takes next."""
     made: dict[int, ReadyBlock] = field(default_factory=dict)
-    """Blocks that wait for their turn."""
     closed: bool = False
-    """No more blocks follow."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,7 +60,6 @@ class Pass(ABC):
     served: int = -1
     """Number of the latest item; a later one has a higher number."""
     listing: bool = True
-    """Whether more shards may come."""
     streams: int = 0
     """Number of streams: shards that one chain worker each reads from beginning to end; 0: any may continue a
     shard."""
@@ -73,7 +68,6 @@ class Pass(ABC):
     stall_s: float = 600.0
     """Work fails after this long without a result."""
     stall_key: str = "data.stall_timeout_s"
-    """What the user calls that."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -105,12 +99,7 @@ class Pass(ABC):
         return False
 
     def offers(self, worker: str, lost: Callable[[str], bool]) -> bool:
-        """Whether there is work for a chain worker; it comes first in `work`.
-
-        Args:
-            worker: its id.
-            lost: tells whether a chain worker has ended.
-        """
+        """Whether there is work for a chain worker, then the first in `work`; `lost` tells who has ended."""
         return self.left > 0
 
     def is_reader(self, worker: str) -> bool:
@@ -122,11 +111,9 @@ class Pass(ABC):
         return False
 
     def clear(self) -> None:
-        """Drop all blocks."""
         self.shards.clear()
 
     def listed(self) -> bool:
-        """Whether shards are known."""
         if self.coming is not None and self.coming.done():
             self.rest = self.coming.result()
             self.delivered = Numbers(self.rest.done.ranges)
@@ -135,7 +122,6 @@ class Pass(ABC):
 
     @property
     def left(self) -> int:
-        """Number of shards that are not started, as far as they are known."""
         return len(self.work) + self.rest.left
 
     def near(self, count: int) -> deque[Numbered]:
@@ -144,7 +130,6 @@ class Pass(ABC):
         return self.work
 
     def begin(self, shards: list[Numbered], worker: str = "") -> None:
-        """Mark shards as in progress, perhaps by a chain worker."""
         for number, _, skip in shards:
             if number not in self.delivered:
                 self.shards.setdefault(number, OpenShard(skip))
@@ -164,7 +149,6 @@ class Pass(ABC):
             shard.closed = True
 
     def deliverable(self, number: int) -> list[ReadyBlock]:
-        """Blocks whose turn has come, in order."""
         if not self.exact:
             return self._of(number)
         found: list[ReadyBlock] = []
@@ -192,10 +176,7 @@ class Pass(ABC):
         return [block for shard in self.shards.values() for block in shard.made.values()]
 
     def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
-        """Take blocks that exist already, by shard and index in it; returns them.
-
-        What follows them in their shard is still to be made.
-        """
+        """Take ready blocks, by shard and index in it, and return them; what follows is still to be made."""
         taken: list[ReadyBlock] = []
         for number, made in sorted(ready.items()):
             skip = self.rest.begun(number)
@@ -211,7 +192,6 @@ class Pass(ABC):
         return taken
 
     def complete(self) -> bool:
-        """Whether everything was delivered."""
         return self.listed() and not (self.listing or self.left or self.under_way or self.shards)
 
 
@@ -235,12 +215,7 @@ class Passes:
         """Required schema of each split; for a split without one, the run's first block sets it."""
 
     def identity(self, fingerprint: str, unstable: str = "") -> Plan:
-        """What determines which training records an epoch has and their order.
-
-        Args:
-            fingerprint: of the source.
-            unstable: why that does not identify its records; empty: it does.
-        """
+        """What determines which training records an epoch has and their order."""
         data = self.config.data
         return Plan(
             seed=self.config.seed,
@@ -259,11 +234,7 @@ class Passes:
         return homes_of(self.sources[split].count(), self.config.data.block_records)
 
     def agree(self, split: str, found: tuple[Schema, ...]) -> Schema:
-        """The schema that every block of a split must have; call with the service's lock held.
-
-        Raises:
-            SchemaError: the block has a different one.
-        """
+        """The schema that every block of a split must have; call with the service's lock held."""
         agreed = self.schemas.setdefault(split, found)
         for here, there in zip(agreed, found, strict=True):
             if difference := here.difference(there):
@@ -274,17 +245,14 @@ class Passes:
         return agreed[-1]
 
     def has_shards(self, split: str) -> bool:
-        """Whether the shards of a split are known before reading; those of a `ray.data.Dataset` are not."""
         return not isinstance(self.sources[split], DatasetSource)
 
     def setup(self, split: str) -> Setup:
-        """What all chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
         key, source = self.kept.get(split, ""), self.sources[split].for_workers()
         return Setup(source, self.chains[split], cache, key)
 
     def plan(self, split: str, epoch: int, start: DataCursor | None) -> PassPlan:
-        """The parameters that define a pass."""
         config = self.config.data
         return PassPlan(
             seed=self.config.seed,
@@ -298,7 +266,6 @@ class Passes:
         )
 
     def shards(self, plan: PassPlan) -> Sequence[Shard]:
-        """The shards of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
         source = self.sources[plan.split]
         homes = {"homes": plan.homes} if isinstance(source, IndexedSource) else {}
@@ -307,7 +274,6 @@ class Passes:
         return shards if isinstance(shards, IndexedShards) else [*shards]
 
     def rest(self, plan: PassPlan, start: DataCursor | None) -> Rest:
-        """What is left of a pass."""
         if start is None:
             return Rest(self.shards(plan))
         skip = {number: blocks for number, (blocks, _) in start.partial.items()}

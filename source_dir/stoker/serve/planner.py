@@ -38,16 +38,9 @@ Inherited = tuple[PassPlan, dict[int, dict[int, ReadyBlock]]]
 
 
 class Planner:
-    """See the module.
+    """See the module. Above `budget_bytes` of ready blocks and beyond two steps, nothing more starts.
 
-    Args:
-        attempt: whose passes are produced.
-        pool: the hosts.
-        budget_bytes: of ready blocks; above it and beyond two steps, nothing more starts.
-        numbers: numbers claims and work, over all attempts.
-        holdings: knows where blocks are.
-        lister: lists what passes read; None: the attempt adds passes and their shards.
-        before: of the attempt that this one replaces; its ready blocks are used.
+    Without a `lister`, the attempt adds passes and their shards. What the planner `before` has ready is used.
     """
 
     def __init__(
@@ -82,7 +75,6 @@ class Planner:
         """`early`: blocks reported but not delivered."""
 
     def end(self) -> None:
-        """The attempt is over."""
         if self._lister:
             self._lister.end()
 
@@ -96,11 +88,7 @@ class Planner:
         self.open += [pass_ for pass_ in self.passes if pass_ not in self.open]
 
     def look(self, now: float) -> list[str]:
-        """Called periodically: take back late work; the chain workers whose processes hang and must be ended.
-
-        Raises:
-            DataError: late work has failed on every host.
-        """
+        """Called periodically: take back late work; the chain workers whose processes hang and must end."""
         self.advance()
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
@@ -190,10 +178,7 @@ class Planner:
         return listed
 
     def hand_over(self) -> dict[tuple[str, int], Inherited]:
-        """Give the ready blocks to the attempt that replaces this one, and drop what it cannot use.
-
-        Training returns to a checkpoint, and what was ready beyond it still is.
-        """
+        """Drop all blocks; the ready ones are for the next attempt, which may begin before them."""
         found = dict(self.inherited)
         for pass_ in self.attempt.open_passes():
             if pass_ not in self.open or not pass_.has_shards:
@@ -208,10 +193,7 @@ class Planner:
         return found
 
     def _inherit(self, pass_: Pass) -> list[int]:
-        """Put ready blocks of the attempt before into a pass; the shards that have such blocks.
-
-        Of a shard it takes those that follow what training has consumed without a gap.
-        """
+        """Put ready blocks of the attempt before into a pass, as far as there is no gap; their shards."""
         legacy = self.inherited.pop(pass_.key, None)
         # An epoch that was resumed may have had blocks of another size.
         if legacy is None or legacy[0] != pass_.plan:
@@ -254,7 +236,6 @@ class Planner:
 
     @property
     def hungry(self) -> bool:
-        """Whether so little is ready that training hosts must help."""
         room = self._held_bytes() < self.budget_bytes / 2
         return bool(self.passes) and is_hungry(self.attempt.open_passes(), room)
 
@@ -262,7 +243,6 @@ class Planner:
         return items.in_budget([self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes)
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
-        """A chain worker has made a block; whether it continues."""
         self._abandoned.pop(by.worker, None)
         item, report = self.active.get(by.worker), made.report
         if item is None or item.number != number:
@@ -338,7 +318,6 @@ class Planner:
             self.attempt.deliver(pass_, block)
 
     def ended(self, by: Process) -> None:
-        """A chain worker has finished its work."""
         if by.worker in self.active:
             self._done(by.worker)
 
@@ -357,11 +336,6 @@ class Planner:
         self.shard_s[alike] = max(0.8 * self.shard_s.get(alike, seconds) + 0.2 * seconds, 1e-6)
 
     def failed(self, by: Process, number: int, failure: Failure) -> None:
-        """A chain worker failed at its work.
-
-        Raises:
-            DataError: it has failed for good.
-        """
         item = self.active.get(by.worker)
         if item is not None and item.number == number:
             self._take_back(by.worker, self.recovery.failed(item, failure))
@@ -433,7 +407,6 @@ class Planner:
         self.close(pass_)
 
     def close(self, pass_: Pass) -> None:
-        """A pass is over: its blocks are not needed."""
         self.open = [each for each in self.open if each is not pass_]
         self.again = [item for item in self.again if item.pass_ is not pass_]
 
@@ -455,11 +428,9 @@ class Lister:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
 
     def end(self) -> None:
-        """The attempt is over."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, passes: Iterable[Pass]) -> list[Pass]:
-        """Begin to list those that have not begun; returns them."""
         new = [each for each in passes if each.key not in self._begun]
         for pass_ in new:
             self._begun.add(pass_.key)
@@ -509,7 +480,6 @@ class Preparing:
         """By chain worker: since when, and which."""
 
     def announce(self, work: deque[Numbered], process: str) -> Numbered:
-        """The shard that a chain worker will probably get next, for it to prepare."""
         (shard,) = self._first(work, process, 1)
         self._shards[process] = time.monotonic(), shard
         return shard

@@ -42,27 +42,23 @@ MOVE_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class ChainHost:
-    """A host that may preprocess."""
-
     node: str
     slots: int
     """Chain workers that run on it concurrently."""
     trains: bool = False
     name: str = ""
-    """Name for messages."""
     scaled: bool = False
     """Whether the cluster's autoscaler adds and removes such hosts."""
 
 
 @dataclass
 class Pool:
-    """One per run. The planner reads it; Ray Data's thread calls `place`."""
+    """One per run. The service updates it; the planner reads it."""
 
     hosts: dict[str, ChainHost] = field(default_factory=dict)
     avoided: set[str] = field(default_factory=set)
     """Nodes that missed a deadline; they get work only if there is no other."""
     groups: tuple[str, ...] = ()
-    """Groups that may preprocess; empty: all."""
     helping: bool = False
     """Whether training hosts run chain workers in addition to preprocessing-only hosts."""
     hungry: bool = False
@@ -70,7 +66,6 @@ class Pool:
     wanted: dict[str, int] = field(default_factory=dict)
     """Wanted chain workers by node."""
     slots: int = 0
-    """Chain workers that run concurrently on all hosts."""
     leaving: list[str] = field(default_factory=list)
     """Surplus chain workers of their hosts; they get no more work."""
     staffed: set[str] = field(default_factory=set)
@@ -86,7 +81,6 @@ class Pool:
     _first: set[str] = field(default_factory=set)
     """Hosts that always preprocess: the preprocessing-only hosts, or all if there are none."""
     _since: float | None = None
-    """When `hungry` last changed."""
     _moved: float = -MOVE_EVERY_S
     """When chain workers were last found in the wrong place."""
 
@@ -131,7 +125,6 @@ class Pool:
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
     def leaves_at_once(self, node: str) -> bool:
-        """Whether all chain workers of a host end now."""
         return node in self.closing or not self.wanted or (not self.helping and node not in self._first)
 
     def missing(self, starting: Mapping[str, int]) -> list[str]:
@@ -149,7 +142,6 @@ class Pool:
         return process in self.gone or self.there.get(process, process) not in {process, *self.hosts}
 
     def name(self, node: str) -> str:
-        """Name of a host for messages."""
         host = self.hosts.get(node)
         return host.name if host and host.name else node[:8]
 
@@ -163,7 +155,6 @@ def others(nodes: Collection[str], *not_these: Collection[str]) -> set[str]:
 
 
 def is_hungry(passes: Iterable[Pass], room: bool) -> bool:
-    """Whether so little is ready that training hosts must help."""
     ready = 0.0
     for each in passes:
         ready += each.rows_ahead / each.step_rows
@@ -185,14 +176,6 @@ def chain_hosts(
 
     Hosts of a cluster that Stoker formed already declare only the cores left after those of train workers
     (one per GPU). On any other cluster, those cores are subtracted here.
-
-    Args:
-        nodes: from `ray.nodes()`.
-        groups: labels of the groups that may preprocess; empty: all.
-        group_label: the Ray label that names a host's group.
-        own_group: the group of this host, which trains.
-        training: train workers by node, as far as they have started.
-        resource: custom resource of the hosts that the cluster's autoscaler adds and removes.
     """
     alive = [n for n in nodes if n["Alive"]]
     wanted = set(groups)
@@ -277,7 +260,6 @@ class Scaled:
     _sent: float = -RENEW_S
 
     def stepped(self, event: StepLogged) -> None:
-        """Training has done some steps since the last event."""
         if not (terms := event.terms_ms):
             return
         before, self._last = self._last, event
@@ -291,7 +273,6 @@ class Scaled:
         self.scaler.stepped(samples, seconds, late * seconds)
 
     def look(self, hosts: list[ChainHost], now: float, ended: bool) -> Any:
-        """The scaler's decision, if there is a new one."""
         records, seconds = (
             sum(getattr(c, name) for c in self.chain.values()) for name in ("records", "seconds")
         )
@@ -339,15 +320,7 @@ class Elastic:
         attempt: Attempt | None,
         bound: Collection[str] = (),
     ) -> list[ChainHost]:
-        """The hosts that stay; called with the service's lock held.
-
-        Args:
-            hosts: that may preprocess.
-            draining: nodes that the cluster takes away, such as spot hosts.
-            now: `time.monotonic()`.
-            attempt: the current one.
-            bound: nodes with work that no other can continue; they are not let go.
-        """
+        """The hosts that stay; those in `bound` have work that no other can continue, and are not let go."""
         for host in hosts:
             if host.node in draining - self._draining:
                 text = f"host {host.name} is about to be taken away: it gets no more work"
@@ -391,11 +364,7 @@ ALL_FIT = 0.999
 
 
 class CacheAffinity:
-    """One per run; the planner queries it, the service updates it with its lock held.
-
-    Args:
-        kind: `data.cache`.
-    """
+    """One per run; the planner queries it, the service updates it with its lock held."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -406,23 +375,14 @@ class CacheAffinity:
         self.told = False
 
     def holder(self, split: str, shard: Shard) -> str:
-        """The node that caches the records of a shard; empty: none, or any."""
         return self.holders.get((split, shard.home), "") if shard.home else ""
 
     def take_work(
         self, split: str, work: deque[Numbered], node: str, most: int, look: int = LOOK_AHEAD
     ) -> tuple[list[Numbered], list[bool]]:
-        """Take shards for a task: first those its host caches, then unassigned ones, then another host's.
+        """Take up to `most` shards: first those its host caches, then unassigned ones, then another host's.
 
-        Args:
-            split: train or val.
-            work: rest of the pass; at least one shard.
-            node: the host.
-            most: maximum number of shards in the task.
-            look: number of upcoming shards to choose from.
-
-        Returns:
-            The shards and, for each, whether the host stores it in its cache (not if another host does).
+        Returns them and, for each, whether the host stores it in its cache (not if another host does).
         """
         taken: list[Numbered] = []
         store: list[bool] = []
@@ -454,12 +414,10 @@ class CacheAffinity:
         self.usage = {node: usage for node, usage in self.usage.items() if node in nodes}
 
     def used(self, node: str, usage: tuple[int, int] | None) -> None:
-        """Update the size and limit of a host's cache."""
         if usage is not None:
             self.usage[node] = usage
 
     def figures(self, split: str, epoch: int, by_node: Mapping[str, Counter[str]]) -> dict[str, Any]:
-        """The figures of a finished pass, for an event."""
         whole = sum(by_node.values(), Counter[str]())
         hosts = {
             node: {
@@ -474,11 +432,7 @@ class CacheAffinity:
         return {"kind": self.kind, "split": split, "epoch": epoch, **figures, "hosts": hosts}
 
     def lacking(self, figures: dict[str, Any]) -> str:
-        """One line, emitted once, if the training records did not all fit.
-
-        Args:
-            figures: of the first training pass, from `figures`.
-        """
+        """One line, emitted once, if the records of the first training pass did not all fit."""
         there = figures["found"] + figures["kept"]
         if figures["split"] != "train" or self.told or not figures["records"]:
             return ""

@@ -50,7 +50,6 @@ class Suspect:
     key: str = ""
     """The record in progress; empty: none."""
     doing: str = "starting"
-    """Its last reported activity."""
     ended: bool = False
     """The work is complete; it starts again only if its blocks were lost with their host."""
 
@@ -65,15 +64,10 @@ class Suspects:
         self._named: Counter[tuple[str, str]] = Counter()
 
     def of(self, split: str) -> dict[str, str]:
-        """The quarantined records of a split: key → reason."""
         return self.deadly.setdefault(split, {})
 
     def starts(self, task: str, split: str, retry: int) -> ItemStart:
-        """Handle the start of a task that was started before or must report its records.
-
-        Raises:
-            DataError: its process has died too often, and no record is to blame.
-        """
+        """How a task begins that was started before or must report its records."""
         suspect = self.tasks.get(task)
         if suspect is None:
             self.tasks[task] = suspect = Suspect(deaths=retry, unnamed=retry)
@@ -116,17 +110,14 @@ class Suspects:
         return ""
 
     def does(self, task: str, what: str) -> None:
-        """Record an activity of a task other than work on one record."""
         suspect = self.tasks.setdefault(task, Suspect())
         suspect.key, suspect.doing = "", what
 
     def ended(self, task: str) -> None:
-        """A task is complete."""
         if (suspect := self.tasks.get(task)) is not None:
             suspect.ended, suspect.unnamed = True, 0
 
     def doing(self, task: str) -> str:
-        """Last reported activity of a task; empty: it reports none."""
         suspect = self.tasks.get(task)
         return suspect.doing if suspect else ""
 
@@ -162,7 +153,6 @@ class Patience:
     """Node → (until when, for how long)."""
 
     def took(self, split: str, node: str, seconds: float) -> None:
-        """Record the duration of a block of a split."""
         self._taken.setdefault(split, deque(maxlen=KNOWN)).append(seconds)
         self._seen.add((split, node))
 
@@ -182,7 +172,6 @@ class Patience:
         return seconds
 
     def avoided(self, now: float) -> set[str]:
-        """Hosts that currently get no work."""
         return {node for node, (until, _) in self._avoided.items() if now < until}
 
 
@@ -194,7 +183,6 @@ class Recovery:
         self.patience = Patience()
 
     def what(self, split: str, shards: list[Numbered]) -> str:
-        """Name of an item's shards for messages."""
         if not shards:
             return split
         names = []
@@ -204,11 +192,7 @@ class Recovery:
         return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
 
     def failed(self, item: Item, failure: Failure) -> float:
-        """A chain worker has failed: how long to wait before a retry.
-
-        Raises:
-            DataError: it has failed for good.
-        """
+        """How long to wait before a retry."""
         item.failures += 1
         if not failure.may_pass:
             raise DataError(failure.text)
@@ -224,14 +208,7 @@ class Recovery:
     def overdue(
         self, active: Mapping[str, Item], waiting: list[Item], now: float
     ) -> tuple[list[str], list[str]]:
-        """Work that must be done again elsewhere.
-
-        Returns:
-            Chain workers whose host was lost or that are late, and the late ones.
-
-        Raises:
-            DataError: late work has failed on every host; see `Attempt.stalled`.
-        """
+        """Chain workers whose work must be done again elsewhere, and those of them that are late."""
         workers, hung = [], []
         for worker, item in active.items():
             if not self.pool.is_gone(item.node):
@@ -246,11 +223,7 @@ class Recovery:
         return workers, hung
 
     def is_late(self, item: Item, now: float, in_work: bool) -> bool:
-        """Whether work has been silent for too long.
-
-        Raises:
-            DataError: it was late on every host, and train workers have nothing left.
-        """
+        """Whether work has been silent for too long; stalls a pass that waits for it and has nothing left."""
         pass_ = item.pass_
         # A recipe's train workers wait for its first pass alone, scripts for each of theirs.
         awaited = not self.attempt.in_order or next(iter(self.attempt.open_passes()), None) is pass_
@@ -270,7 +243,6 @@ class Recovery:
         return self.patience.deadline_s(item.pass_.plan.alike, node, item.late, item.pass_.stall_s)
 
     def late(self, item: Item) -> None:
-        """Work missed its deadline: avoid its host and report it."""
         now = time.monotonic()
         text = f"{self._who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
         if others(self.pool.hosts, {item.node}) != {item.node}:
@@ -281,7 +253,6 @@ class Recovery:
         self.attempt.note(text)
 
     def _who(self, item: Item) -> str:
-        """Host, shards and, if known, the record."""
         doing = self.attempt.suspects.doing(item.name)
         where = f"host {self.pool.name(item.node)}: {self.what(item.pass_.plan.split, item.shards)}"
         return f"{where}, {doing}" if doing else where

@@ -55,26 +55,16 @@ UNUSED_ROWS_S = 120.0
 
 
 class ChainProcess(NamedTuple):
-    """A chain worker that holds a lease."""
-
     by: Process
     handle: Any
-    """Handle of its actor."""
     seen: float
-    """`time.monotonic()` of its last call."""
 
 
 class DataService(ABC):
     """See the module. Zero CPUs, called from many threads.
 
-    Args:
-        hosts: maps train workers by node to the current preprocessing hosts.
-        budget_bytes: of ready blocks.
-        chain: costs of the chain, by split.
-        groups: of hosts that may preprocess; empty: all.
-        cache: of the hosts; None: they keep no records.
-        scaler: decides how many CPU hosts to request; None: their number is fixed.
-        most_waiting: chain workers that may wait here at once; each takes a thread.
+    `hosts` maps train workers by node to the current preprocessing hosts. At most `most_waiting` chain
+    workers wait here for work at once, as each takes a thread.
     """
 
     attempt: Attempt | None
@@ -100,14 +90,10 @@ class DataService(ABC):
         self.pool = Pool(groups=tuple(map(label, groups)))
         self.scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
         self.elastic = Elastic(self.event, self.scaled)
-        """Hosts that come and go."""
         self.leases: Leases | None = None
-        """Runs the chain workers."""
         self.setups: dict[str, Any] = {}
-        """Reference of the Setup of each split."""
         self.holdings = Holdings()
         self.numbers = count()
-        """Numbers claims and work items."""
         self.workers: dict[str, ChainProcess] = {}
         """Chain workers that hold a lease, by id."""
         self.over = False
@@ -134,32 +120,24 @@ class DataService(ABC):
             self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
-        """Run chain workers from now on, as long as this actor lives."""
         self._look_now.set()
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()
 
     @cached_property
     def transport(self) -> Transport:
-        """Fetches blocks for this process."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
         return Transport(self.servers, self.moved, node, pinned=False, timeout_s=UNUSED_ROWS_S)
 
     def servers(self) -> Directory:
-        """Consumer's call: where the run's blocks are served."""
         return self.agents.directory()
 
     def moved(self, part: BlockSlice, missing: bool) -> BlockSlice | str:
-        """Consumer's call: where a block is now that it could not fetch; waits a moment for one that is lost.
+        """Consumer's call about rows that it could not fetch: where they are now, or why they will not come.
 
-        Args:
-            part: rows of the block.
-            missing: its host answers, but does not have it.
-
-        Returns:
-            The same rows, or why they will not come.
+        Waits a moment for a lost block. `missing`: its host answers, but does not have it.
         """
         deadline = time.monotonic() + MOVED_S
         with self.changed, self._ends_the_attempt():
@@ -179,7 +157,6 @@ class DataService(ABC):
         return NOT_NEEDED
 
     def begin_lease(self, by: Process, handle: Any) -> None:
-        """Chain worker's call: it, or its next process, has begun a lease."""
         with self.changed:
             new = by.worker not in self.workers
             self.workers[by.worker] = ChainProcess(by, handle, time.monotonic())
@@ -187,7 +164,6 @@ class DataService(ABC):
                 self.leases.entered(by.node)
 
     def claim(self, by: Process) -> Reply:
-        """Chain worker's call: what it does next; waits a moment for work."""
         deadline = time.monotonic() + CLAIM_WAIT_S
         with self.changed, self._ends_the_attempt():
             self._seen(by)
@@ -219,7 +195,6 @@ class DataService(ABC):
             self.workers[by.worker] = known._replace(by=by, seen=time.monotonic())
 
     def _leaves(self, by: Process) -> bool:
-        """Whether a chain worker's lease is over."""
         return self.over or by.worker not in self.workers or by.worker in self.pool.leaving
 
     def upcoming(self, by: Process) -> Shard | None:
@@ -229,12 +204,10 @@ class DataService(ABC):
             return planner.upcoming(by) if planner else None
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Chain worker's call: a reference of the Setup of a split, and which loaded splits the worker may
-        drop."""
+        """Chain worker's call: a reference of a split's Setup, and which loaded splits it may drop."""
         return [self.setups[split]], []
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
-        """Chain worker's call: a block is in its host's folder; whether to continue."""
         go_on = False
         with self.changed:
             self._seen(by)
@@ -247,7 +220,6 @@ class DataService(ABC):
             return Reply(go_on=go_on, unused=self.holdings.unused(by.node))
 
     def item_failed(self, by: Process, number: int, failure: Failure) -> None:
-        """Chain worker's call: its work failed."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
                 planner.failed(by, number, failure)
@@ -258,7 +230,6 @@ class DataService(ABC):
 
     @contextlib.contextmanager
     def _ends_the_attempt(self) -> Iterator[None]:
-        """An exception raised inside fails the current attempt."""
         try:
             yield
         except Exception as error:
@@ -276,7 +247,6 @@ class DataService(ABC):
             return closing and closing - self.holding()
 
     def agent_lost(self, node: str) -> None:
-        """A host's agent died, and the blocks there went with it."""
         with self.changed, self._ends_the_attempt():
             self._lose(lambda block: block.node == node)
 
@@ -286,7 +256,6 @@ class DataService(ABC):
             self.has_work.notify_all()
 
     def first_setups(self) -> dict[str, Setup]:
-        """The Setup of each split that is known from the beginning."""
         return {}
 
     def _look(self, me: Any) -> None:
@@ -340,7 +309,6 @@ class DataService(ABC):
                 del self.workers[worker]
 
     def _lease_failed(self, error: BaseException) -> None:
-        """Leases' thread: the execution of some leases has ended with an error."""
         if not self.over:
             with self._ends_the_attempt():
                 raise error
@@ -394,7 +362,6 @@ class DataService(ABC):
             return self.suspects.begins(task, split, key)
 
     def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
-        """Chain worker's call when it reports its records: activity other than work on one record."""
         with self.changed:
             self.suspects.does(task, what)
 
@@ -407,16 +374,7 @@ def start_service(
     options: dict[str, Any],
     **arguments: Any,
 ) -> Any:
-    """Start the service as an actor on this host, with zero CPUs.
-
-    Args:
-        kind: for recipes or loaders.
-        config: of the job.
-        scaler: decides how many CPU hosts to request; None: their number is fixed.
-        callers: how many consumers may call at once.
-        options: of the actor, besides.
-        **arguments: of this kind.
-    """
+    """Start the service as an actor on this host; `callers` consumers may call at once."""
     import ray
 
     node, resources = ray.get_runtime_context().get_node_id(), ray.cluster_resources()

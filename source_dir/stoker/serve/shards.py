@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
 
 class DatasetSource(Source):
-    """A recipe's `ray.data.Dataset`: Ray Data executes it pass by pass for the head, and chain workers
-    read its blocks.
-
-    Args:
-        dataset: what the recipe's `read` returned; None on chain workers.
+    """A recipe's `ray.data.Dataset`, None on chain workers: Ray Data executes it pass by pass for the head,
+    and chain workers read its blocks.
     """
 
     random = False
@@ -43,12 +40,7 @@ class DatasetSource(Source):
         return []
 
     def blocks(self, seed: int | None, exact: bool) -> Iterator[Shard]:
-        """Execute the dataset once.
-
-        Args:
-            seed: permutes its blocks; None: keep their order.
-            exact: yield them in the same order in every run.
-        """
+        """Execute the dataset once; `seed` permutes its blocks, `exact` keeps their order in every run."""
         dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
         dataset.context.enable_progress_bars = False
         dataset.context.execution_options.preserve_order = exact
@@ -60,11 +52,9 @@ class DatasetSource(Source):
                     first += rows
 
     def first_rows(self, count: int) -> list[Record]:
-        """A few example rows."""
         return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """The rows of a block."""
         import ray
 
         records = as_records(ray.get(shard.items[0]))
@@ -75,11 +65,10 @@ class DatasetSource(Source):
         return None
 
     def for_workers(self) -> Source:
-        """A copy without the dataset; chain workers receive its blocks."""
         return DatasetSource(None)
 
     def fingerprint(self) -> str:
-        """Empty; a pipeline does not identify its records."""
+        """A pipeline does not identify its records."""
         return type(self.dataset).__name__
 
 
@@ -134,11 +123,9 @@ class Witness:
         self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
 
     def at_record(self, key: str) -> str:
-        """A record is about to start: why it must not; empty: it may."""
         return str(self._ask("record_begins", key))
 
     def says(self, what: str) -> None:
-        """Report an activity other than work on one record."""
         self._ask("task_does", what)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -149,12 +136,7 @@ class Witness:
 
 
 class Guard:
-    """Keeps quarantined records out of reading and preprocessing, and reports the others.
-
-    Args:
-        known: key → reason of the quarantined ones.
-        witness: receives each record; None: report nothing.
-    """
+    """Keeps quarantined records (`known`: key → reason) out of the chain, and reports the others."""
 
     def __init__(self, known: Mapping[str, str], witness: Witness | None) -> None:
         self._known, self._witness = known, witness
@@ -175,7 +157,6 @@ class Guard:
     def watch(
         self, records: Iterator[Record | BadRecord], alone: Callable[[Record], Any], first: int
     ) -> Iterator[Record | BadRecord]:
-        """Filter out quarantined records."""
         for number in count():
             if self._witness:
                 self._witness.says(f"reading record {number} of its shard")
@@ -195,7 +176,6 @@ class Guard:
             yield record
 
     def together(self, block: Iterable[Record | BadRecord]) -> Iterable[Record | BadRecord]:
-        """The records of a block, which are about to be preprocessed together."""
         if self._witness is None:
             return block
         block = list(block)
@@ -213,12 +193,9 @@ class Setup(NamedTuple):
     tasks should pay."""
     cache: CacheSpec | None = None
     key: str = ""
-    """Cache key of this split."""
 
 
 class LoadedSplit(NamedTuple):
-    """The per-process state of a split."""
-
     source: Any
     chain: Chain
     cache: HostCache | None = None
@@ -236,7 +213,6 @@ def refuse_flaky(report: BlockReport) -> None:
 
 
 def open_split(setup: Any) -> LoadedSplit:
-    """Open a split for the whole run."""
     import ray
 
     content: Setup = ray.get(setup)
@@ -303,7 +279,6 @@ def blocks_of(
 
 
 def order_within(plan: PassPlan, shard: Shard) -> Any:
-    """The generator that permutes the records of a shard; None: they stay as they are."""
     return order_of(plan.seed, plan.epoch, f"{shard.called}:{shard.start}") if plan.shuffle else None
 
 
@@ -335,14 +310,12 @@ def run_chain(
 
 
 def order_of(seed: int, epoch: int, what: str = "") -> Any:
-    """The generator that permutes records, seeded by (seed, epoch, what)."""
     import numpy as np
 
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Convert an error into a Failure for the head."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return Failure(str(cause).splitlines()[0])

@@ -47,11 +47,7 @@ class HostAgent:
         return self._address, self._server.port
 
     def rows(self, block: str, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Where no socket is to be had: rows of a block, and the block's length.
-
-        Raises:
-            FileNotFoundError: it is not here.
-        """
+        """Where no socket is to be had: rows of a block, and the block's length."""
         columns = self._folder.columns(block)
         rows = {name: column[start:stop] for name, column in columns.items()}
         return rows, min(map(len, columns.values()), default=0)
@@ -82,7 +78,6 @@ class CpuMeter:
         self._last = machine.cpu_times()
 
     def sample(self) -> float:
-        """Percent of these CPUs since the previous sample."""
         now = machine.cpu_times()
         busy, whole = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
@@ -104,15 +99,7 @@ class Agents:
     """Runs an agent on every host of a cluster of several, whenever it joins, and samples their CPUs.
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
-    no other host gets blocks from there.
-
-    Args:
-        told: receives {node: percent} every few seconds.
-        note: receives one line about an agent that died.
-        cache: what hosts cache until the run ends.
-        emptied: nodes of hosts that are about to leave and no longer need an agent.
-        unused: blocks on a host that nobody needs any more.
-        lost: a host's agent died, and with it the blocks there.
+    no other host gets blocks from there. `emptied` has the nodes that no longer need an agent.
     """
 
     def __init__(
@@ -137,13 +124,11 @@ class Agents:
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def directory(self) -> Directory:
-        """Where the run's blocks are served."""
         servers = {node: agent.server for node, agent in self._agents.items() if agent.server}
         return Directory(self.run, self.secret, servers)
 
     @property
     def nodes(self) -> set[str]:
-        """Those that have an agent."""
         return set(self._agents)
 
     def _watch(self) -> None:
@@ -179,11 +164,7 @@ class Agents:
         return _Agent(actor, actor.where.remote(), time.monotonic())
 
     def _answers(self, agents: dict[str, _Agent]) -> tuple[dict[str, float], dict[str, str]]:
-        """Ask agents for their CPU use; take in the answers, and give up on those that do not start.
-
-        Returns:
-            CPU use by node; nodes whose agent has died, with the cause.
-        """
+        """CPU use by node; nodes whose agent has died, or does not start, with the cause."""
         import ray
 
         used: dict[str, float] = {}
@@ -214,7 +195,6 @@ class Agents:
         return used, died
 
     def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
-        """An agent died: decide whether and when to restart it, and emit a note."""
         import ray
 
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):

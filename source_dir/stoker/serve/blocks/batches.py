@@ -78,7 +78,6 @@ class Prefetcher(Generic[Given, Item]):
         self._next = self._asked = first
         """The item that the consumer takes next, and the next one to ask for."""
         self._asking = False
-        """Whether a thread is asking the service."""
         self._over = self._ended = False
         """Whether the consumer wants no more; whether the service has no more."""
         self._threads = [
@@ -94,17 +93,12 @@ class Prefetcher(Generic[Given, Item]):
         return any(thread.is_alive() for thread in self._threads)
 
     def want(self) -> None:
-        """The consumer wants one item more."""
         with self._changed:
             self._wanted += 1
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the next item can be taken; False: this pass has ended.
-
-        Raises:
-            LateError: it did not come within so many seconds.
-        """
+        """Wait until the next item can be taken, or raise LateError; False: this pass has ended."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._next not in self._loaded:
@@ -117,12 +111,7 @@ class Prefetcher(Generic[Given, Item]):
             return True
 
     def take(self, seconds: float) -> Item | None:
-        """The next item; None after the last, or when this pass has ended.
-
-        Raises:
-            LateError: it did not come within so many seconds.
-            BaseException: whatever asking or fetching raised.
-        """
+        """The next item, or raises what fetching it raised; None after the last, or if the pass ended."""
         with self._changed:
             if not self.wait(seconds):
                 return None
@@ -135,11 +124,7 @@ class Prefetcher(Generic[Given, Item]):
         return taken
 
     def end(self, join_s: float = 0.0) -> None:
-        """Stop: the consumer needs no more items.
-
-        Args:
-            join_s: how long to wait for the threads.
-        """
+        """Stop: the consumer needs no more items."""
         with self._changed:
             self._over = True
             self._loaded.clear()
@@ -149,7 +134,6 @@ class Prefetcher(Generic[Given, Item]):
             thread.join(max(deadline - time.monotonic(), 0))
 
     def _work(self) -> None:
-        """Thread: ask, fetch and store items until the pass ends."""
         try:
             while (given := self._next_given()) is not None:
                 number, answer, since = given
@@ -259,19 +243,12 @@ class BufferPool:
 
 
 def size_class(size: int) -> int:
-    """The buffer size for an array of `size` bytes."""
     step = CLASSES_PER_DOUBLING
     return max(4096, math.ceil(2 ** (math.ceil(math.log2(size) * step) / step)))
 
 
 class BatchBuilder:
-    """Assembles a batch from several blocks.
-
-    Args:
-        buffers: source of its memory, which is not initialized, so `finish` counts what was written.
-        rows: of all parts together.
-        schema: of the split.
-    """
+    """Assembles a batch from several blocks in uninitialized memory, so `finish` counts what is written."""
 
     def __init__(self, buffers: BufferPool, rows: int, schema: Schema) -> None:
         self.rows, self.schema, self._buffers = rows, schema, buffers
@@ -289,21 +266,10 @@ class BatchBuilder:
         return self._columns[name][at : at + rows]
 
     def wrote(self, name: str, rows: int) -> None:
-        """Count written rows of a column."""
         self._filled[name] += rows
 
     def ragged(self, name: str, at: int, offsets: Any, values: int) -> Any:
-        """Memory for the values of variable-length rows; call `wrote` when they are in place.
-
-        Args:
-            name: of the column.
-            at: position of the first row in the batch.
-            offsets: of the rows within their values, from 0.
-            values: number of values.
-
-        Raises:
-            SchemaError: offsets and values do not agree.
-        """
+        """Memory for variable-length rows from row `at` on; call `wrote` when they are in place."""
         refuse_bad_offsets(offsets, values)
         column = self.schema.columns[name]
         target = self._buffers.empty((values, *column.shape[1:]), column.dtype)
@@ -311,22 +277,13 @@ class BatchBuilder:
         return target
 
     def text(self, name: str, values: list[str], at: int) -> None:
-        """Copy strings in.
-
-        Raises:
-            SchemaError: a value is not a string.
-        """
         other = next((value for value in values if not isinstance(value, str)), "")
         if other != "":
             raise SchemaError(f"column {name!r} holds {other!r}, which is not text")
         self._columns[name][at : at + len(values)] = values
 
     def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
-        """Copy a part's rows out of its block; returns the number of bytes.
-
-        Raises:
-            SchemaError: the block does not match its report.
-        """
+        """Copy a part's rows out of its block; returns the number of bytes."""
         refuse_other_block(part, self.schema, schema_of(columns), min(map(len, columns.values()), default=0))
         rows, size = part.stop - part.start, 0
         for name, column in columns.items():
@@ -342,11 +299,7 @@ class BatchBuilder:
         return size
 
     def finish(self) -> dict[str, Any]:
-        """The batch: arrays, and lists of strings.
-
-        Raises:
-            SchemaError: a row was never written.
-        """
+        """The batch: arrays, and lists of strings."""
         for name, rows in self._filled.items():
             if rows != self.rows:
                 raise SchemaError(f"column {name!r}: {rows} of the batch's {self.rows} rows were written")
@@ -357,17 +310,7 @@ class BatchBuilder:
 
 
 def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: int) -> None:
-    """Refuse a block that does not match its report and the split's schema.
-
-    Args:
-        part: the requested rows.
-        schema: of the split.
-        found: the block's columns as received.
-        rows: its number of rows.
-
-    Raises:
-        SchemaError: names the block and the difference.
-    """
+    """Refuse a block that does not match its report and the split's schema."""
     if difference := schema.difference(found):
         raise SchemaError(f"block {part.block} has other columns than its split: {difference}")
     if rows != part.of:

@@ -1,6 +1,6 @@
 """Train worker, script and service: fetches rows of blocks from the hosts that made them.
 
-A block of this host is mapped. That of another comes over a socket from its block server (`server.py`), which
+A block of this host is mapped. That of another comes over a socket from its block server (`folder.py`), which
 sends only the rows, and the kernel writes them into the batch; docs/performance.md has the savings. Where no
 socket is to be had, the host's agent answers through Ray. If a host is lost, its blocks are made again, and
 the service says where.
@@ -61,18 +61,13 @@ class HostLink:
 
 @dataclass
 class RowRequest:
-    """Requested rows that are in flight."""
-
     hosts: DirectHosts
     link: HostLink
     connection: socket.socket
     part: BlockSlice
 
     def receive(self, batch: BatchBuilder, at: int) -> int | None:
-        """Receive the rows in place.
-
-        Returns:
-            the number of bytes; None if the rows must come another way.
+        """The number of bytes, once the rows are in place; None if they must come another way.
 
         Raises:
             FileNotFoundError: the host does not have the block.
@@ -126,8 +121,6 @@ class RowRequest:
 
 
 class DirectHosts:
-    """Connections to the block servers of other hosts."""
-
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self.lock = threading.Lock()
@@ -143,7 +136,6 @@ class DirectHosts:
                     self._links[node] = HostLink(server)
 
     def knows(self, node: str) -> bool:
-        """Whether the host's server is known and answers."""
         link = self._links.get(node)
         return link is not None and not link.avoided_until
 
@@ -164,7 +156,6 @@ class DirectHosts:
         return RowRequest(self, link, connection, part)
 
     def done(self, part: BlockSlice) -> None:
-        """Drop a block that only this process knows of."""
         if (link := self._links.get(part.node)) is not None:
             with self.lock:
                 link.done.append(part.block)
@@ -184,7 +175,6 @@ class DirectHosts:
         return connection
 
     def avoid(self, link: HostLink, error: OSError, connection: socket.socket | None) -> None:
-        """Avoid a failed host for a while."""
         with self.lock:
             first = link.avoided_until == 0
             link.avoided_until = time.monotonic() + AVOID_S
@@ -201,8 +191,6 @@ class DirectHosts:
 
 @dataclass
 class Fetched:
-    """The rows of a step as columns."""
-
     columns: dict[str, Any]
     """NumPy arrays, and lists of strings."""
     arrived: float
@@ -212,14 +200,7 @@ class Fetched:
 class Transport:
     """One per process, used by the threads of its feed.
 
-    Args:
-        directory: asks the service for the block servers.
-        moved: asks the service where a block is that could not be had.
-        node: Ray node of this process.
-        pinned: batches are copied to a GPU.
-        timeout_s: deadline for a block.
-        direct: whether to use sockets; otherwise the agents of other hosts answer through Ray.
-        note: called once when a host is avoided.
+    Without `direct`, agents of other hosts answer through Ray, not sockets. `note` tells of avoided hosts.
     """
 
     def __init__(
@@ -252,12 +233,7 @@ class Transport:
         return own
 
     def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
-        """The rows of all parts, in order.
-
-        Raises:
-            DataError: a block is not available.
-            SchemaError: a block does not match its report or the columns of its split.
-        """
+        """The rows of all parts, in order."""
         batch = BatchBuilder(self.buffers, sum(part.stop - part.start for part in parts), schema)
         # Send requests to all hosts before reading from the first.
         asked = [self._ask(part) for part in parts]
@@ -293,11 +269,7 @@ class Transport:
         return unpack(fetched.columns[PAGES]), fetched.arrived
 
     def rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
-        """Columns with the rows of a part, the first of them, the one after the last, the block's length.
-
-        Raises:
-            DataError: the block is not available.
-        """
+        """Columns with the rows of a part, the first of them, the one after the last, the block's length."""
         return self._insist(part, self._rows)
 
     def drop(self, part: BlockSlice) -> None:
@@ -342,7 +314,6 @@ class Transport:
             self.hosts.update(self._known)
 
     def _insist(self, part: BlockSlice, get: Callable[[BlockSlice], Value], missing: bool = False) -> Value:
-        """What `get` finds of a part, wherever it is by now."""
         deadline = time.monotonic() + self._timeout_s
         if missing:
             part = self._where(part, True, deadline)
@@ -365,12 +336,7 @@ class Transport:
         self.bytes_by[kind] += batch.take(own, columns, at)
 
     def _rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
-        """As `rows`, once.
-
-        Raises:
-            FileNotFoundError: its host does not have the block.
-            OSError: its host is not to be had.
-        """
+        """As `rows`, once: FileNotFoundError if its host does not have the block, else another OSError."""
         import ray
 
         if not part.node:
@@ -404,11 +370,7 @@ class Transport:
     def _where(
         self, part: BlockSlice, missing: bool, deadline: float, cause: BaseException | None = None
     ) -> BlockSlice:
-        """Where a block is now.
-
-        Raises:
-            DataError: it does not come.
-        """
+        """Where a block is now; DataError if it does not come."""
         if time.monotonic() > deadline:
             why = f": {cause}" if cause else ""
             raise DataError(f"a block did not come within {self._timeout_s:.0f} s ({self._timeout_key}){why}")
@@ -422,7 +384,6 @@ class Transport:
 
 
 def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
-    """The transport of a train worker for all its passes."""
     from stoker.events.kinds import Note
 
     return block_transport(
@@ -435,7 +396,6 @@ def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
 
 
 def block_transport(service: Any, **options: Any) -> Transport:
-    """The transport of a process that gets its blocks by the actor `service`."""
     import ray
 
     def directory() -> Directory:

@@ -26,14 +26,11 @@ from stoker.serve.blocks.client import Transport, block_transport
 from stoker.serve.blocks.packing import PAGE, PAGES, pack
 
 RETRIES = 3
-"""How often Ray repeats a task whose process died."""
 MOST_AT_ONCE = 16
 """Batches of a train worker that CPU hosts make at the same time, at most."""
 
 
 class CollateSpec(NamedTuple):
-    """What all batches of a pass share."""
-
     collate: CollateFn
     seed: int
     split: str
@@ -41,10 +38,7 @@ class CollateSpec(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """A CPU host's answer about a batch."""
-
     node: str = ""
-    """Where it lies."""
     block: str = ""
     rows: int = 0
     """Pages."""
@@ -52,12 +46,9 @@ class Collated(NamedTuple):
     keys: tuple[str, ...] = ()
     cpu_s: float = 0.0
     failure: str = ""
-    """Why there is no batch."""
 
 
 class Arrived(NamedTuple):
-    """A batch in this host's memory."""
-
     batch: Batch
     ids: Any
     keys: list[str]
@@ -66,7 +57,6 @@ class Arrived(NamedTuple):
     """`time.perf_counter()` when it was ready on the CPU host."""
     arrived: float
     collate_cpu_s: float = 0.0
-    """CPU seconds on the CPU host."""
 
 
 class Collator:
@@ -87,12 +77,6 @@ class Collator:
         self._hosts = CollatePlacement(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
-        """The batch of these rows.
-
-        Raises:
-            DataError: the task died, or took too long.
-            SchemaError: `collate` failed, or a block does not match its report or the columns of its split.
-        """
         for last_try in (False, False, True):
             made = self._made(parts, schema)
             produced = time.perf_counter()
@@ -163,12 +147,7 @@ def _transport(service: Any, timeout_s: float) -> Transport:
 
 
 class CollatePlacement:
-    """Which host makes the next batch: one that has its records, unless it has enough to do.
-
-    Args:
-        nodes: those that preprocess; empty: any.
-        at_once: batches that are made at the same time, on all hosts.
-    """
+    """Which host makes the next batch: one that has its records, unless it has enough to do."""
 
     def __init__(self, nodes: list[str], at_once: int) -> None:
         self._lock = threading.Lock()

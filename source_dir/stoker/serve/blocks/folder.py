@@ -39,7 +39,6 @@ IDLE_TIMEOUT_S = 3600.0
 SPARE, SPARE_FROM_BYTES = ".spare", 2**20
 TAKEN, MOST_TAKEN = ".taken", 128
 _taken: set[Path] = set()
-"""Files that this process has taken."""
 _forks: list[None] = []
 """One for each fork of this process."""
 os.register_at_fork(after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None))
@@ -52,12 +51,7 @@ def here(run: str) -> BlockFolder:
 
 
 class BlockFolder:
-    """The blocks of one run on one host.
-
-    Args:
-        run: names the run; nobody else can know it, so nobody prepares a folder of that name.
-        node: Ray node; several may share a machine.
-    """
+    """The blocks of one run on one Ray node. Nobody else can know `run`, so nobody prepares such a folder."""
 
     def __init__(self, run: str, node: str) -> None:
         self.node = node
@@ -67,11 +61,7 @@ class BlockFolder:
         self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
 
     def write(self, columns: dict[str, Any]) -> str:
-        """Store a block; returns its name.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Store a block; returns its name."""
         name, parts = secrets.token_hex(12), block_parts(columns)
         size = sum(map(len, parts))
         for root in self.roots[:-1]:
@@ -91,11 +81,7 @@ class BlockFolder:
         return _write(self.roots[-1] / f"{name}.new", parts)
 
     def columns(self, name: str) -> dict[str, Any]:
-        """A block as NumPy columns: views of its file, which stay valid when that is removed.
-
-        Raises:
-            FileNotFoundError: it is not here, or no more.
-        """
+        """A block as NumPy columns: views of its file, which stay valid when that is removed."""
         for root in self.roots:
             with contextlib.suppress(FileNotFoundError):
                 return block_columns(_mapped(root / name, mmap.ACCESS_READ))
@@ -104,10 +90,8 @@ class BlockFolder:
     def take(self, name: str) -> dict[str, Any]:
         """Like `columns`, for the only user of a block, who may write into it: a page written to is copied.
 
-        Its file is a spare when the last view is gone.
-
-        Raises:
-            OSError: it is not in shared memory, or this process has mapped too many.
+        Its file is a spare when the last view is gone. OSError: it is not in shared memory, or too many are
+        mapped.
         """
         if len(_taken) >= MOST_TAKEN:
             raise OSError("too many mapped blocks: each has a file descriptor")
@@ -130,14 +114,9 @@ class BlockFolder:
                 self._spare(taken)
 
     def shared(self, name: str, content: Any) -> mmap.mmap:
-        """Content that the processes of this host have once; a page that one of them writes to is copied.
+        """What the processes of this host have once; the first that asks for `name` writes `content`.
 
-        Args:
-            name: names the content.
-            content: bytes-like; the first process that asks writes them into a file.
-
-        Raises:
-            OSError: there is no room for it.
+        A page that one of them writes to is copied.
         """
         _make(self.roots[0])
         lock = os.open(self.roots[0], os.O_RDONLY)
@@ -285,7 +264,6 @@ def _send(connection: socket.socket, block: str, columns: dict[str, Any], start:
 
 
 def _checked(request: dict[str, Any]) -> tuple[list[str], tuple[str, int, int] | None]:
-    """Blocks that may go, and the rows to send."""
     done, take = request.get("done", []), request.get("take")
     if isinstance(done, list) and all(_is_name(block) for block in done):
         if take is None:

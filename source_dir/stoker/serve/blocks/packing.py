@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 PAGES = "pages"
-"""Name of the only column of a block of pages."""
 SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
 TAIL = struct.Struct("<Q")
 """The last bytes: length of the layout before them."""
@@ -84,8 +83,7 @@ class Room:
     def place(self, parts: Sequence[Any], spare: int) -> tuple[np.ndarray[Any, Any], list[int], int]:
         """Place parts in one buffer, of which those that were collated in it are there already.
 
-        Returns:
-            the buffer, with `spare` free bytes after the last part; the offset of each part; the last end.
+        Returns the buffer, with `spare` free bytes after the last part; the offset of each; the last end.
         """
         import numpy as np
 
@@ -112,7 +110,6 @@ class Room:
         return flat, found, end
 
     def _storage(self, size: int) -> Any:
-        """Memory for a tensor; None if the buffer is full."""
         import torch
 
         if self._flat is None or not size or self._end + size > len(self._flat):
@@ -143,11 +140,7 @@ def aligned(size: int) -> int:
 
 
 def pack(objects: Sequence[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
-    """Objects → pages: uint8 of shape (rows, PAGE). Memory shared by two of them is sent twice.
-
-    Raises:
-        Exception: an object cannot be pickled.
-    """
+    """Objects → pages: uint8 of shape (rows, PAGE). Memory shared by two of them is sent twice."""
     parts: list[list[Any]] = []
     for each in objects:
         buffers: list[pickle.PickleBuffer] = []
@@ -166,14 +159,7 @@ def pack(objects: Sequence[Any], room: Room | None = None) -> np.ndarray[Any, An
 
 
 def unpack(pages: np.ndarray[Any, Any]) -> list[Any]:
-    """The objects of `pack`.
-
-    Args:
-        pages: writable memory; the objects own it from now on.
-
-    Raises:
-        ValueError: these are not pages of `pack`.
-    """
+    """The objects of `pack`, which own the memory of `pages` from now on and write into it."""
     from ray import cloudpickle
 
     flat = memoryview(pages.reshape(-1).data)

@@ -62,13 +62,7 @@ def run_key(secret: bytes) -> bytes:
 
 
 class Listener:
-    """Accepts connections of processes that hold the key; one thread for each.
-
-    Args:
-        address: the host's cluster address.
-        port: 0: any that is free.
-        secret: see `run_key`.
-    """
+    """Accepts connections of processes that hold the key; one thread for each."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         self._key = run_key(secret)
@@ -82,7 +76,6 @@ class Listener:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Accept no more connections."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -139,7 +132,6 @@ def send_message(connection: socket.socket, message: dict[str, Any], more: bool 
 
 
 def receive_message(connection: socket.socket, most: int = MESSAGE_BYTES) -> dict[str, Any]:
-    """The next header, of at most so many bytes."""
     (length,) = struct.unpack(">I", receive(connection, 4))
     if length > most:
         raise WireError(f"sent an invalid header of {length} bytes")
