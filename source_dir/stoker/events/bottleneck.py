@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +25,7 @@ MIN_STEPS = 10
 INPUT_BOUND = 0.10
 """From this share of a step on, waiting for data is the bottleneck, not the GPU."""
 NEAR = 0.7
-"""A limit of which the measured rate is less than this does not bind."""
+"""A limit binds only from this share of it on."""
 BUSY_PCT = 70.0
 """Below this CPU use, hosts that preprocess are themselves waiting for the data that they read."""
 SATURATED_PCT = 90.0
@@ -41,14 +41,6 @@ TAKEN_OVER = 0.2
 HEADROOM = 0.9
 """Planned CPU use; the rest absorbs variation."""
 
-SIDES: dict[Bottleneck, str] = {
-    "gpu": "the GPUs are the bottleneck",
-    "cpu": "the CPUs that preprocess are the bottleneck",
-    "network": "the network to the GPU hosts is the bottleneck",
-    "gpu_host_cpu": "the GPU host's own CPU is the bottleneck",
-    "lost_hosts": "a lost host's work had to be done elsewhere",
-    "late": "preprocessed data comes late, although its CPUs and the network are not at their limit",
-}
 _WAITS: dict[str, Bottleneck] = {
     "wait_production": "cpu",
     "wait_transfer": "network",
@@ -58,7 +50,6 @@ _WAITS: dict[str, Bottleneck] = {
 
 
 def _chain_ms(summary: Summary) -> float:
-    """CPU time of the chain per sample; 0: not measured."""
     return sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
 
 
@@ -74,29 +65,27 @@ def network_limit(summary: Summary) -> float | None:
     """Samples/s that the network of the train hosts could carry; None for unknown types."""
     size, hosts = summary.speed.bytes_per_sample, summary.cluster.at_once()
     trains = [host for host in hosts if host.host in summary.train_workers_by_host]
-    types = [prices.machine(host.type or "") for host in trains]
+    types = [prices.MACHINES.get(host.type or "") for host in trains]
     if not size or not types or len(hosts) < 2 or None in types:
         return None
     return sum(m.baseline_gbps for m in types if m) * 1e9 / 8 / size
 
 
 def near(summary: Summary, limit: float | None) -> bool:
-    """Whether the measured rate is near a limit; an unknown one may bind."""
+    """An unknown limit may bind."""
     return limit is None or summary.speed.steady_samples_per_s >= NEAR * limit
 
 
 class OneWait(NamedTuple):
-    """A wait without which training would not be input-bound."""
-
     seconds: float
     first: bool
-    """Whether it is that for the first batch of each pass."""
+    """It is that for the first batch of each pass."""
     rest_pct: float
     """Input wait without it."""
 
 
 def _without_one_wait(summary: Summary) -> OneWait | None:
-    """The one wait that explains the input wait; None if there is none."""
+    """The one wait that explains the input wait, without which training would not be input-bound."""
     speed = summary.speed
     total_s = sum(speed.step_terms_ms.values()) * speed.steps / 1000
     wait_s = total_s * speed.input_wait_pct / 100
@@ -157,17 +146,14 @@ def _mean_pct(summary: Summary, names: set[str]) -> float | None:
 @dataclass(frozen=True)
 class Verdict:
     headline: str
-    """One sentence."""
     binds: Bottleneck | None
-    """The bottleneck; None if the run does not show it."""
+    """None if the run does not show it."""
     details: list[str] = field(default_factory=list)
     """Further sentences, the most useful first."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A summary, and what the advice needs of it."""
-
     summary: Summary
     waits: float
     """Share of a step spent waiting for data, in 0…1."""
@@ -179,25 +165,11 @@ class _Run:
     def rate(self) -> float:
         return self.summary.speed.steady_samples_per_s
 
-    @property
-    def unhindered(self) -> float:
-        """Samples/s if data were never late; limited to 50 times the rate, beyond which nothing is known."""
-        return self.rate / max(1 - self.waits, 0.02)
-
-    @cached_property
-    def chain_s(self) -> float:
-        return _chain_ms(self.summary) / 1000
-
     @cached_property
     def busy(self) -> float:
         """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
         limit = chain_limit(self.summary)
         return self.rate / limit if limit else 0.0
-
-    @property
-    def reads_slowly(self) -> bool:
-        """Blocks come late, while the CPUs that produce them are not busy."""
-        return self.binds == "network" and self.production
 
     @cached_property
     def train_hosts(self) -> list[Host]:
@@ -235,15 +207,8 @@ def verdict(summary: Summary) -> Verdict:
         )
         help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
         return Verdict(head, "one_wait", [help_] if one.first else [])
-    head = f"input-bound: {percent} of each step waits for data; {_who_binds(run)}"
-    advice: dict[Bottleneck, Callable[[_Run], list[str]]] = {
-        "cpu": _more_cpus,
-        "network": _less_network,
-        "gpu_host_cpu": _less_receiving,
-        "lost_hosts": _without_losses,
-        "late": _late,
-    }
-    details = advice[run.binds](run)
+    who, details = _advice(run)
+    head = f"input-bound: {percent} of each step waits for data; {who}"
     if run.binds == "cpu" and details and "would bring" in details[0]:
         head += f"; {details[0]}"
         details = details[1:]
@@ -276,23 +241,58 @@ def _run(summary: Summary) -> _Run | None:
     return _Run(summary, share, _checked(summary, binds, production), production) if binds else None
 
 
-def _who_binds(run: _Run) -> str:
+def _advice(run: _Run) -> tuple[str, list[str]]:
     if run.binds == "cpu":
         who = "the CPU hosts" if run.cpu_hosts else "this host's CPUs"
-        return f"{who} are the bottleneck"
-    if run.reads_slowly:
-        return "preprocessing itself waits for the storage that it reads"
-    return SIDES[run.binds]
+        return f"{who} are the bottleneck", _more_cpus(run)
+    if run.binds == "lost_hosts":
+        return "a lost host's work had to be done elsewhere", [
+            "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"
+        ]
+    if run.binds == "late":
+        spent = f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: " if run.busy else ""
+        look = "look for few or uneven blocks (data.block_records) and slow reading"
+        return "preprocessed data comes late, although its CPUs and the network are not at their limit", [
+            f"{spent}more CPU hosts would not help; {look}"
+        ]
+    if run.binds == "network" and run.production:  # blocks come late from CPUs that are not busy
+        return "preprocessing itself waits for the storage that it reads", [
+            "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
+            " fewer and larger files; more hosts help if the storage serves each of them equally fast"
+        ]
+    if run.binds == "network":
+        size = run.summary.speed.bytes_per_sample
+        return "the network to the GPU hosts is the bottleneck", [
+            f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help",
+            "send uint8 and convert on the GPU (on_device), or crop earlier",
+        ]
+    if run.binds != "gpu_host_cpu":
+        raise ValueError(f"the summary does not show what its bottleneck {run.binds} says")
+    who = "the GPU host's own CPU is the bottleneck"
+    if run.production:  # its CPUs train and preprocess
+        share = f"preprocessing takes {100 * run.busy:.0f} % of the CPUs of the host that trains"
+        return who, [f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"]
+    return who, [
+        "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
+        " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
+    ]
 
 
 def _more_cpus(run: _Run) -> list[str]:
-    """How many more CPUs would be enough, or why more would not help."""
-    if run.chain_s <= 0 or not run.busy:
+    chain_s = _chain_ms(run.summary) / 1000
+    if chain_s <= 0 or not run.busy:
         return []
+    # If data were never late; limited to 50 times the rate, beyond which nothing is known.
+    unhindered = run.rate / max(1 - run.waits, 0.02)
     # The observed rate already includes the CPU time lost between tasks.
-    lacking = (run.unhindered - run.rate) * run.chain_s / min(run.busy, 1.0)
-    target = f"bring up to {run.unhindered:,.0f} samples/s instead of {run.rate:,.0f}"
-    kind = _kind_to_add(run)
+    lacking = (unhindered - run.rate) * chain_s / min(run.busy, 1.0)
+    target = f"bring up to {unhindered:,.0f} samples/s instead of {run.rate:,.0f}"
+    if run.cpu_hosts:
+        types = Counter(host.type or "" for host in run.cpu_hosts)
+        kind = prices.MACHINES.get(types.most_common(1)[0][0])
+    else:  # a small one, if the GPU host is a known type
+        known = all(prices.MACHINES.get(host.type or "") for host in run.train_hosts)
+        kind = prices.MACHINES["ml.c5.xlarge"] if known else None
     if kind is None:
         return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
     count = math.ceil(lacking / kind.vcpus)
@@ -300,51 +300,10 @@ def _more_cpus(run: _Run) -> list[str]:
     return [f"{count} {more}{kind.type} would {target}", "`stoker size JOB --from RUN` tells at what cost"]
 
 
-def _kind_to_add(run: _Run) -> prices.Machine | None:
-    """The type of the present CPU hosts; without any, a small one if the GPU host is a known type."""
-    if run.cpu_hosts:
-        types = Counter(host.type or "" for host in run.cpu_hosts)
-        return prices.machine(types.most_common(1)[0][0])
-    known = all(prices.machine(host.type or "") for host in run.train_hosts)
-    return prices.machine("ml.c5.xlarge") if known else None
-
-
-def _less_network(run: _Run) -> list[str]:
-    if run.reads_slowly:
-        return [
-            "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
-            " fewer and larger files; more hosts help if the storage serves each of them equally fast"
-        ]
-    size = run.summary.speed.bytes_per_sample
-    text = f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help"
-    return [text, "send uint8 and convert on the GPU (on_device), or crop earlier"]
-
-
-def _late(run: _Run) -> list[str]:
-    spent = f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: " if run.busy else ""
-    look = "look for few or uneven blocks (data.block_records) and slow reading"
-    return [f"{spent}more CPU hosts would not help; {look}"]
-
-
-def _less_receiving(run: _Run) -> list[str]:
-    if run.production:  # its CPUs train and preprocess
-        share = f"preprocessing takes {100 * run.busy:.0f} % of the CPUs of the host that trains"
-        return [f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"]
-    return [
-        "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
-        " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
-    ]
-
-
-def _without_losses(run: _Run) -> list[str]:
-    return ["that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"]
-
-
 def _fewer_hosts(run: _Run) -> list[str]:
-    """Whether fewer CPU hosts would be enough."""
     count = len(run.cpu_hosts)
     used = _mean_pct(run.summary, {host.host for host in run.cpu_hosts})
-    if not count or (used is None and run.chain_s <= 0):
+    if not count or (used is None and _chain_ms(run.summary) <= 0):
         return []
     busy = run.busy if used is None else used / 100
     enough = math.ceil(count * busy / HEADROOM)

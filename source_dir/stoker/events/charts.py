@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 from markupsafe import Markup
@@ -25,10 +25,9 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar; `value` None: not measured."""
-
     name: str
     value: float | None
+    """None: not measured."""
     note: str = ""
     strong: bool = False
 
@@ -39,7 +38,7 @@ class _Scale:
     high: float
     start: float
     end: float
-    ticks: list[float] = field(default_factory=list)
+    ticks: list[float]
 
     def __call__(self, value: float) -> float:
         span = self.high - self.low or 1.0
@@ -47,21 +46,15 @@ class _Scale:
 
 
 def figure(text: float, unit: str = "") -> str:
-    """Format a number with three significant digits and thousands separators."""
     size = abs(text)
     if size >= 100 or text == int(text):
-        shown = f"{text:,.0f}"
-    elif size >= 10:
-        shown = f"{text:.1f}"
-    elif size >= 0.01:
-        shown = f"{text:.3g}"
+        form = ",.0f"
     else:
-        shown = f"{text:.2g}"
-    return f"{shown} {unit}".strip()
+        form = ".1f" if size >= 10 else ".3g" if size >= 0.01 else ".2g"
+    return f"{text:{form}} {unit}".strip()
 
 
 def usd(amount: float) -> str:
-    """Format dollars with cents, or with more digits for small amounts."""
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${figure(amount)}"
 
 
@@ -108,12 +101,12 @@ def line_chart(
     least = 0.0 if from_zero and min(ys) >= 0 else min(ys)
     y_ticks = nice_ticks(least, y_top if y_top is not None else max(ys), 4)
     y = _Scale(y_ticks[0], y_ticks[-1], height - BOTTOM, TOP, y_ticks)
-    right = RIGHT + (52 if len(lines) > 1 else 0)
+    end = WIDTH - RIGHT - (52 if len(lines) > 1 else 0)
     x_low = min(xs)
     x_high = max(xs) if max(xs) > x_low else x_low + 1
-    x = _Scale(x_low, x_high, LEFT, WIDTH - right)
-    x.ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
-    body = [*_axes(x, y, height, x_label, y_label, WIDTH - right)]
+    x_ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
+    x = _Scale(x_low, x_high, LEFT, end, x_ticks)
+    body = [*_axes(x, y, height, x_label, y_label, end)]
     body += [
         f'<g class="event"><title>{escape(text)}</title>'
         f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/></g>'
@@ -123,7 +116,8 @@ def line_chart(
     for number, (name, line) in enumerate(lines.items()):
         kept = thin(sorted(line))
         path = " ".join(f"{x(a):.1f},{y(min(b, y.high)):.1f}" for a, b in kept)
-        dash = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"' if DASHES[number % len(DASHES)] else ""
+        dashes = DASHES[number % len(DASHES)]
+        dash = f' stroke-dasharray="{dashes}"' if dashes else ""
         if len(kept) <= 24:
             body += [
                 f'<circle class="s{number + 1} dot" cx="{x(a):.1f}" cy="{y(min(b, y.high)):.1f}" r="2.6">'
@@ -134,7 +128,7 @@ def line_chart(
         ends.append((y(min(kept[-1][1], y.high)), name))
     if len(lines) > 1:
         for low, name in _apart(ends, height - BOTTOM - 4):
-            body.append(f'<text class="name" x="{WIDTH - right + 5}" y="{low + 4:.1f}">{escape(name)}</text>')
+            body.append(f'<text class="name" x="{end + 5}" y="{low + 4:.1f}">{escape(name)}</text>')
     return svg(title, description, height, body)
 
 
@@ -169,7 +163,6 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> Markup:
-    """A horizontal bar chart that starts at zero."""
     known = [row.value for row in rows if row.value and row.value > 0]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
     step, body = 40, []
@@ -185,11 +178,10 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
         if row.value is None:
             body.append(f'<line class="absent" x1="0" x2="60" y1="{top + 25}" y2="{top + 25}"/>')
             continue
-        cut = row.value > end * 1.001
         wide = max((WIDTH - 16) * min(row.value, end) / end, 1.5)
         kind = "f1" if row.strong else "f6"
         body.append(f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
-        if cut:
+        if row.value > end * 1.001:
             tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
             body.append(f'<polyline class="cut" points="{tip}"/>')
     return svg(title, description, len(rows) * step, body)
@@ -199,9 +191,8 @@ _numbers = iter(range(1, 1 << 62))
 
 
 def svg(title: str, description: str, height: int, body: Sequence[str]) -> Markup:
-    """A whole chart; its parts have escaped the texts in them."""
     ident = f"c{next(_numbers)}"
-    return Markup(  # noqa: S704
+    return Markup(  # noqa: S704 - its parts have escaped the texts in them
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{ident}t {ident}d">'
         f'<title id="{ident}t">{escape(title)}</title><desc id="{ident}d">{escape(description)}</desc>'
         + "".join(body)

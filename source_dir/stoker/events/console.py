@@ -23,8 +23,6 @@ MOST_PARTS = 6
 
 
 class Console(Sink):
-    """The lines of a run, on the screen and in its console.log."""
-
     essential = True
 
     def __init__(self, epochs: int, log: Path | None = None) -> None:
@@ -39,49 +37,33 @@ class Console(Sink):
         """(split, reason) of quarantined records → key of the first one, and how many more were not shown."""
 
     def line(self, text: str) -> None:
-        """Show a line, without the run's secrets, and append it to the run's console.log."""
         text = scrub(text)
         print(text, flush=True)
         if self.log:
             self.log.write(text + "\n")
 
-    def step(self, event: kinds.StepLogged) -> None:
-        if event.step != 1 and time.monotonic() - self.last < EVERY_S:
-            return
-        self.last = time.monotonic()
-        self.line(f"epoch {event.epoch + 1}/{self.epochs}  step {event.step}  {self.figures(event)}")
-
-    def metrics(self, event: kinds.MetricsLogged) -> None:
-        if time.monotonic() - self.last >= EVERY_S:
-            self.last = time.monotonic()
-            self.line(metrics_line(event.step, event.metrics))
-
-    def output(self, event: kinds.ScriptOutput) -> None:
-        """Show a script's output on rank 0; of a progress bar that overwrites itself, the visible part."""
-        for line in event.text.split("\n")[: None if event.rank == 0 else 0]:
-            if shown := line.rstrip("\r").rpartition("\r")[2]:
-                self.line(shown)
-
-    @staticmethod
-    def figures(event: kinds.StepLogged) -> str:
-        elapsed = max(event.elapsed_s, 1e-9)
-        return (
-            f"loss {event.loss:.4f}  {event.epoch_samples / elapsed:.0f} samples/s"
-            f"  input wait {100 * event.wait_s / elapsed:.0f} %"
-        )
-
     def on_event(self, event: kinds.Event) -> None:
         match event:
-            case kinds.StepLogged():
-                self.step(event)
+            case kinds.StepLogged() if event.step == 1 or self.due():
+                self.last = time.monotonic()
+                elapsed = max(event.elapsed_s, 1e-9)
+                self.line(
+                    f"epoch {event.epoch + 1}/{self.epochs}  step {event.step}  loss {event.loss:.4f}"
+                    f"  {event.epoch_samples / elapsed:.0f} samples/s"
+                    f"  input wait {100 * event.wait_s / elapsed:.0f} %"
+                )
             case kinds.EpochEnded():
                 self.show_quarantined()
                 done = "done" if event.whole else f"up to step {event.step}"
                 self.line(f"epoch {event.epoch + 1}/{self.epochs} {done}: {metrics_text(event.metrics)}")
-            case kinds.MetricsLogged():
-                self.metrics(event)
-            case kinds.ScriptOutput():
-                self.output(event)
+            case kinds.MetricsLogged() if self.due():
+                self.last = time.monotonic()
+                self.line(metrics_line(event.step, event.metrics))
+            case kinds.ScriptOutput(rank=0):
+                for line in event.text.split("\n"):
+                    # Of a progress bar that overwrites itself, the visible part.
+                    if shown := line.rstrip("\r").rpartition("\r")[2]:
+                        self.line(shown)
             case kinds.Printed() | kinds.Note():
                 self.line(event.text)
             case kinds.RecordQuarantined():
@@ -89,33 +71,36 @@ class Console(Sink):
             case kinds.StopRequested():
                 self.stop_asked = event.reason
                 self.line(f"stop: {self.stop_asked}")
-            case _:
-                if text := self.text_of(event):
-                    self.line(text)
-
-    def text_of(self, event: kinds.Event) -> str:
-        """The line of an event that is shown as it comes; empty for other events."""
-        match event:
             case kinds.Stopped() if event.reason != self.stop_asked:
-                return f"stopped: {event.reason}"
+                self.line(f"stopped: {event.reason}")
             case kinds.Resumed():
-                done = event.epoch >= self.epochs
-                where = "after the last epoch" if done else f"at epoch {event.epoch + 1}"
-                return f"resumed from {event.path} {where}, step {event.step}"
+                ended = event.epoch >= self.epochs
+                where = "after the last epoch" if ended else f"at epoch {event.epoch + 1}"
+                self.line(f"resumed from {event.path} {where}, step {event.step}")
             case kinds.ModelWritten():
-                return f"exported: {model_text(event)}"
+                why = ", the last checkpoint"
+                if event.metric is not None:  # the comma keeps its value out of SageMaker's metrics
+                    why = f" by {event.metric}, {metric_text(event.metric, event.value)}"
+                where = "" if event.whole else f" up to step {event.step}"
+                self.line(f"exported: epoch {event.epoch}{where}{why}")
             case kinds.ExportWritten() if not event.error:
-                return export_text(event)
+                tested = f"loaded again, {event.note}"
+                if event.max_abs_diff is not None:
+                    sizes = " and ".join(map(str, event.batch_sizes))
+                    tested = f"max abs difference {event.max_abs_diff:.2g} (batches of {sizes})"
+                self.line(f"exported {event.path}: {tested}")
             case kinds.TrainWorkerLost():
                 left = count_of(event.restarts_left, "restart")
-                return f"{event.cause}; restarting training ({left} left after this one)"
+                self.line(f"{event.cause}; restarting training ({left} left after this one)")
             case kinds.Recovered():
-                return f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)"
+                self.line(f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)")
             case kinds.HostChanged():
-                return f"{event.event.replace('_', ' ')}: {event.host}"
+                self.line(f"{event.event.replace('_', ' ')}: {event.host}")
             case kinds.CpuHostsRequested():
-                return f"requesting {count_of(event.count, 'CPU host')}: {event.reason}"
-        return ""
+                self.line(f"requesting {count_of(event.count, 'CPU host')}: {event.reason}")
+
+    def due(self) -> bool:
+        return time.monotonic() - self.last >= EVERY_S
 
     def quarantined(self, split: str, key: str, reason: str) -> None:
         """Show the first record of each reason at once, and count the others; each record once."""
@@ -163,21 +148,6 @@ def metric_text(name: str, value: float | None) -> str:
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
 
 
-def model_text(event: kinds.ModelWritten) -> str:
-    """The checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
-    where = f"epoch {event.epoch}" + ("" if event.whole else f" up to step {event.step}")
-    if event.metric is None:
-        return f"{where}, the last checkpoint"
-    return f"{where} by {event.metric}, {metric_text(event.metric, event.value)}"
-
-
-def export_text(event: kinds.ExportWritten) -> str:
-    if event.max_abs_diff is None:
-        return f"exported {event.path}: loaded again, {event.note}"
-    sizes = " and ".join(map(str, event.batch_sizes))
-    return f"exported {event.path}: max abs difference {event.max_abs_diff:.2g} (batches of {sizes})"
-
-
 def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     best = {name: value for name, value in summary.metrics.best.items() if name.startswith("val/")}
     speed, records = summary.speed, summary.records
@@ -203,10 +173,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("records", books_text(records)))
     seen = Counter(event["event"] for event in summary.events)
     lost = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
-    if seen["work_repeated"]:
-        lost.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
-    if lost:
-        rows.append(("hosts", ", ".join(lost)))
+    lost += [f"{count_of(again, 'work item')} done again"] if (again := seen["work_repeated"]) else []
+    rows += [("hosts", ", ".join(lost))] if lost else []
     if restarts := [event["seconds"] for event in summary.events if event["event"] == "recovered"]:
         text = f"{len(restarts)} after lost train workers, {sum(restarts):.1f} s without training"
         rows.append(("restarts", text))
@@ -218,14 +186,11 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         return rows
     if summary.model:
         rows.append(("model", summary.model))
-    rows.append(("run", run_dir))
-    rows.append(("report", f"{run_dir}/report.html"))
-    rows.append(("next", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
-    return rows
+    board = shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])
+    return [*rows, ("run", run_dir), ("report", f"{run_dir}/report.html"), ("next", board)]
 
 
 def books_text(records: Records) -> str:
-    """The training records of all epochs, by outcome."""
     text = (
         f"{records.read} {records.verb} = {records.trained} trained"
         f" + {records.quarantined} quarantined + {records.remainder} remaining"

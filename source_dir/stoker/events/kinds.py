@@ -34,7 +34,6 @@ class Event(BaseModel):
 
     time: float = Field(default_factory=now)
     event: str = Field("", validate_default=True)
-    """Its kind."""
 
     def __init_subclass__(cls, kind: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -55,7 +54,6 @@ class Event(BaseModel):
         return self.model_dump(exclude_unset=True, exclude={"time", "event"}, by_alias=True)
 
     def record(self) -> dict[str, Any]:
-        """The event as a line of events.jsonl."""
         return {"time": self.time, "event": self.event, **self.values()}
 
 
@@ -79,9 +77,13 @@ class BlocksArrived(Event, kind="blocks"):
     blocks: list[list[int]]
 
 
-class PassProduced(Event, kind="produced"):
+class OfPass(Event):
     split: str
     epoch: int
+
+
+class PassProduced(OfPass, kind="produced"):
+    """All of its blocks have arrived."""
 
 
 class StepLogged(Event, kind="step"):
@@ -98,9 +100,7 @@ class StepLogged(Event, kind="step"):
     terms_ms: dict[str, float] = {}
 
 
-class PassEnded(Event, kind="pass"):
-    split: str
-    epoch: int
+class PassEnded(OfPass, kind="pass"):
     samples: int
     steps: int
     elapsed_s: float
@@ -140,17 +140,13 @@ class LoaderProgress(Event, kind="loader"):
     longest_wait_s: float = 0.0
 
 
-class RecordsCounted(Event, kind="records"):
-    split: str
-    epoch: int
+class RecordsCounted(OfPass, kind="records"):
     read: int = 0
     quarantined: int = 0
     repeated: int = 0
 
 
-class RecordQuarantined(Event, kind="quarantined"):
-    split: str
-    epoch: int
+class RecordQuarantined(OfPass, kind="quarantined"):
     key: str
     reason: str
 
@@ -196,9 +192,7 @@ class HostCacheUse(BaseModel):
     limit_bytes: int
 
 
-class CacheUsed(Event, kind="cache"):
-    split: str
-    epoch: int
+class CacheUsed(OfPass, kind="cache"):
     kind: str
     records: int
     found: int
@@ -222,7 +216,7 @@ class HostLost(HostChanged, kind="host_lost"):
 
 
 class HostJoined(HostChanged, kind="host_joined"):
-    """A host came after the start."""
+    """After the start."""
 
 
 class HostReleased(HostChanged, kind="host_released"):
@@ -280,11 +274,9 @@ class ScriptOutput(Event, kind="output"):
     text: str
 
 
-class RecordIds(Event, kind="record_ids"):
+class RecordIds(OfPass, kind="record_ids"):
     """Goes to `records/` instead of events.jsonl."""
 
-    split: str
-    epoch: int
     rank: int
     keys: list[Any]
 

@@ -35,7 +35,6 @@ INTERRUPTED_S = 20.0
 """Limit after an interruption, whatever `close_timeout_s` says: the instance may be reclaimed."""
 STATE = "mlflow.json"
 ELSEWHERE = ("sagemaker.", "vertex.", "slurm.", "rehearsal.")
-"""Sections that are irrelevant for other places."""
 STATUS: dict[Status, str] = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 METRICS_PER_BATCH = 500
 PARAMS_PER_BATCH = 100
@@ -43,7 +42,6 @@ LONGEST_PARAM = 6000
 LONGEST_TAG = 5000
 ARTIFACTS = ("config.yaml", "summary.json", "report.html", "quarantine.jsonl")
 NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
-"""Characters not allowed in MLflow's names of metrics and parameters."""
 
 MetricRow = tuple[str, float, int, int]
 """Name, value, time in ms since 1970, global step."""
@@ -92,7 +90,6 @@ class MlflowSink(Sink):
             self.rows += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
 
     def close(self, summary: Summary) -> None:
-        """Send the rest, the model, the files and the final status, for at most `close_timeout_s`."""
         self._summary = summary
         limit = self.settings.close_timeout_s
         if summary.status == "interrupted":
@@ -111,7 +108,6 @@ class MlflowSink(Sink):
             )
 
     def about(self) -> dict[str, Any]:
-        """For `summary.tracking`: where to find the run; without run_id and url until the server answers."""
         about = {
             "uri": self.uri,
             "experiment": self.experiment,
@@ -169,9 +165,19 @@ class MlflowSink(Sink):
         best, now = summary.metrics.best, round(1000 * time.time())
         self._log([(f"best/{name}", value, now, summary.steps) for name, value in best.items()])
         self._sent("the best values")
-        self._set_tags(end_tags(summary))
+        tags = {
+            "stoker.status": summary.status,
+            "stoker.error": summary.error,
+            "stoker.bottleneck": summary.bottleneck,
+            "stoker.train_workers": summary.train_workers or None,
+        }
+        self._set_tags({key: scrub(str(value)) for key, value in tags.items() if value is not None})
         self._sent("the tags")
-        self._send_model(summary)
+        if (folder := self._exported(summary)) and "the model" in self.lacking:
+            if (folder / "model.pt2").is_file():
+                self.model_version = log_model(self.settings, str(self.run_id), folder)
+            else:
+                self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
         self._sent("the model")
         summary.tracking |= self.about()
         summary.write(self.run_dir)
@@ -189,15 +195,6 @@ class MlflowSink(Sink):
         exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
         return self.model_dir if exported and summary.status == "succeeded" else None
 
-    def _send_model(self, summary: Summary) -> None:
-        folder = self._exported(summary)
-        if folder is None or "the model" not in self.lacking:
-            return
-        if (folder / "model.pt2").is_file():
-            self.model_version = log_model(self.settings, str(self.run_id), folder)
-        else:
-            self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
-
     def _known_id(self, store: CheckpointStore) -> str | None:
         """The run of an earlier start that wrote to this server and experiment."""
         try:
@@ -208,21 +205,23 @@ class MlflowSink(Sink):
             return None
 
     def _keep_id(self) -> None:
-        """Store the run's id; the checkpoints' folder is created with the first of them."""
         content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
         for number, store in enumerate(self.stores):
             if self.told_id[number] != self.run_id:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the checkpoints' folder comes with the first of them
                     store.write_note(STATE, json.dumps(content, indent=1))
                     self.told_id[number] = self.run_id
 
     def _open(self) -> None:
-        """Find the run of an earlier start, or create one."""
         if self.client is None:
             from mlflow import MlflowClient
 
             client = MlflowClient(tracking_uri=self.settings.uri)
-            run = self._known_run(client) or self._new_run(client)
+            if (run := self._known_run(client)) is None:
+                found = client.get_experiment_by_name(self.experiment)
+                number = found.experiment_id if found else client.create_experiment(self.experiment)
+                name = self.settings.run_name or self.run_dir.name
+                run = client.create_run(number, run_name=name, tags=self.tags)
             self.run_id = run.info.run_id
             uri = (self.settings.uri or "").rstrip("/")
             if uri.startswith(("http://", "https://")):
@@ -233,7 +232,6 @@ class MlflowSink(Sink):
         self._keep_id()
 
     def _known_run(self, client: Any) -> Any:
-        """The run of an earlier start; None without one, or if the server has it no longer."""
         from mlflow.exceptions import MlflowException
 
         if self.run_id is None:
@@ -250,14 +248,8 @@ class MlflowSink(Sink):
         self._set_tags(self.tags, client)
         return run
 
-    def _new_run(self, client: Any) -> Any:
-        found = client.get_experiment_by_name(self.experiment)
-        number = found.experiment_id if found is not None else client.create_experiment(self.experiment)
-        name = self.settings.run_name or self.run_dir.name
-        return client.create_run(number, run_name=name, tags=self.tags)
-
     def _set_params(self, client: Any, known: dict[str, str]) -> None:
-        """Set parameters; MLflow cannot change existing ones, so changed values become tags."""
+        """MLflow cannot change existing parameters, so changed values become tags."""
         from mlflow.entities import Param
 
         place = self.tags.get("stoker.place", "")
@@ -347,33 +339,19 @@ def log_model(settings: MlflowConfig, run_id: str, folder: Path) -> str | None:
     return None if version is None else str(version)
 
 
-def end_tags(summary: Summary) -> dict[str, str]:
-    values = {
-        "stoker.status": summary.status,
-        "stoker.error": summary.error,
-        "stoker.bottleneck": summary.bottleneck,
-        "stoker.train_workers": summary.train_workers or None,
-    }
-    return {key: scrub(str(value)) for key, value in values.items() if value is not None}
-
-
-def run_tags(recipe: str, place: str, code: Path) -> dict[str, str]:
-    tags = {
-        "mlflow.source.name": recipe,
-        "mlflow.source.type": "JOB",
-        "stoker.version": stoker.__version__,
-        "stoker.place": place,
-    }
-    with contextlib.suppress(OSError):
-        tags["mlflow.source.git.commit"] = (code / COMMIT_FILE).read_text().strip()
-    return tags
-
-
 def mlflow_sinks(
     config: Config, place: RunPlace, kept: CheckpointStore, tell: Callable[[str], None]
 ) -> list[MlflowSink]:
     settings = config.tracking.mlflow
     if not settings.uri:
         return []
-    tags = run_tags(config.script or config.recipe, place.name, Path(stoker.__file__).resolve().parents[1])
+    tags = {
+        "mlflow.source.name": config.script or config.recipe,
+        "mlflow.source.type": "JOB",
+        "stoker.version": stoker.__version__,
+        "stoker.place": place.name,
+    }
+    with contextlib.suppress(OSError):
+        commit = Path(stoker.__file__).resolve().parents[1] / COMMIT_FILE
+        tags["mlflow.source.git.commit"] = commit.read_text().strip()
     return [MlflowSink(settings, config.name, place.run_dir, tags, place.model_dir, kept, tell=tell)]

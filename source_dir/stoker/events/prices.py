@@ -22,20 +22,15 @@ from stoker.config.places import CpuHostsConfig, VertexConfig
 from stoker.config.schema import Config
 from stoker.events.summary import Host, Summary
 
-PRICES_AS_OF, PRICES_REGION = "2026-11", "us-east-1"
-GOOGLE_AS_OF, GOOGLE_REGION = "2025", "us-central1"
 TRAINING_FEE = 1.15
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One instance type, on demand, as a host of a training job."""
-
     type: str
     price_per_hour_usd: float
     vcpus: int
     gpus: int
-    """Built into the type."""
     gpu_name: str = ""
     baseline_gbps: float = 0.0
     """Sustained network bandwidth; one TCP flow carries at most 5 Gb/s of it. SageMaker's types only."""
@@ -79,17 +74,14 @@ ACCELERATORS = {
 
 
 def machine(instance_type: str) -> Machine | None:
-    """SageMaker's machine of a type; None if it is not in the table."""
     return MACHINES.get(instance_type)
 
 
 def has_nvme(instance_type: str) -> bool:
-    """Whether SageMaker's type has local NVMe disks instead of an EBS volume."""
     return bool(_NVME_FAMILY.match(instance_type))
 
 
 def built_in_accelerator(machine_type: str) -> str | None:
-    """The type of the GPUs that Google's machine type includes; None without any."""
     return next((name for series, name in ACCELERATORS.items() if machine_type.startswith(series)), None)
 
 
@@ -108,13 +100,11 @@ class PriceList:
 
     region: str
     as_of: str
-    """Day or month of the prices."""
     prices: Mapping[str, float]
     own: Mapping[str, float] = field(default_factory=dict)
     """The configuration's prices, which take precedence; a key may also be the name of a host group."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
-        """$/h of `count` instances; None if the price is unknown."""
         for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
             if key and key in known:
                 return known[key] * count
@@ -122,19 +112,17 @@ class PriceList:
 
     @property
     def label(self) -> str:
-        """Must accompany every figure computed from this list."""
         own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
         return f"estimated, prices of {self.as_of} ({self.region} on demand{own})"
 
 
 def price_list(own: Mapping[str, float] | None = None) -> PriceList:
-    """SageMaker's prices; `own` are `sagemaker.prices` of the configuration."""
     known = {name: machine.price_per_hour_usd for name, machine in MACHINES.items()}
-    return PriceList(PRICES_REGION, PRICES_AS_OF, known, dict(own or {}))
+    return PriceList("us-east-1", "2026-11", known, dict(own or {}))
 
 
 def google_prices(settings: VertexConfig) -> PriceList:
-    """The prices of a Vertex AI job's hosts: yours, those of groups with attached GPUs, the table's."""
+    """Yours, those of groups with attached GPUs, the table's."""
     own: dict[str, float] = {}
     table = {name: machine.price_per_hour_usd for name, machine in GOOGLE_MACHINES.items()}
     named = [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
@@ -148,11 +136,10 @@ def google_prices(settings: VertexConfig) -> PriceList:
             own[group] = round(known.price_per_hour_usd + attached, 4)
         else:
             table.pop(known.type, None)  # without its GPUs, the machine's price would be too low
-    return PriceList(GOOGLE_REGION, GOOGLE_AS_OF, table, {**own, **settings.prices})
+    return PriceList("us-central1", "2025", table, {**own, **settings.prices})
 
 
 def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
-    """Google's prices if the hosts are Google's machines, else SageMaker's."""
     types = {host.type for host in hosts if host.type}
     if any(kind in GOOGLE_MACHINES or built_in_accelerator(kind) for kind in types):
         return google_prices(config.vertex)
@@ -169,26 +156,45 @@ def run_cost(
     `usd` covers the whole run with all of its starts; `usd_per_million_samples` is what samples cost once
     training runs at its steady rate.
     """
-    if scaling is not None and scaling.max:
-        return _scaled_cost(summary, scaling)
-    hosts = summary.cluster.hosts
-    each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
-    known = [price for price in each if price is not None]
-    if not known or len(known) != len(each):
-        return None
+    hosts, more = summary.cluster.hosts, dict[str, float]()
     hours = _hours(summary)
-    here = sum(price * _hours_of(host, summary) for host, price in zip(hosts, known, strict=True))
+    if scaling is not None and scaling.max:  # CPU hosts that were there for a part of the run
+        of_cpu_host, rest = scaling.usd_per_hour, scaling.rest_usd_per_hour
+        if of_cpu_host is None or rest is None:
+            return None
+        cpu_hours = sum(_hours_of(host, summary) for host in hosts if host.scaled)
+        here, at_start = rest * hours + of_cpu_host * cpu_hours, rest
+        by_type = {"CPU host": of_cpu_host, "rest": rest}
+        more["cpu_host_hours"] = round(cpu_hours, 4)
+        if scaling.on_demand_usd_per_hour is not None:
+            saved = (scaling.on_demand_usd_per_hour - of_cpu_host) * cpu_hours
+            more["saved_by_spot_usd"] = round(saved, 4)
+        as_of, region = "cluster.cpu_hosts", "this cluster"
+    else:
+        each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
+        known = [price for price in each if price is not None]
+        if not known or len(known) != len(each):
+            return None
+        here = sum(price * _hours_of(host, summary) for host, price in zip(hosts, known, strict=True))
+        at_start, by_type = sum(known), {h.type or h.group: p for h, p in zip(hosts, known, strict=True)}
+        as_of, region = prices.as_of, prices.region
+    per_hour = here / hours if hours else at_start
+    rate, before = summary.speed.steady_samples_per_s, summary.earlier_usd
+    if before is None:  # elsewhere, or before prices were known: as if on these hosts
+        before = per_hour * summary.earlier_s / 3600
     return {
-        **_totals(summary, here, here / hours if hours else sum(known)),
-        "usd_per_hour_by_type": {h.type or h.group: p for h, p in zip(hosts, known, strict=True)},
-        "prices_as_of": prices.as_of,
-        "prices_region": prices.region,
+        "usd": round(here + before, 4),
+        "usd_per_hour": round(per_hour, 4),
+        "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
+        "usd_per_hour_by_type": by_type,
+        **more,
+        "prices_as_of": as_of,
+        "prices_region": region,
         "estimated": True,
     }
 
 
 def _hours(summary: Summary) -> float:
-    """Hours of this start of the run."""
     return (summary.cluster.formed_s + summary.seconds - summary.earlier_s) / 3600
 
 
@@ -198,39 +204,6 @@ def _hours_of(host: Host, summary: Summary) -> float:
     missed_s = host.since - began + summary.cluster.formed_s if host.since > began else 0.0
     gone_s = 0.0 if host.until is None else began + own_s - host.until
     return max(_hours(summary) - (missed_s + max(gone_s, 0.0)) / 3600, 0.0)
-
-
-def _totals(summary: Summary, here: float, per_hour: float) -> dict[str, Any]:
-    """Dollars of all starts, and rates of this one, which cost `here`."""
-    rate, before = summary.speed.steady_samples_per_s, summary.earlier_usd
-    if before is None:  # elsewhere, or before prices were known: as if on these hosts
-        before = per_hour * summary.earlier_s / 3600
-    return {
-        "usd": round(here + before, 4),
-        "usd_per_hour": round(per_hour, 4),
-        "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
-    }
-
-
-def _scaled_cost(summary: Summary, prices: CpuHostsConfig) -> dict[str, Any] | None:
-    """The cost with CPU hosts that were there for a part of the run; None without prices."""
-    if prices.usd_per_hour is None or prices.rest_usd_per_hour is None:
-        return None
-    hours = _hours(summary)
-    cpu_hours = sum(_hours_of(host, summary) for host in summary.cluster.hosts if host.scaled)
-    here = prices.rest_usd_per_hour * hours + prices.usd_per_hour * cpu_hours
-    cost = {
-        **_totals(summary, here, here / hours if hours else prices.rest_usd_per_hour),
-        "usd_per_hour_by_type": {"CPU host": prices.usd_per_hour, "rest": prices.rest_usd_per_hour},
-        "cpu_host_hours": round(cpu_hours, 4),
-        "prices_as_of": "cluster.cpu_hosts",
-        "prices_region": "this cluster",
-        "estimated": True,
-    }
-    if prices.on_demand_usd_per_hour is not None:
-        saved = (prices.on_demand_usd_per_hour - prices.usd_per_hour) * cpu_hours
-        cost["saved_by_spot_usd"] = round(saved, 4)
-    return cost
 
 
 def cost_row(summary: Summary) -> tuple[str, str] | None:
@@ -243,7 +216,5 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
     if cost.get("saved_by_spot_usd"):
         parts.append(f"${cost['saved_by_spot_usd']:.2f} saved against on-demand CPU hosts")
     where = "; as if the rehearsed hosts were real" if summary.place == "rehearsal" else ""
-    text = (
-        f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"
-    )
-    return "cost", text
+    source = f"estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where}"
+    return "cost", f"{', '.join(parts)} ({source})"

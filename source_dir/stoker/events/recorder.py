@@ -18,7 +18,7 @@ from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, Summary, read_summary
 
-NOTABLE = (
+NOTABLE = (  # what the summary includes
     kinds.Resumed,
     kinds.StopRequested,
     kinds.Stopped,
@@ -30,18 +30,14 @@ NOTABLE = (
     kinds.TrainWorkerLost,
     kinds.Recovered,
 )
-"""Events included in the summary."""
 
 Sums = defaultdict[str, float]
 WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 
 REFRESH_S = 2.0
-"""Interval between writes of summary.json during the run."""
 
 
 class Recorder(Sink):
-    """One per run, the first of its sinks."""
-
     essential = True
 
     def __init__(
@@ -55,26 +51,25 @@ class Recorder(Sink):
         self.run_dir, self.summary, self.prices = run_dir, summary, prices
         self.scaling = scaling or CpuHostsConfig()
         self.process_started = process_started
-        earlier = _earlier(run_dir)
-        if earlier is not None:
+        self.earlier: Summary | None = None
+        """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
+        with contextlib.suppress(UsageError):  # none, or cut by a full disk
+            earlier = read_summary(run_dir / "summary.json")
             summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
             summary.earlier_usd = (earlier.cost or {}).get("usd")
-        trained = earlier is not None and summary.script is None and earlier.speed.samples_per_s
-        self.earlier = earlier if trained else None
-        """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
+            if summary.script is None and earlier.speed.samples_per_s:
+                self.earlier = earlier
         self.took_s = 0.0
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
         self.refreshed = self.started
-        self.figures: dict[str, Any] = {}
-        """The coordinator's last figures, for the end; empty if it never started."""
+        self.figures: dict[str, Any] = {}  # the coordinator's, at the end
         self.totals: Sums = defaultdict(int)
         self.steady: Sums = defaultdict(int)
         self.step_ms: list[float] = []
         self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
-        """Sums of each pass over a script's loader."""
         self.running_epoch = 0
         self.pass_from = self.told_step = 0
         """The global steps before the current pass, and at its last logged step."""
@@ -84,7 +79,9 @@ class Recorder(Sink):
 
     def on_event(self, event: kinds.Event) -> None:
         if isinstance(event, kinds.RecordIds):
-            self._write_ids(event)
+            name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
+            (self.run_dir / "records").mkdir(exist_ok=True)
+            (self.run_dir / "records" / name).write_text("".join(f"{key}\n" for key in event.keys))
             return
         if isinstance(event, kinds.ScriptOutput):
             path = self.run_dir / "logs" / f"script-rank-{event.rank}.log"
@@ -123,9 +120,6 @@ class Recorder(Sink):
         if self.summary.speed.first_step_s is None:
             self.summary.speed.first_step_s = round(event.time - self.process_started, 2)
             self.summary.startup["first step"] = self.summary.speed.first_step_s
-        self._count_running(event)
-
-    def _count_running(self, event: kinds.StepLogged) -> None:
         if event.step <= self.told_step:  # restarted without a checkpoint
             self.running.clear()
             self.told_step = self.pass_from = 0
@@ -152,7 +146,7 @@ class Recorder(Sink):
         self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
 
     def _on_loader(self, event: kinds.LoaderProgress) -> None:
-        """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
+        # Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike.
         if event.rank == 0 and not event.steps:  # it was no training
             self.loaders.pop(event.loader, None)
         elif event.rank == 0:
@@ -192,13 +186,11 @@ class Recorder(Sink):
         self.summary.exports = [*others, event.values()]
 
     def _on_model(self, event: kinds.ModelWritten) -> None:
-        self.summary.model_from = {
-            name: value for name, value in event.values().items() if name not in ("path", "loss")
-        }
+        left_out = ("path", "loss")
+        self.summary.model_from = {n: value for n, value in event.values().items() if n not in left_out}
 
     def _on_records(self, event: kinds.RecordsCounted) -> None:
-        counts = {name: value for name, value in event.values().items() if name != "remainder_ids"}
-        self.summary.records.add(counts)
+        self.summary.records.add({n: value for n, value in event.values().items() if n != "remainder_ids"})
 
     def _on_resumed(self, event: kinds.Resumed) -> None:
         self.summary.records.rewind(event.epoch, event.validate_only)
@@ -216,19 +208,19 @@ class Recorder(Sink):
         if event.epoch > 0:
             self.steady = _together(self.steady, Sums(int, figures))
 
-    def _write_ids(self, event: kinds.RecordIds) -> None:
-        folder = self.run_dir / "records"
-        folder.mkdir(exist_ok=True)
-        name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
-        (folder / name).write_text("".join(f"{key}\n" for key in event.keys))
-
     def refresh(self) -> None:
         self.refreshed = time.monotonic()
         self._fill()
         self.summary.model_copy(update=self._kept()).write(self.run_dir)
 
     def _fill(self) -> None:
-        self.summary.host_cpu = self._cpu_use()
+        self.summary.host_cpu = []
+        # A host that came back under its name counts once.
+        for name, group in {host.host: host.group for host in self.summary.cluster.hosts}.items():
+            # What was measured before the first step counts only if there is nothing else.
+            if used := self.cpu[True].get(name) or self.cpu[False].get(name):
+                use = {"mean_pct": round(sum(used) / len(used), 1), "max_pct": max(used)}
+                self.summary.host_cpu.append({"host": name, "group": group, **use})
         self._fill_speed()
         self.took_s = round(time.monotonic() - self.started, 2)
         self.summary.seconds = round(self.summary.earlier_s + self.took_s, 2)
@@ -240,16 +232,6 @@ class Recorder(Sink):
         if self.totals["steps"] + self.running["steps"]:
             self.earlier = None  # for good: a restart of the train workers forgets running steps
         return self.summary.measured_by(self.earlier) if self.earlier else {}
-
-    def _cpu_use(self) -> list[dict[str, Any]]:
-        """Per host; what was measured before the first step counts only if there is nothing else."""
-        rows = []
-        # A host that came back under its name counts once.
-        for host in {host.host: host for host in self.summary.cluster.hosts}.values():
-            if used := self.cpu[True].get(host.host) or self.cpu[False].get(host.host):
-                mean = round(sum(used) / len(used), 1)
-                rows.append({"host": host.host, "group": host.group, "mean_pct": mean, "max_pct": max(used)})
-        return rows
 
     def _fill_speed(self) -> None:
         speed, total = self.summary.speed, _together(self.totals, self.running)
@@ -271,7 +253,6 @@ class Recorder(Sink):
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
     def close(self, summary: Summary) -> None:
-        """Fill in the figures known only at the end."""
         if figures := self.figures:
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
@@ -302,12 +283,6 @@ def _together(*parts: Sums) -> Sums:
 
 def _percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 2) if whole else 0.0
-
-
-def _earlier(run_dir: Path) -> Summary | None:
-    with contextlib.suppress(UsageError):  # none, or cut by a full disk
-        return read_summary(run_dir / "summary.json")
-    return None
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -68,6 +68,9 @@ def render(runs: Sequence[RunData]) -> str:
 
 def page_of(run: RunData) -> dict[str, Any]:
     summary = run.summary
+    about = summary.tracking.get("mlflow")
+    url = about.get("url") if isinstance(about, dict) else None
+    is_link = isinstance(url, str) and urlsplit(url).scheme in ("http", "https")
     return {
         "run": run,
         "verdict": judged(summary),
@@ -78,7 +81,7 @@ def page_of(run: RunData) -> dict[str, Any]:
         "cpu_use": {row["host"]: f"{row['mean_pct']:.0f} %" for row in summary.host_cpu},
         "settings": settings_of(run),
         "links": [(text, name) for name, text in LINKS.items() if (run.run_dir / name).exists()],
-        "mlflow": mlflow_of(summary),
+        "mlflow": url if is_link else "",
     }
 
 
@@ -132,13 +135,6 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
     return sorted(found)
 
 
-def mlflow_of(summary: Summary) -> str:
-    """The run's URL in MLflow, if it was sent there and is http(s)."""
-    about = summary.tracking.get("mlflow")
-    url = about.get("url") if isinstance(about, dict) else None
-    return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https") else ""
-
-
 Rows = list[list[str]]
 MOST_ROWS = 12
 
@@ -156,18 +152,14 @@ class Panel:
 
 
 def bar_panel(
-    title: str,
-    text: str,
-    bars: Sequence[Bar],
-    unit: str,
-    heads: list[str],
-    rows: Rows | None = None,
-    **more: Any,
+    title: str, text: str, bars: Sequence[Bar], unit: str, heads: list[str], rows: Rows | None = None
 ) -> Panel:
     """Bars with their values as a table, unless other rows are given."""
-    shown = [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
-    caption = more.pop("caption", text)
-    return Panel(title, charts.bars(title, text, bars, unit, **more), caption, heads, rows or shown)
+    return Panel(title, charts.bars(title, text, bars, unit), text, heads, rows or values_of(bars))
+
+
+def values_of(bars: Sequence[Bar]) -> Rows:
+    return [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
 
 
 def table_rows(points: Sequence[Point]) -> Rows:
@@ -186,7 +178,6 @@ MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 
 
 def panels_of(run: RunData) -> list[Panel]:
-    """The panels for which a run has data, in display order."""
     rest = (step_time, limits, throughput, waiting, chain, start, records)
     return [*filter(None, [loss(run), *metrics(run), *(make(run) for make in rest)])]
 
@@ -232,11 +223,8 @@ def waiting(run: RunData) -> Panel | None:
 def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
     """Parts of a whole; small ones are in the table only."""
     total = sum(every.values())
-    bars = [
-        Bar(name, value, f"{100 * value / total:.0f} %")
-        for name, value in every.items()
-        if value >= 0.01 * total
-    ]
+    large = [(name, value) for name, value in every.items() if value >= 0.01 * total]
+    bars = [Bar(name, value, f"{100 * value / total:.0f} %") for name, value in large]
     rows = [[name, figure(value), f"{100 * value / total:.1f} %"] for name, value in every.items()]
     return bar_panel(title, text, bars, unit, [head, unit, "share"], rows)
 
@@ -292,22 +280,15 @@ def limits(run: RunData) -> Panel | None:
         ("cpu", "chain on the CPUs that preprocess", chain_limit(summary)),
         ("network", "network", network_limit(summary)),
     ]
-    rows = [Bar("measured", rate)]
+    bars = [Bar("measured", rate)]
     for part, name, value in could:
         binds = part == summary.bottleneck and near(summary, value)
-        rows.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
-    heads, caption = (
-        ["part", "samples/s"],
-        "What each part could carry alone. CPUs that also train reach less.",
-    )
-    text = told(rows, "samples/s")
-    return bar_panel("Throughput limits", text, rows, "samples/s", heads, caption=caption, cut_at=4)
-
-
-def told(bars: Sequence[Bar], unit: str) -> str:
-    return "; ".join(
-        f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars
-    )
+        bars.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
+    title, unit = "Throughput limits", "samples/s"
+    caption = "What each part could carry alone. CPUs that also train reach less."
+    told = [f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars]
+    svg = charts.bars(title, "; ".join(told), bars, unit, cut_at=4)
+    return Panel(title, svg, caption, ["part", unit], values_of(bars))
 
 
 def loss(run: RunData) -> Panel | None:
@@ -330,23 +311,15 @@ def chain(run: RunData) -> Panel | None:
     if not stages:
         return None
     total = sum(stage["cpu_ms_per_sample"] for stage in stages) or 1.0
-    rows = [
-        Bar(
-            s["stage"],
-            s["cpu_ms_per_sample"],
-            size(s["bytes_out"]) + " out",
-            strong=s["cpu_ms_per_sample"] > 0.4 * total,
-        )
-        for s in stages
-    ]
+    bars, rows = [], []
+    for name, ms, out in ((s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"])) for s in stages):
+        bars.append(Bar(name, ms, f"{out} out", strong=ms > 0.4 * total))
+        rows.append([name, figure(ms), out])
     dear = max(stages, key=lambda stage: stage["cpu_ms_per_sample"])
-    text = (
-        f"{figure(total, 'ms')} of CPU time per sample; {dear['stage']} takes"
-        f" {100 * dear['cpu_ms_per_sample'] / total:.0f} % of it."
-    )
-    table = [[s["stage"], figure(s["cpu_ms_per_sample"]), size(s["bytes_out"])] for s in stages]
+    share = f"{100 * dear['cpu_ms_per_sample'] / total:.0f} %"
+    text = f"{figure(total, 'ms')} of CPU time per sample; {dear['stage']} takes {share} of it."
     heads = ["stage", "CPU ms per sample", "bytes out"]
-    return bar_panel("The chain, stage by stage", text, rows, "ms", heads, table)
+    return bar_panel("The chain, stage by stage", text, bars, "ms", heads, rows)
 
 
 MOST_METRICS, MOST_LISTED, MOST_CELLS = 12, 200, 5_000
@@ -384,11 +357,11 @@ def metrics(run: RunData) -> list[Panel]:
     found = found[:MOST_METRICS] + several[:MOST_METRICS]
     room = MOST_CELLS
     for name, table in run.tables.items():
-        room -= (size := min(len(table.rows), MOST_LISTED) * len(table.columns))
-        if room < 0:
-            room += size
+        cells = min(len(table.rows), MOST_LISTED) * len(table.columns)
+        if cells > room:
             found.append(Panel(name, None, "Too large for this page; see the event `table` in events.jsonl."))
         else:
+            room -= cells
             found.append(table_of(name, table))
     return found
 
@@ -423,9 +396,9 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     def cell(value: float | None, shown: Callable[[float], str]) -> str:
         return "–" if value is None else shown(value)
 
-    figures = [figures_of(run.summary) for run in runs]
     rows: Rows = []
-    for place, (run, row) in enumerate(zip(runs, figures, strict=True), 1):
+    for place, run in enumerate(runs, 1):
+        row = figures_of(run.summary)
         known, chose = run.summary.metrics.best, (run.summary.model_from or {}).get("metric")
         others = (name for name in known if name.startswith("val/") and "loss" not in name)
         best = next((f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–")

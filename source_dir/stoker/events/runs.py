@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 Point = tuple[float, float]
 
 CONFIG = "config/"
-UNINTERESTING = ("output_dir",)
-"""Keys that differ without distinguishing runs."""
+MOST_QUARANTINED = 50
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """The run directories among or below these paths, each once, and a line for each path that has none."""
+    """The run directories among or below these paths, and a line for each path that has none."""
     found: dict[Path, None] = {}
     passed_over = []
     for path in map(Path, paths):
@@ -71,7 +70,6 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
 
 
 def run_row(run_dir: Path) -> dict[str, Any]:
-    """One run as a row; see `runs_dataframe`."""
     summary = read_summary(run_dir / "summary.json")
     row = figures_of(summary)
     row |= {f"last/{name}": value for name, value in summary.metrics.last.items()}
@@ -80,7 +78,6 @@ def run_row(run_dir: Path) -> dict[str, Any]:
 
 
 def figures_of(summary: Summary) -> dict[str, Any]:
-    """What the columns of a comparison say of a run."""
     cost = summary.cost or {}
     return {
         "status": summary.status,
@@ -108,7 +105,6 @@ def shape_of(summary: Summary) -> str:
 
 
 def flat_config(run_dir: Path) -> dict[str, Any]:
-    """A run's configuration as `section.key` → value; lists are JSON."""
     path = run_dir / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,12 +118,11 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
 
 
 def differing(frame: pandas.DataFrame) -> list[str]:
-    """The columns of configuration keys whose values differ between runs."""
     return [
         column
         for column in frame.columns
         if column.startswith(CONFIG)
-        and column.removeprefix(CONFIG) not in UNINTERESTING
+        and column != f"{CONFIG}output_dir"  # differs without distinguishing runs
         and len({repr(value) for value in frame[column]}) > 1
     ]
 
@@ -152,7 +147,6 @@ class RunData:
     metrics: dict[str, list[Point]] = field(default_factory=dict)
     """Name → (global step, value), at the end of each epoch or as a script logs it."""
     tables: dict[str, kinds.MetricTable] = field(default_factory=dict)
-    """Name of a metric → its last table."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
     quarantine: list[dict[str, Any]] = field(default_factory=list)
@@ -172,25 +166,27 @@ def read_run(run_dir: Path) -> RunData:
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
         raise UsageError(f"{run_dir}: not a run directory ({reason})")
     summary = read_summary(path)
-    summary.chain = [stage for stage in map(_stage, summary.chain) if stage]
+    summary.chain = [  # without CPU time, a stage is left out; unknown bytes are 0
+        {
+            **stage,
+            "stage": str(stage.get("stage", "?")),
+            "cpu_ms_per_sample": cpu_ms,
+            "bytes_out": number(stage.get("bytes_out")) or 0.0,
+        }
+        for stage in summary.chain
+        if (cpu_ms := number(stage.get("cpu_ms_per_sample"))) is not None
+    ]
     summary.host_cpu = [row for row in summary.host_cpu if number(row.get("mean_pct")) is not None]
     if number((summary.cost or {}).get("usd")) is None:
         summary.cost = None
     run = RunData(run_dir.resolve(), summary)
     _read_events(run)
-    _read_quarantine(run)
+    for row in kinds.json_lines(run.run_dir / "quarantine.jsonl"):
+        run.quarantined += 1
+        if len(run.quarantine) < MOST_QUARANTINED:
+            run.quarantine.append(row)
     _read_config(run)
     return run
-
-
-def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
-    """Normalise a stage; None without CPU time, and 0 for unknown bytes."""
-    cpu_ms = number(stage.get("cpu_ms_per_sample"))
-    if cpu_ms is None:
-        return None
-    size = number(stage.get("bytes_out")) or 0.0
-    name = str(stage.get("stage", "?"))
-    return {**stage, "stage": name, "cpu_ms_per_sample": cpu_ms, "bytes_out": size}
 
 
 def _read_events(run: RunData) -> None:
@@ -200,69 +196,44 @@ def _read_events(run: RunData) -> None:
         if not math.isfinite(event.time):
             continue
         start = event.time if start is None else start
-        at = event.time - start
+        at, text = event.time - start, ""
         match event:
             case kinds.StepLogged():
-                _take_step(run, event, at, before)
+                if math.isfinite(event.loss):
+                    run.loss.append((event.step, event.loss))
+                samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
+                if before is not None and before.epoch == event.epoch:
+                    samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
+                    wait_s -= before.wait_s
+                if seconds > 0 and math.isfinite(seconds + wait_s):
+                    run.samples_per_s.append((at, max(0.0, samples / seconds)))
+                    run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
                 before = event
-            case kinds.EpochEnded():
-                done = "done" if event.whole else "in part"
-                run.epochs.append(Mark(at, "epoch", f"epoch {event.epoch + 1} {done}"))
-                _take_metrics(run, event)
-            case kinds.MetricsLogged():
-                _take_metrics(run, event)
+            case kinds.EpochEnded() | kinds.MetricsLogged():
+                if isinstance(event, kinds.EpochEnded):
+                    done = "done" if event.whole else "in part"
+                    run.epochs.append(Mark(at, "epoch", f"epoch {event.epoch + 1} {done}"))
+                for name, value in finite(event.metrics).items():
+                    run.metrics.setdefault(name, []).append((event.step, value))
             case kinds.MetricTable():
                 if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
                     run.tables[event.name] = event
-            case _:
-                if text := _mark_text(event):
-                    run.marks.append(Mark(at, event.event, text))
-
-
-def _mark_text(event: kinds.Event) -> str:
-    match event:
-        case kinds.CheckpointWritten():
-            return f"checkpoint at step {event.step}: {Path(event.path).name}"
-        case kinds.Resumed():
-            return f"resumed {event.path}"
-        case kinds.TrainWorkerLost():
-            return f"train worker lost: {event.cause}"
-        case kinds.HostChanged():
-            return f"{event.event.replace('_', ' ')} {event.host}"
-        case kinds.CpuHostsRequested():
-            return f"{event.count} CPU hosts requested: {event.reason}"
-        case kinds.StopRequested():
-            return f"stop asked {event.reason}"
-        case kinds.Stopped():
-            return f"stopped {event.reason}"
-    return ""
-
-
-def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:
-    if math.isfinite(event.loss):
-        run.loss.append((event.step, event.loss))
-    samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
-    if before is not None and before.epoch == event.epoch:
-        samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
-        wait_s -= before.wait_s
-    if seconds > 0 and math.isfinite(seconds + wait_s):
-        run.samples_per_s.append((at, max(0.0, samples / seconds)))
-        run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
-
-
-def _take_metrics(run: RunData, event: kinds.EpochEnded | kinds.MetricsLogged) -> None:
-    for name, value in finite(event.metrics).items():
-        run.metrics.setdefault(name, []).append((event.step, value))
-
-
-MOST_QUARANTINED = 50
-
-
-def _read_quarantine(run: RunData) -> None:
-    for row in kinds.json_lines(run.run_dir / "quarantine.jsonl"):
-        run.quarantined += 1
-        if len(run.quarantine) < MOST_QUARANTINED:
-            run.quarantine.append(row)
+            case kinds.CheckpointWritten():
+                text = f"checkpoint at step {event.step}: {Path(event.path).name}"
+            case kinds.Resumed():
+                text = f"resumed {event.path}"
+            case kinds.TrainWorkerLost():
+                text = f"train worker lost: {event.cause}"
+            case kinds.HostChanged():
+                text = f"{event.event.replace('_', ' ')} {event.host}"
+            case kinds.CpuHostsRequested():
+                text = f"{event.count} CPU hosts requested: {event.reason}"
+            case kinds.StopRequested():
+                text = f"stop asked {event.reason}"
+            case kinds.Stopped():
+                text = f"stopped {event.reason}"
+        if text:
+            run.marks.append(Mark(at, event.event, text))
 
 
 def _read_config(run: RunData) -> None:

@@ -46,8 +46,6 @@ class Sink:
 
 
 class Tracking:
-    """The sinks of a run, in the order in which they take an event."""
-
     def __init__(self, summary: Summary, sinks: Iterable[Sink]) -> None:
         self.summary, self.sinks = summary, list(sinks)
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -60,14 +58,12 @@ class Tracking:
         self._said.put(text)
 
     def note(self, text: str) -> None:
-        """Add one line to the screen, the log and the summary."""
         self._give(kinds.Note(text=scrub(text)))
 
     def phase(self, name: str) -> None:
         self._give(kinds.PhaseDone(phase=name))
 
     def take(self, records: Iterable[dict[str, Any]]) -> list[Event]:
-        """Pass events, and lines queued meanwhile, to every sink."""
         events = [self._read(record) for record in records]
         for event in events:
             self._give(event)
@@ -119,11 +115,18 @@ class Scalars:
         self._books: dict[tuple[str, int], kinds.RecordsCounted] = {}
 
     def of(self, event: kinds.Event) -> dict[str, float]:
-        """The event's metrics by name; they belong to `self.step`."""
+        """They belong to `self.step`."""
         match event:
             case kinds.StepLogged():
-                self.step = event.step
-                return _of_step(event)
+                self.step, elapsed = event.step, max(event.elapsed_s, 1e-9)
+                values = {
+                    "train/step_loss": event.loss,
+                    "lr": event.lr,
+                    "perf/samples_per_s": event.epoch_samples / elapsed,
+                    "perf/input_wait_pct": 100 * event.wait_s / elapsed,
+                }
+                values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
+                return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}
             case kinds.EpochEnded() | kinds.MetricsLogged():
                 self.step = event.step
                 return {name: value for name, value in event.metrics.items() if value is not None}
@@ -143,18 +146,6 @@ class Scalars:
         return {}
 
 
-def _of_step(event: kinds.StepLogged) -> dict[str, float]:
-    elapsed = max(event.elapsed_s, 1e-9)
-    values = {
-        "train/step_loss": event.loss,
-        "lr": event.lr,
-        "perf/samples_per_s": event.epoch_samples / elapsed,
-        "perf/input_wait_pct": 100 * event.wait_s / elapsed,
-    }
-    values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
-    return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}
-
-
 class Board(Sink):
     """A run's curves for TensorBoard, written with its own writer, which does not import PyTorch."""
 
@@ -167,19 +158,18 @@ class Board(Sink):
         found, resumed = self.scalars.of(event), isinstance(event, kinds.Resumed)
         if not (found or resumed):
             return  # so that the first step does not wait for these imports
-        from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary as Values
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         writer = self._writer = self._writer or EventFileWriter(str(self._folder))
         if found:
-            values = Values(value=[Values.Value(tag=tag, simple_value=value) for tag, value in found.items()])
-            writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step, summary=values))
+            point = summary_pb2.Summary.Value
+            values = summary_pb2.Summary(value=[point(tag=tag, simple_value=y) for tag, y in found.items()])
+            writer.add_event(event_pb2.Event(wall_time=event.time, step=self.scalars.step, summary=values))
         if resumed:
             # Points after the checkpoint are drawn again.
-            start = SessionLog(status=SessionLog.START)
-            writer.add_event(BoardEvent(wall_time=event.time, step=self.scalars.step + 1, session_log=start))
+            start, step = event_pb2.SessionLog(status=event_pb2.SessionLog.START), self.scalars.step + 1
+            writer.add_event(event_pb2.Event(wall_time=event.time, step=step, session_log=start))
 
     def close(self, summary: Summary) -> None:
         if self._writer is not None:

@@ -242,7 +242,6 @@ class Summary(BaseModel):
         return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
 
     def write(self, run_dir: Path) -> None:
-        """Write the file atomically."""
         draft = run_dir / ".summary.json"
         content = scrubbed(json.loads(self.model_dump_json(by_alias=True)))
         draft.write_text(json.dumps(content, indent=1, ensure_ascii=False))
@@ -250,12 +249,11 @@ class Summary(BaseModel):
 
 
 def finite(values: dict[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers; JSON has no NaN, and NaN does not compare."""
+    """JSON has no NaN, and NaN does not compare."""
     return {name: value for name, value in values.items() if number(value) is not None}
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
