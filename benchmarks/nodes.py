@@ -47,8 +47,8 @@ class Nodes:
             labels={"stoker.group": group, "stoker.host": f"{group}-{number}"},
             cpus=cpus,
             gpus=0,
-            store=raynode.ObjectStore(store_mb * 2**20),
         )
+        arguments.append(f"--object-store-memory={store_mb * 2**20}")
         if number == 0:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false"]
         else:

@@ -44,11 +44,8 @@ class Problems:
         # What fails otherwise after a refusal is probably its consequence.
         return bool(self._found) and isinstance(error, Exception)
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def refuse(self) -> None:
-        """Raise one UsageError with all problems, each once; nothing if there are none."""
+        """Raise one UsageError with all problems, each once."""
         if self._found:
             raise UsageError(*self._found)
 
@@ -115,7 +112,7 @@ _BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause
 
 
 def explain(error: BaseException) -> str:
-    """Explain an error from Ray in one line."""
+    """An error from Ray in one line."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
@@ -30,32 +31,37 @@ CHECK_VARIABLE = "STOKER_CHECK_ONLY"
 
 @dataclass(frozen=True)
 class Outcome:
-    """An exit code and, unless it is 0, the cause in one line."""
-
     code: int
     cause: str = ""
+    """One line, unless the code is 0."""
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The name of the place and the folders of one run."""
-
     name: str
+    """`place` in summary.json."""
     run_dir: Path
     """`config.yaml`, `summary.json`, `events.jsonl`, `tensorboard/`, `logs/`."""
     checkpoint_dir: Path
     model_dir: Path
     synced: bool = False
-    """Whether the service copies `checkpoint_dir` elsewhere while the job writes it."""
-    lasting: Path | None = None
-    """Where the head copies `run_dir`: mounted object storage, which takes only whole files, and which has
-    `model_dir`, too. None: the service keeps `run_dir` itself."""
+    """Whether `checkpoint_dir` appears elsewhere file by file, so that a manifest must come last."""
+    copies: Mapping[Path, Path] = field(default_factory=dict)
+    """Folders of the run → where the head copies them, during the run and at its end."""
+    failure: Path = Path("failure")
+    """On hosts of a service, the file for the cause of a failure, in one line."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None
     """Label of the group whose hosts train; None: any host with free resources."""
     expected_hosts: tuple[str, ...] = ()
     """Names of the job's hosts; empty if unknown."""
+
+    @property
+    def lasting(self) -> Path | None:
+        """Where the head copies `run_dir`: mounted object storage, which takes only whole files and also has
+        `model_dir`. None: the service keeps `run_dir` itself."""
+        return self.copies.get(self.run_dir)
 
 
 def local_place() -> RunPlace:
@@ -69,5 +75,5 @@ def local_place() -> RunPlace:
         checkpoint_dir=folder / "checkpoints",
         model_dir=folder / "model",
         synced=bool(lasting),
-        lasting=Path(lasting) if lasting else None,
+        copies={run_dir: folder} if lasting else {},
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.hosts.raynode import runs
+from stoker.hosts.machine import runs
 
 SCRIPT = """
 import json, os, sys

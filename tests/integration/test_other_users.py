@@ -16,7 +16,7 @@ from typing import IO
 import psutil
 import pytest
 
-from stoker.hosts.raynode import runs
+from stoker.hosts.machine import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65_534

@@ -27,7 +27,7 @@ from stoker.errors import ScriptError
 from stoker.hosts import cluster, raynode, requirements
 from stoker.hosts.cluster import read_token, set_environment
 from stoker.hosts.output import PrefixedStream, write_failure
-from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, size_store
+from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, store_arguments
 from stoker.hosts.services import sagemaker
 from stoker.hosts.topology import resolve
 from stoker.serve.blocks import wire
@@ -195,20 +195,19 @@ def test_a_taken_port_is_named_with_its_holder() -> None:
 
 
 def test_the_object_store_never_outgrows_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stat:
         f_frsize = 4096
         f_bavail = (64 * 2**20) // 4096
 
     monkeypatch.setattr(raynode.os, "statvfs", lambda path: Stat)
-    tiny = size_store(None, tmp_path)
-    assert tiny.folder and "on disk" in tiny.warning
+    assert "--plasma-directory" in store_arguments(None, tmp_path)[1] and "on disk" in capsys.readouterr().out
     Stat.f_bavail = (200 * 2**20) // 4096
-    small = size_store(1024, tmp_path)
-    assert small.size <= 200 * 2**20 and small.folder is None and "limited to 190 MB" in small.warning
+    (small,) = store_arguments(1024, tmp_path)
+    assert int(small.partition("=")[2]) <= 200 * 2**20 and "limited to 190 MB" in capsys.readouterr().out
     Stat.f_bavail = 2**40 // 4096
-    assert size_store(1024, tmp_path) == raynode.ObjectStore(1024 * 2**20)
+    assert store_arguments(1024, tmp_path) == [f"--object-store-memory={1024 * 2**20}"]
 
 
 def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ def test_hyperparameters_in_every_spelling(base: Path) -> None:
 
 
 def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None:
-    failure = sagemaker.SERVICE.folders().failure
+    failure = sagemaker.SERVICE.place().failure
     write_failure(failure, "the cause " + "x" * 3000)
     write_failure(failure, "something later")
     text = (base / "output" / "failure").read_text()

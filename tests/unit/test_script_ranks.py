@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stoker.hosts.raynode import runs
+from stoker.hosts.machine import runs
 from stoker.scripts import rank as worker
 from stoker.scripts import supervisor as supervising
 from stoker.scripts.rank import Child

@@ -80,7 +80,7 @@ def test_a_vertex_request_that_is_submitted_twice_does_not_mix_two_runs(
     monkeypatch.setenv("CLOUD_ML_JOB_ID", "2")
     with pytest.raises(TopologyError, match="has the run of job 1, whose request this is"):
         vertex.SERVICE.resource()
-    assert not vertex.SERVICE.folders().failure.is_relative_to(tmp_path), "not a cause of the first job's"
+    assert not vertex.SERVICE.place().failure.is_relative_to(tmp_path), "not a cause of the first job's"
 
 
 def test_hosts_that_outlive_the_job_get_nothing_installed(tmp_path: Path) -> None:

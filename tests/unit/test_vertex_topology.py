@@ -63,7 +63,8 @@ def test_pools_of_one_group_train_together_and_their_order_does_not_matter() -> 
     assert found.group == found.gpu_group == "gpu"
     assert found.trains and len(found.hosts) == 8
     assert [group.gpus for group in found.groups] == [8, 0, 0]
-    assert found.describe().startswith("gpu: cmle-training-workerpool0-ab-0, cmle-training-workerpool1-ab-0")
+    said = found.describe(found.hosts)
+    assert said.startswith("gpu: cmle-training-workerpool0-ab-0, cmle-training-workerpool1-ab-0")
     pools = {name: DOCUMENTED[name] for name in ("workerpool1", "workerpool0")}
     for pool, index, role in (("workerpool0", 0, "worker"), ("workerpool1", 0, "head")):
         found = topology(spec(pool, index, pools), **told(0, 2))

@@ -25,19 +25,15 @@ from stoker.serve.blocks import wire
 
 REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
 SECRET = b"door"
-KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 2,
-    socket.TCP_KEEPINTVL: 1,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 5000,  # ms
-}
-"""Together: a head counts as gone after 5 s of silence."""
 
 
 def keep_alive(connection: socket.socket) -> None:
+    """A head counts as gone after 5 s of silence."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)  # ms
 
 
 class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like this
@@ -49,7 +45,7 @@ class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like thi
 
 
 class Door(wire.Listener):
-    """Head: sends every host that connects what it has sent the others."""
+    """Sends every host that connects what it has sent the others."""
 
     def __init__(self, address: str, port: int) -> None:
         self._lock = threading.Lock()
@@ -76,7 +72,6 @@ class Door(wire.Listener):
             self._gone[host] = time.monotonic()
 
     def gone(self, for_s: float) -> set[str]:
-        """The hosts that came and have been gone for so many seconds."""
         return {host for host, at in [*self._gone.items()] if time.monotonic() - at >= for_s}
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -96,14 +91,11 @@ class Door(wire.Listener):
 
 
 class Head:
-    """Worker host: the head as seen through its door."""
-
     def __init__(self, name: str, port: int, own: str = "") -> None:
         self.name, self.port, self.own, self.address = name, port, own, ""
         self._line = socket.socket()
 
     def reach(self, deadline: float, check: Callable[[], None]) -> None:
-        """Come to its door."""
         started = reported = time.monotonic()
         pause = 0.2
         while True:
@@ -119,18 +111,12 @@ class Head:
                 raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
             if now - reported > REPORT_EVERY_S:
                 reported = now
-                so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
-                say(f"waiting for the head, {so_far}; {problem}")
+                say(f"waiting for the head, {now - started:.0f} of {deadline - started:.0f} s; {problem}")
             time.sleep(min(pause, max(deadline - now, 0)))
             pause = min(2.0, pause * 1.5)
 
     def ready(self, deadline: float, check: Callable[[], None]) -> dict[str, str]:
-        """Wait until Ray on the head takes hosts; returns the head's package versions.
-
-        Raises:
-            ClusterError: it did not before the deadline.
-            HeadLost: the head ended before.
-        """
+        """Wait until Ray on the head takes hosts; returns the head's package versions."""
         while time.monotonic() < deadline:
             check()
             if (message := self._next(0.2)) is not None:
@@ -138,11 +124,7 @@ class Head:
         raise ClusterError(f"Ray on the head {self.name} was not ready before the timeout")
 
     def check(self) -> None:
-        """Look whether the head is still there; does not wait.
-
-        Raises:
-            HeadLost: it is not.
-        """
+        """Raise HeadLost if the head is no longer there; does not wait."""
         self._next(0)
 
     def close(self) -> None:

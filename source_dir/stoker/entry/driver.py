@@ -55,16 +55,12 @@ def request_stop(reason: str, code: int = 143) -> None:
 
 
 def stop_requested() -> str:
-    """The reason for a requested stop; empty if none was requested."""
+    """The reason; empty if no stop was requested."""
     return _stop_reason
 
 
 def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Outcome:
-    """Execute one run, from opening the data to writing the summary.
-
-    Returns:
-        The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
-    """
+    """Exit codes: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request."""
     resolved = replace(resolved, config=with_types(resolved.config))
     config = resolved.config
     redaction.learn_job(config.model_dump(mode="json"))
@@ -90,7 +86,15 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
     try:
         tracking.add(*optional_sinks(config, place.run_dir))
         tracking.phase("cluster formed")
-        work = work_of(resolved, place, opened, tracking)
+        work: Work
+        if config.script is not None:
+            from stoker.scripts.supervisor import ScriptWork
+
+            work = ScriptWork(config, place, tracking)
+        else:
+            found, data = opened or open_all(resolved)
+            tracking.phase("data opened")
+            work = RecipeWork(found, data, place, tracking)
         check_groups(config, summary.cluster.hosts)
         summary.train_workers = work.workers
         coordinator = work.start_coordinator()
@@ -115,27 +119,27 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         recorder.figures = last_figures(coordinator, tracking, place.run_dir)
         summary.error = summary.error and redaction.scrub(summary.error)
         tracking.close()
-        end_coordinator(coordinator)
+        if coordinator is not None:
+            import ray
+
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(coordinator)  # and its agents, which would live as long as this process
     report(summary, console, place.run_dir, code, recorder.took_s)
     cause = summary.error or f"the driver ended with exit code {code}"
     return Outcome(code, "" if code == 0 else cause)
 
 
 def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """Create the sinks that the configuration enables besides files and the console."""
     sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
     sinks += [kind(run_dir, config) for kind in own_sinks(config)]
     return [*sinks, ReportFile(run_dir)]
 
 
 class ReportFile(Sink):
-    """Writes report.html next to the summary."""
-
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def close(self, summary: Summary) -> None:
-        """Write the report."""
         from stoker.events.report import REPORT, write_report
 
         write_report([self.run_dir], self.run_dir / REPORT)
@@ -149,17 +153,6 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         raise UsageError(
             f"data.preprocess_on: no host in group {', '.join(unknown)}; available: {', '.join(there)}"
         )
-
-
-def work_of(resolved: Resolved, place: RunPlace, opened: Opened | None, tracking: Tracking) -> Work:
-    """Create the work of the train workers: a recipe or a script."""
-    if resolved.config.script is not None:
-        from stoker.scripts.supervisor import ScriptWork
-
-        return ScriptWork(resolved.config, place, tracking)
-    config, data = opened or open_all(resolved)
-    tracking.phase("data opened")
-    return RecipeWork(config, data, place, tracking)
 
 
 def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConfig) -> None:
@@ -187,7 +180,6 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
 
 
 def conclude(fit: Fit, summary: Summary) -> int:
-    """Set the final status and return the exit code."""
     if fit.error or fit.reason:
         summary.status, summary.error = "failed", fit.reason or fit.error
         return 1
@@ -203,7 +195,7 @@ def conclude(fit: Fit, summary: Summary) -> int:
 
 
 def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[str, Any]:
-    """Collect the coordinator's last events and figures, if it is still alive."""
+    """Take the coordinator's last events and return its figures, if it is still alive."""
     import ray
 
     if coordinator is None:
@@ -226,17 +218,7 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
     return figures
 
 
-def end_coordinator(coordinator: Any) -> None:
-    """Kill the coordinator and with it its agents, which otherwise live as long as this process."""
-    import ray
-
-    if coordinator is not None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(coordinator)
-
-
 def hosts(scaling: CpuHostsConfig) -> list[Host]:
-    """The cluster's live hosts as summary entries."""
     import ray
 
     found, now = [], time.time()
@@ -260,25 +242,17 @@ def hosts(scaling: CpuHostsConfig) -> list[Host]:
 
 
 def host_changes(summary: Summary, scaling: CpuHostsConfig) -> list[dict[str, Any]]:
-    """Events for hosts that were lost, were released or joined since the last call.
-
-    Adds late hosts to the summary, and when the others ended.
-    """
+    """Events since the last call; adds late hosts to the summary, and when the others ended."""
     now = {host.node_id: host for host in hosts(scaling)}
     known = {host.node_id: host for host in summary.cluster.hosts}
     closing = [event["nodes"] for event in summary.events if event["event"] == "closing"]
     released = closing[-1] if closing else []
-    changes: list[HostChanged] = []
+    changed: list[tuple[type[HostChanged], Host]] = []
     for node, host in known.items():
         if node not in now and host.until is None:
             host.until = time.time()
-            kind = HostReleased if node in released else HostLost
-            changes.append(_change(kind, host))
+            changed.append((HostReleased if node in released else HostLost, host))
     joined = [host for node, host in now.items() if node not in known]
     summary.cluster.hosts += joined
-    changes += [_change(HostJoined, host) for host in joined]
-    return [change.record() for change in changes]
-
-
-def _change(kind: type[HostChanged], host: Host) -> HostChanged:
-    return kind.model_validate({"host": host.host, "group": host.group, "node": host.node_id})
+    changed += [(HostJoined, host) for host in joined]
+    return [kind(host=h.host, group=h.group, node=h.node_id).record() for kind, h in changed]

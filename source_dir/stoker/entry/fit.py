@@ -33,20 +33,17 @@ class Fit:
 
         self.error = self.reason = ""
         self.complete = False
-        """Whether training has finished and written its model."""
         settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
         parts = (work.loop, work.torch_config)
         claims = {TRAIN_RESOURCE: 1.0} if place.train_group else {}
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
-        self._call = task.remote(
-            work.config, settings, place.run_dir, parts, work.workers, work.use_gpu, claims
-        )
+        self._call = task.remote(settings, place.run_dir, parts, work.workers, work.use_gpu, claims)
         self._ended = False
 
     @property
     def alive(self) -> bool:
-        """Whether training is still running; afterwards `error` holds the cause of a failure."""
+        """Afterwards `error` holds the cause of a failure."""
         import ray
 
         if not self._ended and ray.wait([self._call], timeout=0)[0]:
@@ -58,24 +55,21 @@ class Fit:
         return not self._ended
 
 
-def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
-    """Ray task on the head: train to the end.
+def fit(settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
+    """Ray task on the head: train to the end; returns the cause of a failure in one line.
 
     Args:
-        config: the job.
-        settings: passed to the loop in every train worker.
-        run_dir: run directory; Ray Train's files go to its logs.
+        settings: passed to the loop in every train worker, with the job as `config`.
+        run_dir: Ray Train's files go to its logs.
         parts: the loop and Ray Train's backend config class, each as `module:name`.
         how: number of train workers, whether they use GPUs, and custom resources that each takes.
-
-    Returns:
-        One line with the cause of a failure; empty on success.
     """
     from stoker.hosts.cluster import set_ray_train
     from stoker.ray_compat import end_at_once
     from stoker.train.trainer import cause_of, make_trainer
 
     set_ray_train()
+    config: Config = settings["config"]
     redaction.learn_job(config.model_dump(mode="json"))
     open_log(run_dir)
     try:
@@ -90,10 +84,8 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
 
 
 class LogFormatter(logging.Formatter):
-    """Removes the run's secrets, which an exception's text may contain, from log lines."""
-
     def format(self, record: logging.LogRecord) -> str:
-        return redaction.scrub(super().format(record))
+        return redaction.scrub(super().format(record))  # an exception's text may contain secrets
 
 
 def open_log(run_dir: Path) -> logging.Logger:

@@ -29,16 +29,11 @@ from stoker.train.recipe_work import (
 from stoker.train.stopping import check_monitors
 
 Opened = tuple[Config, Data]
-"""Head: the configuration with the parameters found in the data, and the opened data."""
+"""The configuration with the parameters found in the data, and the opened data."""
 
 
 def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
-    """Reject everything that can be checked without the chains.
-
-    Args:
-        resolved: the configuration with its origins.
-        data_too: also open the data, without its chains; see `without_ray`.
-    """
+    """Reject everything that can be checked without the chains; `data_too` also opens the data."""
     config, problems, opened = resolved.config, Problems(), None
     with problems:
         refuse_missing(config)
@@ -71,7 +66,7 @@ def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
 
 
 def check_chains(opened: Opened | None) -> Opened | None:
-    """Make the chains of opened data and try them on its first records."""
+    """Make the chains and try them on the first records."""
     if opened is None:
         return None
     config, data = opened
@@ -83,7 +78,6 @@ def check_chains(opened: Opened | None) -> Opened | None:
 
 
 def check_recipe(resolved: Resolved) -> None:
-    """Load the recipe and check what it says against the configuration."""
     train, problems = resolved.config.train, Problems()
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     with problems:
@@ -113,18 +107,15 @@ def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
 
 
 def open_sources_of(resolved: Resolved) -> Opened:
-    """Discover the recipe's parameters, then open its data without the chains."""
     config = discover(resolved)
     return config, open_sources(config)
 
 
 def open_all(resolved: Resolved) -> Opened:
-    """Discover the recipe's parameters, then open and check its data."""
     config, data = open_sources_of(resolved)
     return config, open_data(config, data)
 
 
 def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
-    """Import the classes named in `tracking.sinks`."""
     source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
     return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]

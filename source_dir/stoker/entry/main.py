@@ -36,7 +36,6 @@ CODE = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the job and exit with its exit code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -47,35 +46,30 @@ def run(arguments: list[str]) -> int:
             try:
                 resource = service.resource()
             except TopologyError as error:
-                write_failure(service.folders().failure, str(error))
+                write_failure(service.place().failure, str(error))
                 print(f"error: {error}", file=sys.stderr)
                 return 2
             if resource is not None:
                 return run_on_host(service, resource, arguments)
-    return run_locally(arguments)
-
-
-def run_locally(arguments: list[str]) -> int:
-    """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
     from stoker.hosts.raynode import ClusterError
 
     try:
-        return _run_locally(arguments, on_cluster=os.environ.get(PLACE_VARIABLE) == "ray")
+        return run_locally(arguments)
     except ClusterError as error:
         return _refused(error)
     except KeyboardInterrupt:
         return 130
 
 
-def _run_locally(arguments: list[str], on_cluster: bool) -> int:
+def run_locally(arguments: list[str]) -> int:
+    """Laptop, or a job's process on a Ray cluster."""
     from stoker.errors import DataError, UsageError
     from stoker.hosts import cluster, forks
-    from stoker.hosts.forks import libraries_of
     from stoker.place import CHECK_VARIABLE, local_place
 
     starting = None
     gc.disable()  # until the driver runs, to import faster
-    check_only = CHECK_VARIABLE in os.environ
+    check_only, on_cluster = CHECK_VARIABLE in os.environ, os.environ.get(PLACE_VARIABLE) == "ray"
     try:
         resolved = read_configuration(arguments, {})
         from stoker.entry import job_checks as checks
@@ -84,7 +78,7 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             cluster.refuse_old_ray()
         else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
-            imports = forks.FOR_TRAINING.also(*libraries_of(resolved.config, CODE))
+            imports = forks.FOR_TRAINING.also(*forks.libraries_of(resolved.config, CODE))
             starting = None if check_only else cluster.LocalCluster(resolved.config, imports)
         with starting.follows() if starting else contextlib.nullcontext():
             opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
@@ -110,7 +104,6 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
 
 def _refused(error: Exception) -> int:
-    """Laptop: print each problem on one line; returns the exit code."""
     from stoker.config.redaction import scrub
 
     for problem in getattr(error, "problems", [str(error)]):
@@ -129,18 +122,19 @@ def _stop_locally(number: int, frame: Any) -> None:
             (place.run_dir / STOP_FILE).touch()
     if driver.stop_requested():
         raise KeyboardInterrupt
-    if number == signal.SIGINT:
-        driver.request_stop("Ctrl-C", code=130)
-    else:
-        driver.request_stop(signal.Signals(number).name, code=128 + number)
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    driver.request_stop(name, code=128 + number)
 
 
 def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> int:
-    """Requirements → configuration → role → exit code; writes the cause of a failure."""
+    import ctypes
+
     group, host = resource.get("current_group_name"), resource.get("current_host")
-    failure = service.folders().failure
+    failure = service.place().failure
     prefix_output(str(group or "all"), str(host), "start")
-    _adopt_orphans()
+    with contextlib.suppress(OSError, AttributeError):
+        # Orphaned daemons become children of this process, so that they can be found and stopped.
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     try:
         outcome = _play(service, resource, arguments)
     except requirements.InstallError as error:
@@ -176,17 +170,15 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
     from stoker.errors import UsageError
     from stoker.place import Outcome
 
-    stop = roles.Stop(functools.partial(end_by_force, service.folders().failure))
+    stop = roles.Stop(functools.partial(end_by_force, service.place().failure))
     stop.install()
     try:
         resolved = read_configuration(arguments, service.given())
         topology = resolve(resource, resolved.config.cluster.gpu_group)
-    except UsageError as error:
-        return Outcome(2, "; ".join(error.problems))
-    except TopologyError as error:
-        return Outcome(2, str(error))
+    except (UsageError, TopologyError) as error:
+        return Outcome(2, "; ".join(getattr(error, "problems", [str(error)])))
     prefix_output(topology.group, topology.host, topology.role)
-    say(f"hosts: {topology.describe()}; head: {topology.head}")
+    say(f"hosts: {topology.describe(topology.hosts)}; head: {topology.head}")
     if topology.role == "head":
         return roles.run_head(resolved, topology, service, CODE, stop, STARTED)
     return roles.run_worker(resolved, topology, service.ends_job(), CODE, stop, STARTED)
@@ -225,7 +217,7 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
 
 
 def end_by_force(failure: Path, cause: str) -> None:
-    """Head, any thread: exit at once, because the driver did not stop in time."""
+    """Head, any thread: the driver did not stop in time."""
     write_failure(failure, cause)
     say(cause)
     _end_leftovers()
@@ -241,20 +233,12 @@ def _copied_by_toolkit(arguments: list[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Unquote a string that may be JSON: `job.yaml` with or without quotes."""
+    """`job.yaml` with or without the quotes of JSON."""
     with contextlib.suppress(ValueError):
         inner = json.loads(text)
         if isinstance(inner, str):
             return inner
     return text
-
-
-def _adopt_orphans() -> None:
-    """Make orphaned daemons children of this process, so that they can be found and stopped."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def _end_leftovers() -> None:

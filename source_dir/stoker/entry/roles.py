@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +21,6 @@ from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import DataError, UsageError
 from stoker.hosts import cluster, forks, raynode, requirements
-from stoker.hosts.forks import libraries_of
 from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services import Service
@@ -59,15 +59,13 @@ class Stop:
         signal.signal(signal.SIGTERM, self._handle)
 
     def check(self) -> None:
-        """Raise `StoppedBySignal` if a stop is requested and `on_request` is not set."""
         if self.requested_at is not None and self.on_request is None:
             raise StoppedBySignal
 
     @property
     def overdue(self) -> bool:
-        if self.settled:
-            return False
-        return self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
+        at = self.requested_at
+        return not self.settled and at is not None and time.monotonic() - at > STOP_TIMEOUT_S
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested_at is not None:
@@ -90,8 +88,8 @@ def run_head(
         cluster.set_environment(cluster.read_token(code))
         address = raynode.address_of(topology.interface)
         # Open the door first, so that the others learn of any later failure.
-        raynode.probe_port(address, door_port(config.cluster.port), "cluster.port + 1")
-        door = Door(address, door_port(config.cluster.port))
+        raynode.probe_port(address, config.cluster.port + 1, "cluster.port + 1")
+        door = Door(address, config.cluster.port + 1)
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
         node = _start_ray(resolved, topology, head, address)
@@ -113,22 +111,19 @@ def run_head(
         stop.install()
         present = cluster.wait_for_hosts(topology, config, started, stop.check, door.gone)
         formed = time.monotonic() - started
-        say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
+        say(f"cluster formed in {formed:.1f} s: {topology.describe(present)}")
         place = place_of(service, topology, formed)
-        copies = Copies(service.folders().copies)
-        outcome = copies.during(lambda: drive(resolved, place, stop, opened))
+        outcome = Copies(place.copies).during(lambda: drive(resolved, place, stop, opened))
     except StoppedBySignal:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
-    except UsageError as error:
-        outcome = Outcome(2, scrub("; ".join(error.problems)))
     except (ClusterError, DataError, OSError) as error:
         outcome = Outcome(1, scrub(str(error)))
     except (Exception, SystemExit) as error:
         outcome = _failure(error)
     finally:
-        stop.on_request = _ignore  # already ending
+        stop.on_request = lambda reason: None  # already ending
         if outcome.code:  # before the other hosts learn of it: the service may end the job with one of them
-            write_failure_soon(lambda: service.folders().failure, outcome.cause)
+            write_failure_soon(lambda: service.place().failure, outcome.cause)
         if door is not None:
             # Give late hosts time to come, so that they do not wait for a head that failed early.
             door.end(outcome.code, len(topology.hosts) - 1, END_GRACE_S if outcome.code else 0)
@@ -150,7 +145,7 @@ def run_worker(
     """
     config = resolved.config
     cluster.set_environment(cluster.read_token(code))
-    head = Head(topology.head, door_port(config.cluster.port), topology.host)
+    head = Head(topology.head, config.cluster.port + 1, topology.host)
     deadline = started + config.cluster.join_timeout_s
     joined = 0
 
@@ -166,12 +161,13 @@ def run_worker(
             node: RayNode | None = None
             try:
                 _refuse_other_packages(head, code, deadline, stop)
-                node = _join(resolved, topology, head)
+                to = f"--address={head.address}:{config.cluster.port}"
+                node = _start_ray(resolved, topology, [to], raynode.address_of(topology.interface))
                 node.wait_started(check)
                 joined += 1
                 say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
                 # A stop reaches every host; keep serving until the head has written its last checkpoint.
-                stop.on_request = _ignore
+                stop.on_request = lambda reason: None
                 while node.alive:
                     check()
                     time.sleep(0.25)
@@ -210,18 +206,21 @@ def _refuse_other_packages(head: Head, code: Path, deadline: float, stop: Stop) 
         )
 
 
-def _join(resolved: Resolved, topology: Topology, head: Head) -> RayNode:
-    to = f"--address={head.address}:{resolved.config.cluster.port}"
-    return _start_ray(resolved, topology, [to], raynode.address_of(topology.interface))
-
-
 def drive(resolved: Resolved, place: RunPlace, stop: Stop, opened: Any = None) -> Outcome:
     """Head: run the driver; any exit other than its return, user code's included, is a failure."""
+
+    def end_overdue() -> None:
+        while not stop.overdue:
+            if stop.settled:
+                return
+            time.sleep(1)
+        late = f"no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s"
+        stop.end_by_force(f"stopped by SIGTERM; {late}")
+
     try:
         driver: Any = importlib.import_module("stoker.entry.driver")
         stop.on_request = driver.request_stop
-        guard = threading.Thread(target=_end_by_force, args=(stop,), name="stop", daemon=True)
-        guard.start()
+        threading.Thread(target=end_overdue, name="stop", daemon=True).start()
         if stop.requested_at is not None:
             raise StoppedBySignal
         outcome: Outcome = driver.run(resolved, place, opened)
@@ -231,23 +230,18 @@ def drive(resolved: Resolved, place: RunPlace, stop: Stop, opened: Any = None) -
         return _failure(error)
     finally:
         stop.settled = True
-    if outcome.code == 143:
-        # Scripts save their own checkpoints.
-        kept = "" if resolved.config.script is not None else ", with a checkpoint committed"
-        return Outcome(143, f"stopped{kept}: {outcome.cause}")
-    return outcome
+    if outcome.code != 143:
+        return outcome
+    # Scripts save their own checkpoints.
+    kept = "" if resolved.config.script is not None else ", with a checkpoint committed"
+    return Outcome(143, f"stopped{kept}: {outcome.cause}")
 
 
 def place_of(service: Service, topology: Topology, formed_s: float) -> RunPlace:
-    """Head: the service's folders, and the hosts of the job."""
-    folders = service.folders()
-    return RunPlace(
-        name=os.environ.get(PLACE_VARIABLE, service.name),
-        run_dir=folders.run,
-        checkpoint_dir=folders.checkpoints,
-        model_dir=folders.model,
-        synced=folders.synced,
-        lasting=folders.copies.get(folders.run),
+    place = service.place()
+    return replace(
+        place,
+        name=os.environ.get(PLACE_VARIABLE, place.name),
         formed_s=formed_s,
         train_group=label(topology.gpu_group),
         expected_hosts=topology.hosts,
@@ -255,52 +249,46 @@ def place_of(service: Service, topology: Topology, formed_s: float) -> RunPlace:
 
 
 def package_versions(code: Path) -> dict[str, str]:
-    """Installed versions of the staged requirements; they must be the same on all hosts."""
     file = code / "requirements.txt"
     return requirements.versions(file.read_text(encoding="utf-8") if file.is_file() else "")
-
-
-def door_port(ray_port: int) -> int:
-    """The port after Ray's."""
-    return ray_port + 1
 
 
 def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: str) -> RayNode:
     folder = raynode.private_folder()
     imports = forks.FOR_TRAINING if topology.trains else forks.FOR_CHAINS
-    server = forks.started(imports.also(*libraries_of(resolved.config, SOURCE_FOLDER)), folder)
+    server = forks.started(imports.also(*forks.libraries_of(resolved.config, SOURCE_FOLDER)), folder)
     return RayNode([*how, *_shared_arguments(resolved, topology, address)], folder, server)
 
 
 def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
-    store = raynode.size_store(resolved.config.cluster.object_store_mb)
-    if store.warning:
-        say(f"warning: {store.warning}")
     gpus = raynode.count_gpus() if topology.trains else 0
     # Emulated hosts have none, and Slurm grants devices itself.
     if topology.rents_gpus and not gpus and os.environ.get(PLACE_VARIABLE) not in ("rehearsal", "slurm"):
         why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
         raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
-    return raynode.arguments_for(
+    arguments = raynode.arguments_for(
         address=address,
         labels=cluster.ray_labels(topology),
         cpus=raynode.cpus_to_declare(gpus),
         # None lets Ray detect GPUs; a group that does not train must not attract train workers.
         gpus=None if topology.trains else 0,
         trains=topology.trains,
-        store=store,
     )
+    return arguments + raynode.store_arguments(resolved.config.cluster.object_store_mb)
 
 
 def _failure(error: BaseException) -> Outcome:
-    """An exception of user code or the driver as an exit code and one line that says where it was raised."""
+    """An exception of user code or the driver, with where it was raised."""
     if isinstance(error, UsageError):
         return Outcome(2, scrub("; ".join(error.problems)))
+    frames, origin = traceback.extract_tb(error.__traceback__), "unknown place"
+    if frames:
+        origin = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"
     if isinstance(error, SystemExit):
         number = error.code if isinstance(error.code, int) and error.code else 1
-        return Outcome(number, f"sys.exit({error.code!r}) in {_origin(error)}")
+        return Outcome(number, f"sys.exit({error.code!r}) in {origin}")
     print(scrub("".join(traceback.format_exception(error))), file=sys.stderr)
-    return Outcome(1, scrub(f"{type(error).__name__}: {error} ({_origin(error)})"))
+    return Outcome(1, scrub(f"{type(error).__name__}: {error} ({origin})"))
 
 
 def _left(lost: HeadLost, ends_job: bool) -> Outcome:
@@ -314,23 +302,3 @@ def _left(lost: HeadLost, ends_job: bool) -> Outcome:
 def _without(why: str, ends_job: bool) -> Outcome:
     say(why if ends_job else f"{why}; the job continues without this host")
     return Outcome(1, f"{why}; the service ends the job with this host") if ends_job else Outcome(0)
-
-
-def _ignore(reason: str) -> None:
-    return
-
-
-def _end_by_force(stop: Stop) -> None:
-    while not stop.overdue:
-        if stop.settled:
-            return
-        time.sleep(1)
-    stop.end_by_force(f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s")
-
-
-def _origin(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "unknown place"
-    last = frames[-1]
-    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"

@@ -44,23 +44,19 @@ class LocalCluster:
         self._address = f"{LOOPBACK}:{raynode.free_port()}"
         self._folder = raynode.private_folder()
         self._cleaner = Cleaner(self._folder, raynode.PREFIX)
-        store = raynode.size_store(config.cluster.object_store_mb)
-        if store.warning:
-            print(f"warning: {store.warning}", flush=True)
         arguments = raynode.arguments_for(
             address=LOOPBACK,
             labels={"stoker.group": "local"},
             cpus=config.cluster.cpus or machine.cores(),
             gpus=None,
-            store=store,
         )
+        arguments += raynode.store_arguments(config.cluster.object_store_mb)
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
         self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
         self.follows = self._node.follows
 
     def stop(self) -> None:
-        """Laptop: stop it at once, even while it is starting."""
         self._node.stop(grace_s=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -69,21 +65,14 @@ class LocalCluster:
             import ray
 
             self._node.wait_started()
-            context = ray.init(
-                address=self._address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            context = ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except BaseException:
             self.stop()
             raise
         if self._dashboard:
             write_token(self._token_file, os.environ["RAY_AUTH_TOKEN"])
-            print(
-                f"dashboard: http://{context.dashboard_url}  log in with the run's token:"
-                f" cat {shlex.quote(str(self._token_file))}",
-                flush=True,
-            )
+            show = f"cat {shlex.quote(str(self._token_file))}"
+            say(f"dashboard: http://{context.dashboard_url}  log in with the run's token: {show}")
 
     def __exit__(self, *_: object) -> None:
         import ray
@@ -102,8 +91,12 @@ def connected() -> Iterator[None]:
     import ray
 
     where = os.environ.get("RAY_ADDRESS", "this machine")
+    needs: dict[str, Any] | None = None
+    if (package := os.environ.get(PACKAGE_VARIABLE)) is not None:  # under Ray Jobs, workers have it already
+        names = (PLACE_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
+        needs = {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=needs)
     except (OSError, RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ClusterError(
@@ -116,17 +109,7 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def _runtime_env() -> dict[str, Any] | None:
-    """What workers of other hosts need; under Ray Jobs, the job has it already."""
-    package = os.environ.get(PACKAGE_VARIABLE)
-    if package is None:
-        return None
-    names = (PLACE_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
-    return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
-
-
 def refuse_old_ray() -> None:
-    """Refuse a Ray without token authentication."""
     here, oldest = requirements.installed("ray"), requirements.OLDEST_RAY
     if not requirements.at_least(here, oldest):
         raise UsageError(
@@ -176,7 +159,7 @@ def forbid_unpickling() -> None:
 
 
 def write_token(file: Path, token: str) -> None:
-    """Laptop: write the token to a file that only this user can read; terminal output is easily shared."""
+    """Only this user can read the file, while terminal output is easily shared."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
@@ -184,7 +167,6 @@ def write_token(file: Path, token: str) -> None:
 
 
 def read_token(folder: Path) -> str:
-    """Read the job's token, which is shipped with its code."""
     file = folder / TOKEN_FILE
     try:
         token = file.read_text().strip()
@@ -199,14 +181,12 @@ def read_token(folder: Path) -> str:
 
 
 def ray_labels(topology: Topology) -> dict[str, str]:
-    """This host's Ray labels."""
     labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
     kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
     return labels | ({"stoker.type": kind} if kind else {})
 
 
 def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
-    """The job's hosts that are alive in the cluster, as host name → Ray node entry."""
     import ray
 
     by_label = {label(host): host for host in topology.hosts}
@@ -226,12 +206,8 @@ def wait_for_hosts(
 
     A host that was here and is lost is not waited for until the timeout, because its instance is gone: `lost`
     tells which hosts came to the door and have been gone for so many seconds. `check` raises to give up.
-
-    Returns:
-        The names of the hosts that have joined.
     """
-    timeout = config.cluster.join_timeout_s
-    least = config.cluster.min_cpu_hosts
+    timeout, least = config.cluster.join_timeout_s, config.cluster.min_cpu_hosts
     reported = 0.0
     seen: dict[str, float] = {}
     while True:
@@ -242,37 +218,29 @@ def wait_for_hosts(
         waited = now - started
         if not missing:
             return list(present)
-        absent = by_group(topology, missing)
+        absent = topology.describe(missing)
         left = lost(GONE_S)
         gone = [host for host in missing if host in left or now - seen.get(host, now) > GONE_S]
         late = waited > timeout
         without = missing if late else gone
-        cpu_hosts = [h for h in topology.hosts if topology.group_of(h) != topology.gpu_group]
-        enough = least is not None and len(set(cpu_hosts) - set(without)) >= least
-        enough = enough and set(without) <= set(cpu_hosts)
+        cpu_hosts = {h for h in topology.hosts if topology.group_of(h) != topology.gpu_group}
+        enough = least is not None and cpu_hosts >= {*without} and len(cpu_hosts - {*without}) >= least
         if without == missing and enough:
-            allowed = f"cluster.min_cpu_hosts is {least}"
-            say(f"continuing without {absent} after {waited:.0f} s: {allowed}")
+            say(f"continuing without {absent} after {waited:.0f} s: cluster.min_cpu_hosts is {least}")
             return list(present)
         if late:
             raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")
         if gone and not enough:
             raise ClusterError(
-                f"hosts that were lost while the cluster formed: {by_group(topology, gone)};"
+                f"hosts that were lost while the cluster formed: {topology.describe(gone)};"
                 " cluster.min_cpu_hosts lets a run start without CPU hosts"
             )
         if now - reported > REPORT_EVERY_S:
             reported = now
-            there = by_group(topology, list(present)) or "none"
+            there = topology.describe(present) or "none"
             so_far = f"{waited:.0f} of {timeout:.0f} s"
             say(f"waiting for hosts, {so_far}; missing: {absent}; joined: {there}")
         time.sleep(0.25)
-
-
-def by_group(topology: Topology, hosts: list[str]) -> str:
-    """The hosts, listed by group: `cpu: algo-2, algo-3`."""
-    parts = [(g.name, [host for host in g.hosts if host in hosts]) for g in topology.groups]
-    return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)
 
 
 def set_ray_train() -> None:

@@ -23,8 +23,6 @@ NOT_A_RUN = {"--on", "--dry-run", "--show-config", "--request", "--help", "-h"}
 
 
 class Begun(NamedTuple):
-    """A process that imports libraries and then reads its instructions."""
-
     pid: int
     instructions: int
     """The writing end of its pipe. If all copies are closed, it ends."""

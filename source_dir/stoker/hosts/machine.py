@@ -19,32 +19,27 @@ HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 
 @dataclass(frozen=True, order=True)
 class Quota:
-    """A CPU quota of the cgroup in a folder."""
-
     cpus: float
     folder: Path
     usage: Path
 
     def used_s(self) -> float:
-        """CPU seconds of all processes under the quota so far."""
         text = self.usage.read_text()
         return int(text.split()[1]) / 1e6 if self.usage.name == "cpu.stat" else int(text) / 1e9
 
 
 def cores() -> int:
-    """Whole CPUs that this process may use, at least one."""
     declared = os.environ.get(HOST_CPUS_VARIABLE)
     return max(1, int(declared) if declared else int(cpus()))
 
 
 def cpus(top: Path = CGROUPS) -> float:
-    """CPUs that this process may use."""
     limit = quota(top)
     return min(float(len(os.sched_getaffinity(0))), limit.cpus if limit else float("inf"))
 
 
 def quota(top: Path = CGROUPS) -> Quota | None:
-    """The smallest CPU quota that holds for this process; None without one."""
+    """The smallest one that holds for this process."""
     found = []
     for folder in _cgroups("cpu", top):
         with contextlib.suppress(OSError, ValueError):
@@ -109,3 +104,12 @@ def _cgroups(controller: str, top: Path) -> Iterator[Path]:
             own = root / path.lstrip("/")
             found |= dict.fromkeys(each for each in (own, *own.parents) if each.is_relative_to(root))
     yield from found
+
+
+def runs(process: int) -> bool:
+    """Whether it has not ended; orphans stay zombies until somebody reaps them."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -22,7 +22,6 @@ LAST_COPY_S = 600.0
 
 
 def prefix_output(group: str, host: str, role: str) -> None:
-    """From now on, prefix every line that this process prints with its origin."""
     prefix = f"[{group} {host} {role}] "
     if isinstance(sys.stdout, PrefixedStream) and isinstance(sys.stderr, PrefixedStream):
         sys.stdout.prefix = sys.stderr.prefix = prefix
@@ -33,7 +32,6 @@ def prefix_output(group: str, host: str, role: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line of progress and flush it."""
     print(text, flush=True)
 
 
@@ -63,8 +61,6 @@ def write_failure_soon(file: Callable[[], Path], cause: str) -> None:
 
 
 class PrefixedStream(io.TextIOBase):
-    """A text stream that forwards whole lines, each with a prefix."""
-
     def __init__(self, target: TextIO, prefix: str, lock: threading.Lock | None = None) -> None:
         self._target = target
         self.prefix = prefix
@@ -93,16 +89,8 @@ class PrefixedStream(io.TextIOBase):
         """Flush the target; partial lines stay buffered, so that two processes never share a line."""
         self._target.flush()
 
-    def finish(self) -> None:
-        """Print the last line if it has no newline."""
-        if self._rest:
-            self.write("\n")
-
     def writable(self) -> bool:
         return True
-
-    def isatty(self) -> bool:
-        return False
 
     def fileno(self) -> int:
         return self._target.fileno()
@@ -113,11 +101,7 @@ class Copies:
 
     Cloud Storage FUSE uploads a file when it is closed, and a run's logs and events stay open until its end:
     a host that is taken away would leave none of them. A Unity Catalog volume can neither append to a file
-    nor change part of it.
-
-    Args:
-        folders: original → copy. A folder inside of another original is copied by its own entry only.
-        tell: receives a line when files cannot be copied for now.
+    nor change part of it. A folder inside of another original is copied by its own entry only.
     """
 
     def __init__(self, folders: Mapping[Path, Path], tell: Callable[[str], None] = say) -> None:
@@ -127,10 +111,9 @@ class Copies:
         self._thread = threading.Thread(target=self._follow, name="copies", daemon=True)
 
     def during(self, work: Callable[[], Outcome]) -> Outcome:
-        """Head: copy while the work is being done, and once more at its end.
+        """Head: copy meanwhile and once more at the end.
 
-        Returns:
-            The outcome of the work. A success whose files cannot be copied is a failure: they would be lost.
+        A success whose files cannot be copied is a failure: they would be lost.
         """
         if not self._folders:
             return work()
@@ -138,22 +121,19 @@ class Copies:
         try:
             outcome = work()
         finally:
-            problem = self.finish()
-            if problem:
+            if problem := self.finish():
                 say(f"error: {problem}")
         return Outcome(1, problem) if problem and outcome.code == 0 else outcome
 
     def start(self) -> None:
-        """Copy what has changed every `EVERY_S`."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy nothing more."""
         self._stop.set()
         self._thread.join()
 
     def finish(self) -> str:
-        """Copy the rest; returns what could not be copied, in one line."""
+        """Copy the rest; returns the first problem, in one line."""
         found: list[str] = []
 
         def work() -> None:
@@ -167,20 +147,17 @@ class Copies:
         return found[0] if found else f"{where}: not copied within {LAST_COPY_S:.0f} s"
 
     def copy(self) -> str:
-        """Copy what has changed since the last call.
-
-        Returns:
-            The first problem, in one line; it does not keep the other files from being copied.
-        """
+        """Copy what has changed since the last call; returns the first problem, after trying all files."""
         problem = ""
         for original, copy in self._folders.items():
+            others = [folder for folder in self._folders if original in folder.parents]
             try:
                 files = sorted(original.rglob("*"))
             except OSError as error:  # a folder was removed meanwhile
                 files, problem = [], problem or f"{original}: cannot be read: {error.strerror or error}"
             for file in files:
                 try:
-                    if not self._elsewhere(file, original):
+                    if not any(file.is_relative_to(folder) for folder in others):
                         self._copy_file(file, copy / file.relative_to(original))
                 except OSError as error:
                     if isinstance(error, FileNotFoundError) and not file.exists():
@@ -198,10 +175,6 @@ class Copies:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
         self._copied[file] = state
-
-    def _elsewhere(self, file: Path, original: Path) -> bool:
-        inner = [folder for folder in self._folders if folder != original and folder.is_relative_to(original)]
-        return any(file.is_relative_to(folder) for folder in inner)
 
     def _follow(self) -> None:
         told = ""

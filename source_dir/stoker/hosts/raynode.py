@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.hosts import machine
 from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
+from stoker.hosts.output import say
 from stoker.hosts.topology import MOST_TRAIN_WORKERS, TRAIN_RESOURCE
 from stoker.ray_compat import COMMAND_LINE, NOT_FORKED
 from stoker.storage.checkpoint_store import own
@@ -61,32 +61,18 @@ class ClusterError(RuntimeError):
     """The cluster could not be formed or was lost. One line."""
 
 
-@dataclass(frozen=True)
-class ObjectStore:
-    """The size and location of Ray's object store."""
-
-    size: int
-    folder: str | None = None
-    warning: str = ""
-
-
-def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> ObjectStore:  # noqa: S108 - only measured
-    """Size the object store to fit into `/dev/shm`.
-
-    If shared memory is too small, Ray falls back to disk without a warning.
-    """
+def store_arguments(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> list[str]:  # noqa: S108 - only measured
+    """Arguments for an object store that fits into `/dev/shm`: else Ray uses the disk without a warning."""
     stat = os.statvfs(shm)
     free = int(stat.f_bavail * stat.f_frsize * 0.95)
     wanted = wanted_mb * 2**20 if wanted_mb else int(machine.memory()[0] * STORE_SHARE_OF_MEMORY)
-    if free >= wanted:
-        return ObjectStore(wanted)
-    if free >= MIN_STORE_BYTES:
-        small = wanted_mb is not None or free < SMALL_STORE_BYTES
-        text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
-        return ObjectStore(free, warning=text if small else "")
-    size = min(wanted, 512 * 2**20)
-    text = f"{shm} has only {free >> 20} MB: the object store is on disk, which is slow"
-    return ObjectStore(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
+    if free >= MIN_STORE_BYTES or free >= wanted:
+        if free < wanted and (wanted_mb is not None or free < SMALL_STORE_BYTES):
+            say(f"warning: object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)")
+        return [f"--object-store-memory={min(free, wanted)}"]
+    say(f"warning: {shm} has only {free >> 20} MB: the object store is on disk, which is slow")
+    size = max(min(wanted, SMALL_STORE_BYTES), MIN_STORE_BYTES)
+    return [f"--object-store-memory={size}", f"--plasma-directory={tempfile.gettempdir()}"]
 
 
 def cpus_to_declare(gpus: int) -> int:
@@ -95,7 +81,7 @@ def cpus_to_declare(gpus: int) -> int:
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """The number of NVIDIA devices that this job may use, without loading CUDA."""
+    """NVIDIA devices that this job may use, without loading CUDA."""
     there = len(list(devices.glob("nvidia[0-9]*")))
     # A scheduler whose jobs share hosts sets it.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,22 +90,20 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 def address_of(interface: str) -> str:
     """The IPv4 address of an interface, else of this host's name, else of its default route."""
-    import fcntl
-    import struct
+    import psutil
 
+    for own_address in psutil.net_if_addrs().get(interface, ()):
+        if own_address.family == socket.AF_INET:
+            return str(own_address.address)
     named = ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        with contextlib.suppress(OSError):
-            request = struct.pack("256s", interface[:15].encode())
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
-        with contextlib.suppress(OSError):
-            named = socket.gethostbyname(socket.gethostname())
-            # Debian gives a host's own name a loopback address, which other hosts cannot reach.
-            if not named.startswith("127."):
-                return named
-        with contextlib.suppress(OSError):
-            probe.connect(("192.0.2.1", 9))  # only asks for a route: UDP sends nothing here
-            return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        # Debian gives a host's own name a loopback address, which other hosts cannot reach.
+        if not named.startswith("127."):
+            return named
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # only asks for a route: UDP sends nothing here
+        return str(probe.getsockname()[0])
     if named:
         return named
     raise ClusterError(f"no IPv4 address on {interface or 'any interface'} or for {socket.gethostname()}")
@@ -140,11 +124,7 @@ def probe_port(address: str, port: int, key: str) -> None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of an address that is currently free.
-
-    It is opened seconds later. Avoids the kernel's ephemeral range, from which any connection could take it
-    in between.
-    """
+    """Outside the kernel's ephemeral range, from which any connection could take it before it is opened."""
     try:
         low, high = map(int, EPHEMERAL.read_text().split())
     except (OSError, ValueError):
@@ -161,10 +141,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 class RayNode:
     """`ray start --block` in a separate session; it ends with this process.
 
-    Args:
-        arguments: arguments of `ray start`.
-        folder: a folder of this user alone, for the files of Ray and the output of its start.
-        forks: where Ray's workers on this host are forked; it is stopped with the node.
+    The folder, of this user alone, is for the files of Ray and the output of its start; `forks`, where Ray's
+    workers on this host are forked, is stopped with the node.
     """
 
     def __init__(self, arguments: list[str], folder: Path, forks: ForkServer | None = None) -> None:
@@ -180,12 +158,12 @@ class RayNode:
             environment[SOCKET_VARIABLE] = self._forks.socket
             # Otherwise the first driver waits until as many workers as CPUs run; a fork starts in 0.05 s.
             environment["RAY_prestart_worker_first_driver"] = "0"
-        command = [sys.executable, "-c", COMMAND_LINE, "start"]
+        command = [sys.executable, "-c", COMMAND_LINE, "start", *self._arguments]
         with self.log.open("wb") as output:
             # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
             # job alive after its end.
             return subprocess.Popen(
-                [*command, *self._arguments, "--block", "--disable-usage-stats", "--log-style=record"],
+                [*command, "--block", "--disable-usage-stats", "--log-style=record"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -209,18 +187,17 @@ class RayNode:
             time.sleep(0.1)
         for line in self._output().splitlines():
             if line.startswith(NOT_FORKED):
-                print(f"warning: {line}", flush=True)
+                say(f"warning: {line}")
 
     def follows(self) -> contextlib.AbstractContextManager[None]:
-        """While this process tries the chains: workers get the libraries that it imports."""
         return contextlib.nullcontext() if self._forks is None else self._forks.follows()
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def processes(self) -> list[psutil.Process]:
-        """The daemons and the workers, forked ones included."""
+    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
+        """Kill what is left after some seconds."""
         import psutil
 
         tree: list[psutil.Process] = []
@@ -228,13 +205,6 @@ class RayNode:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(pid)
                 tree += [root, *root.children(recursive=True)]
-        return tree
-
-    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop the daemons and their tasks; kill what is left after some seconds."""
-        import psutil
-
-        tree = self.processes()
         if self.alive and grace_s:
             self._process.terminate()
         if self._forks is not None:
@@ -255,37 +225,20 @@ class RayNode:
         return (telling or lines or [f"exit code {self._process.returncode}"])[-1][:500]
 
 
-def runs(process: int) -> bool:
-    """Whether a process is still running; orphans stay zombies until somebody reaps them."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to end; returns those that have not."""
+    """Those that have not ended after the timeout."""
     deadline = time.monotonic() + timeout_s
-    while (left := [each for each in processes if runs(each.pid)]) and time.monotonic() < deadline:
+    while (left := [each for each in processes if machine.runs(each.pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
 def arguments_for(
-    *,
-    address: str,
-    labels: dict[str, str],
-    cpus: int,
-    gpus: int | None,
-    store: ObjectStore,
-    trains: bool = False,
+    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, trains: bool = False
 ) -> list[str]:
-    """The `ray start` arguments common to head and worker hosts."""
     arguments = [
         f"--node-ip-address={address}",
         f"--num-cpus={cpus}",
-        f"--object-store-memory={store.size}",
         f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
         "--include-log-monitor=false",
     ]
@@ -293,8 +246,6 @@ def arguments_for(
         arguments.append(f"--num-gpus={gpus}")
     if trains:
         arguments.append(f"--resources={json.dumps({TRAIN_RESOURCE: MOST_TRAIN_WORKERS})}")
-    if store.folder:
-        arguments.append(f"--plasma-directory={store.folder}")
     return arguments
 
 

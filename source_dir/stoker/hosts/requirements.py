@@ -30,11 +30,11 @@ OF_THE_IMAGE = (*OF_TORCH, "ray")
 
 
 class InstallError(RuntimeError):
-    """A missing requirement cannot be installed. One line."""
+    """A missing requirement cannot be installed."""
 
 
 class ConflictError(InstallError):
-    """The user must change the requirements or the image. One line."""
+    """The user must change the requirements or the image."""
 
 
 def ensure(folder: Path, install: bool = True) -> list[str]:
@@ -43,19 +43,8 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet). Else
     pip uses the index of a `pip.conf` next to it or of `CA_REPOSITORY_ARN`.
     Packages in `OF_THE_IMAGE` keep the image's version. Missing packages get the versions in `CONSTRAINTS`,
-    so that all hosts install the same.
-
-    Args:
-        folder: the staged source.
-        install: whether to install them; else missing ones are an error.
-
-    Returns:
-        The missing requirements, as written in the file; empty if all were satisfied.
-
-    Raises:
-        ConflictError: the file requires another version of a package in `OF_THE_IMAGE`, or packages are
-            missing and not to be installed.
-        InstallError: pip failed or took longer than `INSTALL_TIMEOUT_S`.
+    so that all hosts install the same. Without `install`, missing ones are an error. Returns those that were
+    missing, as written in the file.
     """
     file, staged = folder / "requirements.txt", folder / CONSTRAINTS
     absent = unsatisfied(file.read_text(encoding="utf-8") if file.is_file() else "")
@@ -85,6 +74,11 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
         command += ["-r", str(file), "-c", constraints.name]
         command += ["--no-index", "--find-links", str(wheels)] if wheels.exists() else []
+        environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+        if (pip_conf := _beside(folder, "pip.conf")).exists():
+            environment["PIP_CONFIG_FILE"] = str(pip_conf)
+        if not wheels.exists():
+            environment |= _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))
         try:
             done = subprocess.run(
                 command,
@@ -92,7 +86,7 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=INSTALL_TIMEOUT_S,
-                env=_environment(folder, wheels.exists()),
+                env=environment,
             )
         except subprocess.TimeoutExpired:
             raise InstallError(f"{what}: pip took more than {INSTALL_TIMEOUT_S} s") from None
@@ -102,17 +96,6 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     return absent
 
 
-def _environment(folder: Path, offline: bool) -> dict[str, str]:
-    pip_conf = _beside(folder, "pip.conf")
-    return {
-        **os.environ,
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_ROOT_USER_ACTION": "ignore",
-        **({"PIP_CONFIG_FILE": str(pip_conf)} if pip_conf.exists() else {}),
-        **({} if offline else _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))),
-    }
-
-
 def _beside(folder: Path, name: str) -> Path:
     """A file or folder next to the job's requirements.txt; a script's are in its folder."""
     scripts = folder / "script" / name
@@ -120,11 +103,7 @@ def _beside(folder: Path, name: str) -> Path:
 
 
 def _code_artifact(repository: str) -> dict[str, str]:
-    """What pip needs for a repository of AWS CodeArtifact, given its ARN: its address with the role's token.
-
-    Raises:
-        InstallError: the role may not read it, or there is no boto3.
-    """
+    """What pip needs for a repository of AWS CodeArtifact: its address with the role's token."""
     if not repository:
         return {}
     try:
@@ -224,12 +203,10 @@ def installed(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """`Foo_Bar` → `foo-bar`."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def image_pins() -> dict[str, str]:
-    """The installed packages of `OF_THE_IMAGE`, as name → version."""
     return {name: version for name in OF_THE_IMAGE if (version := installed(name))}
 
 
@@ -240,7 +217,6 @@ def at_least(version: str, oldest: str) -> bool:
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
-    """How a host's packages differ from the head's, as text; "" if they match."""
     texts = [
         f"{name} {here.get(name, '(absent)')} here, {on_head.get(name, '(absent)')} on the head"
         for name in sorted({*here, *on_head})

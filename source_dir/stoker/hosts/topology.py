@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,15 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class TopologyError(ValueError):
-    """The job's hosts do not match the configuration. One line."""
+    """The job's hosts do not match the configuration."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One instance group; its hosts in numerical order."""
-
     name: str
     instance_type: str
     hosts: tuple[str, ...]
+    """In numerical order."""
     gpus: int | None = None
     """GPUs per host; None: judged by the instance type."""
 
@@ -36,9 +35,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """All hosts of the job, and which of them this one is."""
-
     host: str
+    """This one."""
     groups: tuple[Group, ...]
     gpu_group: str
     """The group that trains; its first host is the head."""
@@ -55,7 +53,6 @@ class Topology:
 
     @property
     def group(self) -> str:
-        """The group of this host."""
         return self.group_of(self.host)
 
     @property
@@ -77,21 +74,20 @@ class Topology:
     def group_of(self, host: str) -> str:
         return next(group.name for group in self.groups if host in group.hosts)
 
-    def describe(self) -> str:
-        """The groups in one line: `gpu: algo-1; cpu: algo-2, algo-3`."""
-        return "; ".join(f"{group.name}: {', '.join(group.hosts)}" for group in self.groups)
+    def describe(self, hosts: Collection[str]) -> str:
+        """Hosts by group: `gpu: algo-1; cpu: algo-2, algo-3`."""
+        parts = [(group.name, [host for host in group.hosts if host in hosts]) for group in self.groups]
+        return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)
 
     def _named(self, name: str) -> Group:
         return next(group for group in self.groups if group.name == name)
 
 
 def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topology:
-    """Build the topology; the result is the same on every host.
+    """The result is the same on every host; without a `gpu_group`, it is selected by instance type.
 
-    Args:
-        resource: the hosts in the form of SageMaker's resourceconfig.json. Other services add `source`,
-            what to call it in messages, and for each group `gpus`, the number on each of its hosts.
-        gpu_group: `cluster.gpu_group`; None selects the group by instance type.
+    `resource` has the form of SageMaker's resourceconfig.json. Other services add `source`, its name in
+    messages, and for each group `gpus`, the number on each of its hosts.
     """
     source = str(resource.get("source") or "resourceconfig.json")
     host = resource.get("current_host")
@@ -99,13 +95,8 @@ def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topolo
     if not host or host not in hosts:
         raise TopologyError(f"{source}: current_host {host!r} is not among {hosts}")
     groups = _groups(resource, hosts, source)
-    chosen = _training_group(groups, gpu_group)
-    return Topology(
-        host=host,
-        groups=groups,
-        gpu_group=chosen,
-        interface=str(resource.get("network_interface_name") or ""),
-    )
+    interface = str(resource.get("network_interface_name") or "")
+    return Topology(host, groups, _training_group(groups, gpu_group), interface)
 
 
 def in_order(hosts: Iterable[str]) -> list[str]:
@@ -114,14 +105,12 @@ def in_order(hosts: Iterable[str]) -> list[str]:
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Whether an instance type has NVIDIA GPUs, judged by its family."""
+    """Judged by the family of the type."""
     return bool(_GPU_TYPES.match(instance_type))
 
 
 NODE_LABEL = "ray.io/node-id"
-"""Ray's own label of a node."""
 GROUP_LABEL = "stoker.group"
-"""The label of a node's instance group."""
 TRAIN_RESOURCE = "stoker_train"
 """A custom resource of the hosts that train; Ray Train selects hosts by label only since Ray 2.53."""
 MOST_TRAIN_WORKERS = 10_000
@@ -131,8 +120,7 @@ MOST_TRAIN_WORKERS = 10_000
 def label(name: str) -> str:
     """A name of a group or host as a valid Ray label value.
 
-    SageMaker allows characters that Ray labels do not. A changed name gets a hash suffix, so that two
-    names never share a label.
+    SageMaker allows other characters. A changed name gets a hash suffix, so that two never share a label.
     """
     if _LABEL.fullmatch(name):
         return name

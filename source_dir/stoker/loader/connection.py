@@ -30,7 +30,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts import forks
 from stoker.hosts.cluster import LocalCluster, refuse_old_ray, set_environment
-from stoker.hosts.raynode import runs
+from stoker.hosts.machine import runs
 from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0

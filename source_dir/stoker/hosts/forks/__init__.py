@@ -25,6 +25,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.hosts import early
+from stoker.hosts.machine import runs
 from stoker.hosts.requirements import at_least, installed
 from stoker.recipe import ALIASES
 
@@ -77,7 +78,14 @@ class ForkServer:
         self.pid, self._stopped = begun.pid, False
         told = {
             "path": self.socket,
-            "environment": {**os.environ, **_environment()},
+            "environment": {
+                **os.environ,
+                # Ray reads these once, when its library is loaded. A worker without a job id can serve any
+                # job. The raylet's end is also detected through the connection to it.
+                "RAY_JOB_ID": "ffffffff",
+                "RAY_RAYLET_PID": str(os.getpid()),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
             "folder": str(Path.cwd()),
             "python_path": sys.path,
             "modules": imports.first,
@@ -101,32 +109,16 @@ class ForkServer:
 
     def stop(self) -> None:
         """Kill the process, after Ray has stopped; say so if it ended before."""
-        import psutil
-
         if self._stopped:
             return
         self._stopped = True
-        try:
-            ended = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            ended = True
-        if ended:
-            print("warning: the process that forks Ray's workers ended early, so they started slowly")
-        else:
+        if runs(self.pid):
             os.kill(self.pid, signal.SIGKILL)
+        else:
+            print("warning: the process that forks Ray's workers ended early, so they started slowly")
         with contextlib.suppress(ChildProcessError):  # the launcher's
             os.waitpid(self.pid, 0)
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        # Ray reads these once, when its library is loaded. A worker without a job id can serve any job. The
-        # raylet's end is also detected through the connection to it.
-        "RAY_JOB_ID": "ffffffff",
-        "RAY_RAYLET_PID": str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
 
 
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
@@ -136,7 +128,7 @@ function that does."""
 
 
 class ImportNotes:
-    """Finds no module, but notes which of the known libraries this process is about to import."""
+    """Finds no module, but notes which known libraries this process is about to import."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 
 def main(parent: int, early: Sequence[str]) -> NoReturn:
-    """Import the `early` modules, read the instructions and follow them; end with the parent process."""
+    """Import the `early` modules and follow the instructions; end with the parent process."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for number in (1, 2):
@@ -95,11 +95,9 @@ def end_with(parent: int, folder: Path | None = None) -> None:
 
 
 def import_for_forks(modules: Sequence[str], wanted: Path) -> None:
-    """Import modules for the forks; exit if two forks would draw the same ids, and so each other's data.
+    """Import modules, and those whose names are written to the file `wanted` meanwhile.
 
-    Args:
-        modules: their names.
-        wanted: a file to which further names are written meanwhile.
+    Exit if two forks would draw the same ids, and so each other's data.
     """
     names, done = list(modules), set[str]()
     while names:
@@ -121,7 +119,6 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def draw_in_a_fork() -> bytes:
-    """The id that a fork of this process draws."""
     from ray import ObjectID
 
     reading, writing = os.pipe()
@@ -139,7 +136,6 @@ def draw_in_a_fork() -> bytes:
 
 
 def serve(path: str) -> NoReturn:
-    """Fork a worker per request at this socket."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".new")
         server.listen(256)
@@ -152,7 +148,6 @@ def serve(path: str) -> NoReturn:
 
 
 def answer(connection: socket.socket, server: socket.socket) -> None:
-    """Handle one request: fork and confirm."""
     connection.settimeout(10)
     asked, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     try:
@@ -171,7 +166,6 @@ def answer(connection: socket.socket, server: socket.socket) -> None:
 
 
 def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.socket, ...]) -> NoReturn:
-    """A forked worker: run the requested command."""
     code: Any = 1
     try:
         for connection in not_its_own:

@@ -12,14 +12,13 @@ WAIT_S = 40.0
 
 
 def main(arguments: list[str]) -> None:
-    """Run Ray's worker with these arguments in a fork, or here if there is no fork server."""
     command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "default_worker.py"), *arguments]
-    if not forked(command):
+    if not forked(command):  # as without a fork server
         os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
 
 
 def forked(command: list[str]) -> bool:
-    """Request a fork with this process's environment, folder and output; whether it was made."""
+    """Request a fork with this process's environment, folder and output."""
     path = os.environ.get("STOKER_FORKS", "")  # importing the package would take longer
     if path and os.environ.get("STOKER_TRAINS"):
         path = str(Path(path).parent / "training")

@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services import Folders, Service
+from stoker.hosts.services import Service
 from stoker.hosts.topology import TopologyError
+from stoker.place import RunPlace
 
 
 def base_folder() -> Path:
-    """`/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
-    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")  # the toolkit may set it
 
 
 def resource() -> Mapping[str, Any] | None:
-    """The parsed resourceconfig.json; None if there is none."""
     file = base_folder() / "input" / "config" / "resourceconfig.json"
     if not file.is_file():
         return None
@@ -29,16 +28,15 @@ def resource() -> Mapping[str, Any] | None:
     return found
 
 
-def folders() -> Folders:
-    """The folders that SageMaker uploads to S3."""
+def place() -> RunPlace:
     base = base_folder()
-    output = base / "output"
-    return Folders(
-        run=output / "data",
-        checkpoints=base / "checkpoints",
-        model=base / "model",
-        failure=output / "failure",
+    return RunPlace(
+        name="sagemaker",
+        run_dir=base / "output" / "data",
+        checkpoint_dir=base / "checkpoints",
+        model_dir=base / "model",
         synced=True,
+        failure=base / "output" / "failure",
     )
 
 
@@ -55,4 +53,4 @@ def hyperparameters() -> dict[str, str]:
     return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
 
 
-SERVICE = Service(name="sagemaker", resource=resource, folders=folders, given=hyperparameters)
+SERVICE = Service(resource=resource, place=place, given=hyperparameters)

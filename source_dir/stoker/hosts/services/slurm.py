@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services import Folders, Service
+from stoker.hosts.services import Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import ORIGINS_FILE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE
+from stoker.place import ORIGINS_FILE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, RunPlace
 
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
@@ -51,16 +51,18 @@ def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
     """Hosts and groups in the form of resourceconfig.json; None outside a job step.
 
     A component with GPUs is the group `gpu`, one without is `cpu`; its type is the partition.
-
-    Raises:
-        TopologyError: variables are missing or contradict each other.
     """
     if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" not in variables:
         if variables.get(PLACE_VARIABLE) == NAME:
             raise TopologyError("Slurm: no SLURM_STEP_ID; start train.py with srun, one task per node")
         return None
     host = _needed(variables, "SLURMD_NODENAME")
-    _refuse_several_tasks(variables)
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if variables.get("SLURM_LOCALID", "0") != "0" or re.search(r"(^|,)([02-9]|1\d)", tasks):
+        raise TopologyError(
+            f"Slurm: several tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}); start one per node, with"
+            " srun --ntasks-per-node=1"
+        )
     size = variables.get("SLURM_HET_SIZE")
     components = _components(variables, size) if size else [_alone(variables)]
     hosts = [host for component in components for host in component["hosts"]]
@@ -86,23 +88,19 @@ def port_of(job_id: str) -> int:
 
 
 def resource() -> Mapping[str, Any] | None:
-    """The job's hosts and groups; None for what is typed in a step without being a staged job."""
+    """None also for what is typed in a step without being a staged job."""
     staged = (CODE / TOKEN_FILE).is_file() or os.environ.get(PLACE_VARIABLE) == NAME
     return resource_of(os.environ) if staged else None
 
 
-def folders() -> Folders:
-    """The run directory, which all hosts share."""
+def place() -> RunPlace:
     own = f"run-{_job_id(os.environ)}"
     run = Path(os.environ.get(RUN_DIR_VARIABLE) or own).resolve()
-    return Folders(run=run, checkpoints=run / "checkpoints", model=run / "model", failure=run / "failure")
+    return RunPlace(NAME, run, run / "checkpoints", run / "model", failure=run / "failure")
 
 
 def given() -> dict[str, str]:
-    """The head's port, and this host's store, as other jobs may run on the node.
-
-    What the job sets itself is left out.
-    """
+    """As other jobs may run on the node; what the job sets itself is left out."""
     values = {"cluster.port": str(port_of(_job_id(os.environ)))}
     if memory := memory_mb(os.environ):
         values["cluster.object_store_mb"] = str(max(LEAST_STORE_MB, int(memory * STORE_SHARE)))
@@ -130,7 +128,6 @@ def _job_id(variables: Mapping[str, str]) -> str:
 
 
 def _components(variables: Mapping[str, str], size: str) -> list[dict[str, Any]]:
-    """The components of a heterogeneous job."""
     if not size.isdigit() or not int(size):
         raise TopologyError(f"Slurm: SLURM_HET_SIZE={size!r} is not a number of components")
     ends = [f"_HET_GROUP_{number}" for number in range(int(size))]
@@ -161,7 +158,6 @@ def _components(variables: Mapping[str, str], size: str) -> list[dict[str, Any]]
 
 
 def _alone(variables: Mapping[str, str]) -> dict[str, Any]:
-    """The only component of a plain job: the nodes of its step."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((variables[name] for name in names if variables.get(name)), "")
     hosts = hosts_in(nodes or _needed(variables, names[1]))
@@ -187,15 +183,6 @@ def _count(text: str) -> int:
     return sum(int(word) if word.isdigit() else 1 for word in words)
 
 
-def _refuse_several_tasks(variables: Mapping[str, str]) -> None:
-    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if variables.get("SLURM_LOCALID", "0") != "0" or re.search(r"(^|,)([02-9]|1\d)", tasks):
-        raise TopologyError(
-            f"Slurm: several tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}); start one per node, with"
-            " srun --ntasks-per-node=1"
-        )
-
-
 def _needed(variables: Mapping[str, str], name: str) -> str:
     if not variables.get(name):
         raise TopologyError(f"Slurm: {name} is not set on this host; start train.py with srun")
@@ -214,4 +201,4 @@ def _numbers(text: str, hostlist: str) -> list[str]:
     return found
 
 
-SERVICE = Service(name=NAME, resource=resource, folders=folders, given=given, installs=False)
+SERVICE = Service(resource=resource, place=place, given=given, installs=False)

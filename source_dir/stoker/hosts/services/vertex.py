@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.hosts.services import Folders, Service
+from stoker.hosts.services import Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import PLACE_VARIABLE
+from stoker.place import PLACE_VARIABLE, RunPlace
 
 CLUSTER_VARIABLE = "CLUSTER_SPEC"
 JOB_VARIABLE = "CLOUD_ML_JOB_ID"
@@ -63,15 +63,9 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     names = {pool: str(machines.get(pool, {}).get("group") or pool) for pool in pools}
     groups: dict[str, dict[str, Any]] = {}
     for pool, hosts in pools.items():
-        machine = machines.get(pool, {})
-        group = groups.setdefault(
-            names[pool],
-            {
-                "instance_group_name": names[pool],
-                "instance_type": str(machine.get("type") or ""),
-                "hosts": [],
-            },
-        )
+        machine, name = machines.get(pool, {}), names[pool]
+        about = {"instance_group_name": name, "instance_type": str(machine.get("type") or "")}
+        group = groups.setdefault(name, {**about, "hosts": []})
         if machine:
             group["gpus"] = int(machine.get("gpus") or 0)
         group["hosts"] += hosts
@@ -122,7 +116,6 @@ def _host(pool: str, address: Any) -> str:
 
 
 def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str, str]:
-    """This host's pool and name."""
     task = spec.get("task")
     if not isinstance(task, dict):
         raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'task', so this host has no name")
@@ -153,11 +146,7 @@ def _machines(variables: Mapping[str, str], pools: Mapping[str, list[str]]) -> d
 
 
 def resource() -> Mapping[str, Any] | None:
-    """This process's hosts and groups; see `resource_of`.
-
-    Raises:
-        TopologyError: also if the bucket for the outputs is not mounted, or has the run of another job.
-    """
+    """Refuses also a bucket for the outputs that is not mounted, or has the run of another job."""
     found = resource_of(os.environ)
     if found is not None and (absent := unmounted(os.environ)):
         raise TopologyError(
@@ -191,30 +180,24 @@ def _owner(variables: Mapping[str, str]) -> str:
     return job
 
 
-def folders() -> Folders:
+def place() -> RunPlace:
     """Outputs in the mounted bucket. The run directory is local, and the head copies it there.
 
     Each host has a failure file of its own, named by its start: the service restarts hosts and jobs.
     """
     places = {name: os.environ.get(name, "") for name in OUTPUT_VARIABLES}
     if not all(places.values()) or unmounted(places):
-        return Folders(run=_LOCAL, checkpoints=_LOCAL, model=_LOCAL, failure=_LOCAL / "failure")
+        return RunPlace("vertex", _LOCAL, _LOCAL, _LOCAL, failure=_LOCAL / "failure")
     model, checkpoints, board = (gcs_folder(uri) for uri in places.values())
     base = model.parent
     # Not among those of the job that owns the directory.
     mine = _owner(os.environ) == os.environ.get(JOB_VARIABLE, "")
-    return Folders(
-        run=_LOCAL,
-        checkpoints=checkpoints,
-        model=model,
-        failure=(base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}",
-        synced=True,
-        copies={_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board},
-    )
+    failure = (base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}"
+    copies = {_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board}
+    return RunPlace("vertex", _LOCAL, checkpoints, model, synced=True, copies=copies, failure=failure)
 
 
 def gcs_folder(uri: str) -> Path:
-    """`gs://bucket/folder/` as a folder below `/gcs`."""
     return MOUNTS / uri.removeprefix("gs://").rstrip("/")
 
 
@@ -235,4 +218,4 @@ def _replica() -> str:
     return f"{pool}-{pools[pool].index(host)}"
 
 
-SERVICE = Service(name="vertex", resource=resource, folders=folders, ends_job=ends_job)
+SERVICE = Service(resource=resource, place=place, ends_job=ends_job)
