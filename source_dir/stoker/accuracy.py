@@ -22,15 +22,7 @@ class Accuracy:
         return self
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Train worker: add a batch.
-
-        Args:
-            preds: scores of shape (records, classes, …), or class indices of the shape of `target`.
-            target: class indices of shape (records, …).
-
-        Raises:
-            ValueError: the shapes do not fit.
-        """
+        """Add scores (records, classes, …) or class indices, and class indices (records, …)."""
         found = preds.argmax(1) if preds.ndim == target.ndim + 1 else preds
         if found.shape != target.shape:
             raise ValueError(
@@ -39,7 +31,7 @@ class Accuracy:
         self.counts += torch.stack([(found == target).sum(), self.counts.new_tensor(target.numel())])
 
     def compute(self) -> float:
-        """Train worker, on every rank: the share."""
+        """On every rank."""
         counts = self.counts.clone()
         if dist.is_initialized():
             dist.all_reduce(counts)
@@ -53,7 +45,7 @@ class F1(Accuracy):
     """
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Train worker: add a batch of scores and of vectors of 0 and 1, both records × classes."""
+        """Add scores and vectors of 0 and 1, both records × classes."""
         found, wanted = preds > 0, target > 0.5
         both = 2 * (found & wanted).sum()
         self.counts += torch.stack([both, found.sum() + wanted.sum()])

@@ -47,24 +47,20 @@ if TYPE_CHECKING:
     from stoker.read.webdataset import read_webdataset as read_webdataset
 
 _EXPORTS = {
-    "protocol": ("BadRecord", "Pad", "Record", "Shard"),
-    "chain.joint": ("DecodeMask", "Joint"),
-    "chain.stages": ("RecordTransform",),
-    "chain.clips": ("DecodeVideo",),
-    "chain.transforms": (
-        *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
-        *("Rename", "ShrinkLarger", "Resize", "Compose", "GaussianBlurs"),
-    ),
-    "read.sources": (
-        *("IndexedSource", "Source", "StreamedSource", "cut_indices", "read_range", "read_torch"),
-    ),
-    "read.delta": ("read_delta",),
-    "read.detect": ("read_any",),
-    "read.images": ("read_images",),
-    "read.parquet": ("read_parquet",),
-    "read.webdataset": ("read_webdataset",),
+    "protocol": "BadRecord Pad Record Shard",
+    "chain.joint": "DecodeMask Joint",
+    "chain.stages": "RecordTransform",
+    "chain.clips": "DecodeVideo",
+    "chain.transforms": "CenterCrop CheckLabel Compose DecodeImage Drop GaussianBlurs RandomHorizontalFlip"
+    " RandomResizedCrop Rename Resize ShrinkLarger",
+    "read.sources": "IndexedSource Source StreamedSource cut_indices read_range read_torch",
+    "read.delta": "read_delta",
+    "read.detect": "read_any",
+    "read.images": "read_images",
+    "read.parquet": "read_parquet",
+    "read.webdataset": "read_webdataset",
 }
-_WHERE = {name: room for room, names in _EXPORTS.items() for name in names}
+_WHERE = {name: room for room, names in _EXPORTS.items() for name in names.split()}
 __all__ = sorted(_WHERE)
 
 

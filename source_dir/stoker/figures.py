@@ -30,12 +30,11 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount: float | None, digits: int = 2) -> str:
-    """An amount without the $ sign; ? if unknown."""
     return "?" if amount is None else f"{amount:,.{digits}f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> str:
-    """Format aligned columns, with numbers right-aligned except in those columns."""
+    """Aligned columns; numbers to the right, except in columns `left`."""
     lines = [tuple(head), *(tuple(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 

@@ -120,7 +120,7 @@ class ImageClassification(Recipe):
         return source.noting(*alike(self.names)) if source and split == "train" else source
 
     def wanted(self) -> list[str] | None:
-        """Head: the columns to read; None: all columns."""
+        """None: all columns."""
         return [self.image_column, self.label_column]
 
     def discover(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def refuse_unknown_model(name: str) -> None:
 
 
 def normalize(color: str) -> nn.Module:
-    """Train worker: a module that normalises uint8 images to float32 on the device."""
+    """A module that normalises uint8 images to float32 on the device."""
     import torch
     from torch import nn
 

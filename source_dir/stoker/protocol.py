@@ -124,7 +124,6 @@ class Reply(NamedTuple):
     unused: Sequence[str] = ()
     """Blocks on its host that nobody needs any more: it removes them."""
     wait_s: float = 0.0
-    """Wait this long before the next claim."""
 
 
 class ItemStart(NamedTuple):
@@ -132,7 +131,6 @@ class ItemStart(NamedTuple):
 
     wait_s: float
     names: bool
-    """Whether to report each record before starting it."""
 
 
 # What records become
@@ -153,7 +151,6 @@ HWC_SUFFIX = "__hwc"
 """Marks an image column packed height × width × channels; the feed turns it into CHW without a copy."""
 
 RECORD_COLUMN = "__record"
-"""Whole records as bytes, for a recipe's `collate`."""
 
 TEXT, OBJECT = "text", "object"
 
@@ -168,7 +165,6 @@ class Column(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether its rows differ in length."""
         return self.shape[:1] == (-1,)
 
     def __str__(self) -> str:
@@ -190,7 +186,6 @@ class Schema(NamedTuple):
     record: str = ""
     """Key of the record that the columns were found in."""
     pad: Mapping[str, Pad] = {}
-    """How batches pad columns whose rows differ in length."""
 
     def difference(self, other: Schema) -> str:
         """Every host: how the columns of other rows differ; empty if they match."""
@@ -234,7 +229,6 @@ class BlockReport:
     nth: int = 0
     """Index of this block within the shard, from 0."""
     last: bool = False
-    """Whether this is the last block of the shard."""
     rows: int = 0
     """Rows that left the chain."""
     seconds: float = 0.0
@@ -248,9 +242,8 @@ class BlockReport:
     schemas: tuple[Schema, ...] = ()
     """Columns before each batch stage and, last, of the block; empty if every record is bad."""
     found: int = 0
-    """Records read from the host's cache."""
+    """Records read from the host's cache, and written to it."""
     kept: int = 0
-    """Records written to the host's cache."""
     kept_bytes: int = 0
 
 
@@ -268,7 +261,6 @@ class Failure(NamedTuple):
     """Chain worker → head: why it failed. Pickling an exception would lose its traceback."""
 
     text: str
-    """One line for the user."""
     may_pass: bool = False
     """Whether to retry on another host."""
     tries: int = 0
@@ -295,7 +287,6 @@ class Server(NamedTuple):
     """Service → train worker: the block server of a host."""
 
     agent: Any
-    """Handle of the actor that runs it."""
     address: str
     port: int
 
@@ -306,7 +297,6 @@ class Directory(NamedTuple):
     run: str
     """Names the folders of the run's blocks."""
     secret: bytes
-    """The secret of the run's block connections."""
     servers: dict[str, Server]
     """By Ray node; none if the head is the only one."""
 

@@ -119,8 +119,6 @@ def draw_ids_from_the_system() -> None:
         return
 
     class Drawn:
-        """Replaces the id class in `ray.actor` and draws ids from the system."""
-
         @staticmethod
         def from_random() -> Any:
             return plain(os.urandom(plain.size()))

@@ -9,7 +9,6 @@ class Flowers(Recipe):
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -151,18 +150,18 @@ class Recipe(BaseModel):
 
 
 def metric_names(recipe: Recipe) -> list[str]:
-    """Anywhere: the names of `metrics()`, of the default ones without importing torch."""
+    """Without importing torch for the default ones."""
     own = type(recipe).metrics is not Recipe.metrics
     return list(from_recipe(recipe, "metrics")) if own else ["f1" if several_labels(recipe) else "acc1"]
 
 
 def several_labels(recipe: Recipe) -> bool:
-    """Anywhere: whether a record may have several labels, as a vector of 0 and 1."""
+    """Whether a record may have several labels, as a vector of 0 and 1."""
     return bool(getattr(recipe, "multi_label", False))
 
 
 def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
-    """Head: call a method of the user's recipe; an exception becomes one line with its location."""
+    """Call a method of the user's recipe; an exception becomes one line with its location."""
     try:
         return getattr(recipe, method)(*arguments)
     except UsageError:
@@ -185,7 +184,6 @@ def classification_loss(
 
 
 def loss_of(preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_label: bool = False) -> Tensor:
-    """Train worker: as `classification_loss`, of what the model has returned."""
     import torch.nn.functional as F
 
     if multi_label:
@@ -194,19 +192,14 @@ def loss_of(preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_la
 
 
 def class_names_of(recipe: Recipe, found: Sequence[str] | None) -> list[str]:
-    """Anywhere: names of the classes that labels count; empty if they are not known.
-
-    Args:
-        recipe: its own names come first.
-        found: those of the data.
-    """
+    """Names of the classes that labels count, the recipe's own before those of the data, if known."""
     names = list(recipe.class_names or found or [])
     # A recipe may map its labels to other classes.
     return names if getattr(recipe, "num_classes", None) in (None, len(names)) else []
 
 
 def code_digest(folder: Path) -> str:
-    """Anywhere: digest of a job's own Python files, which decide what its records become."""
+    """Of a job's own Python files, which decide what its records become."""
     found = hashlib.blake2b(digest_size=8)
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
@@ -236,11 +229,7 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
 
 
 def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
-    """Every host: a recipe's parameters, with texts converted to the types of its fields and paths expanded.
-
-    Raises:
-        UsageError: a path that cannot be expanded.
-    """
+    """A recipe's parameters, with texts converted to the types of its fields and paths expanded."""
     fields = {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
     found: dict[str, Any] = {}
     for name, value in params.items():
@@ -253,7 +242,7 @@ def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_types(config: Config) -> Config:
-    """Head: the job with `typed_params` of its recipe; without texts, as it is."""
+    """The job with `typed_params` of its recipe."""
     if config.script is not None or not has_text(config.params):
         return config
     cls = load_object(ALIASES.get(config.recipe, config.recipe), SOURCE_FOLDER, "recipe", offers=Recipe)
@@ -261,10 +250,9 @@ def with_types(config: Config) -> Config:
 
 
 def describe_param(detail: Any, cls: type[Recipe]) -> str:
-    """Every host: format an error in the recipe's parameters like one in the configuration."""
+    """An error in the recipe's parameters like one in the configuration."""
     if not detail["loc"]:
-        message = str(detail["msg"]).removeprefix("Value error, ")
-        return f"params: {message}"
+        return f"params: {str(detail['msg']).removeprefix('Value error, ')}"
     return error_line(detail, cls, prefix="params")
 
 
@@ -293,27 +281,23 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         there = [
             n
             for n, value in vars(module).items()
-            if not n.startswith("_")
-            and getattr(value, "__module__", None) == module.__name__
-            and (offers is None or (inspect.isclass(value) and issubclass(value, offers)))
+            if not n.startswith("_") and getattr(value, "__module__", None) == module.__name__
+            if offers is None or (inspect.isclass(value) and issubclass(value, offers))
         ]
-        close = difflib.get_close_matches(name, there, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(there) or 'nothing'}"
+        hint = nearest(name, there, f"available: {', '.join(there) or 'nothing'}")
         file = Path(str(module.__file__))
         file = file.relative_to(source) if file.is_relative_to(source) else file
-        raise UsageError(f"{key}: {module_name} ({file}) has no {name}; {hint}")
+        raise UsageError(f"{key}: {module_name} ({file}) has no {name}{hint}")
     return getattr(module, name)
 
 
 def _absent(module_name: str, source: Path) -> str:
-    """A module that is missing, and the ones that there are."""
     first = module_name.split(".")[0]
     names = [p.stem for p in source.glob("*.py")]
     names += [p.name for p in source.iterdir() if p.is_dir() and any(p.glob("*.py"))]
     if (source / first).is_dir() and "." in module_name:
         names = [f"{first}.{p.stem}" for p in (source / first).glob("*.py") if p.stem != "__init__"]
-    close = difflib.get_close_matches(module_name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(sorted(names)) or 'none'}"
+    hint = nearest(module_name, names, f"available: {', '.join(sorted(names)) or 'none'}")
     # The staged copy is gone when a refused run's message is read.
     where = "the job's source" if (source / ORIGINS_FILE).is_file() else source
-    return f"no module {module_name} in {where}; {hint}"
+    return f"no module {module_name} in {where}{hint}"

@@ -77,7 +77,6 @@ def append(path: str, event: str, values: Mapping[str, Any]) -> None:
 
 
 def metrics_line(step: int, metrics: Mapping[str, float | None]) -> str:
-    """Anywhere: format the metrics of a step as one line."""
     shown = [f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items()]
     return "  ".join([f"step {step}", *shown])
 
