@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.fields import FieldInfo
 
 from launcher.places import EVERYWHERE, Options, Place, RemoteRun, attach, every_place, place_named
-from stoker.config.loading import Resolved, load, schema_rows, type_name
+from stoker.config.loading import load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def refuse_meaningless(options: Options, chosen: Place) -> None:
     fields = [name for name in Options.__dataclass_fields__ if name not in (*EVERYWHERE, *chosen.options)]
     problems = []
-    for name in filter(lambda field: getattr(options, field), fields):
+    for name in (field for field in fields if getattr(options, field)):
         # Import the other places only for an option that may be theirs.
         if known := [place.name for place in every_place() if name in place.options]:
             use = " or --on ".join(known)
@@ -188,15 +188,10 @@ def stop(run_id: str) -> int:
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
-    from launcher.job import as_overrides
+    from launcher.job import as_overrides, examples_root, recipe_folder
 
     file, own = as_overrides(config, None)
     resolved = load(file, [*own, *overrides]) if config else None
-    print("\n".join(config_lines(resolved, source_dir)))
-    return 0
-
-
-def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str]:
     rows: list[tuple[str, str, str, str]] = []
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
@@ -208,7 +203,6 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             default = f"{shown(redact(value, key))} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
-        from launcher.job import examples_root, recipe_folder
         from stoker.recipe import ALIASES, Recipe, load_object, typed_params
 
         path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
@@ -223,10 +217,9 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
                 default = f"{shown(redact(given, key))} ({resolved.origins.get(key, 'file')})"
             rows.append((key, type_name(info.annotation), default, info.description or ""))
     widths = [min(max(len(row[i]) for row in rows), limit) for i, limit in enumerate((34, 24, 40))]
-    return [
-        f"{key:<{widths[0]}}  {kind:<{widths[1]}}  {default:<{widths[2]}}  {meaning}".rstrip()
-        for key, kind, default, meaning in rows
-    ]
+    for key, kind, default, meaning in rows:
+        print(f"{key:<{widths[0]}}  {kind:<{widths[1]}}  {default:<{widths[2]}}  {meaning}".rstrip())
+    return 0
 
 
 def default_of(info: FieldInfo) -> str:

@@ -32,7 +32,6 @@ from typing import Any
 from launcher import run_directory
 from launcher.commands import check_recipe, refuse_unsupported
 from launcher.job import (
-    COMMAND,
     Job,
     as_overrides,
     example_file,
@@ -43,7 +42,7 @@ from launcher.job import (
 )
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
-from launcher.places.local import outlast
+from launcher.places.local import outlast, started
 from launcher.run_directory import PROCESS_FILE, PastRun, resolve_resume
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
@@ -51,7 +50,6 @@ from stoker.config.redaction import learn_job, scrub
 from stoker.config.schema import Config, refuse_missing
 from stoker.errors import UsageError
 from stoker.hosts.output import Copies
-from stoker.hosts.raynode import end_with_parent
 from stoker.place import (
     LASTING_DIR_VARIABLE,
     LAUNCH_DIR_VARIABLE,
@@ -371,15 +369,13 @@ def submit(request: NotebookRequest) -> NotebookRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         latest = run_directory.point_latest(run_dir) if local else None
         packed = {} if local else {PACKAGE_VARIABLE: str(_packed(code))}
-        process = subprocess.Popen(
-            [sys.executable, *COMMAND[1:]],
-            cwd=code,
-            env=os.environ | request.environment | packed,
+        process = started(
+            code,
+            os.environ | request.environment | packed,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             # The kernel's interrupts go to its process group; the job gets one each from `wait`.
             start_new_session=True,
-            preexec_fn=end_with_parent,
         )
     except BaseException as error:
         if not local:

@@ -215,10 +215,12 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
 
 def newest_unfinished(config: Config) -> Path | None:
     """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
-    form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-\d+)?")
+    # The second and later runs of the same second have a number.
+    form = re.compile(re.escape(config.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     root = Path(config.output_dir)
-    folders = [path for path in root.iterdir() if form.fullmatch(path.name)] if root.is_dir() else []
-    for folder in sorted(folders, key=lambda path: _order(path.name), reverse=True):
+    matches = [(path, form.fullmatch(path.name)) for path in root.iterdir()] if root.is_dir() else []
+    folders = [(found[1], int(found[2] or 1), path) for path, found in matches if found]
+    for *_, folder in sorted(folders, reverse=True):
         run = PastRun(folder.resolve())
         if run.summary().get("status") != "succeeded" and (config.checkpoint.dir or kept_in(folder, config)):
             return run.run_dir
@@ -267,13 +269,11 @@ def _run(run_dir: Path, place: Place, config: Config) -> Resume:
         raise UsageError(
             f"--resume: {run_dir} is still running; stop it first: stoker stop {shlex.quote(str(run_dir))}"
         )
-    steps = kept_in(run_dir, config)
-    if place.checkpoints == "copies":
-        if not steps:
-            raise UsageError(f"--resume: {run_dir} holds no checkpoint")
-        return Resume("auto", checkpoints=tuple(steps))
-    if not steps and config.checkpoint.dir is None:
+    steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
+    if not steps and (copied or config.checkpoint.dir is None):
         raise UsageError(f"--resume: {run_dir} holds no checkpoint")
+    if copied:
+        return Resume("auto", checkpoints=tuple(steps))
     print(f"resuming in {run_dir}", file=sys.stderr)
     return Resume("auto", run_dir=run_dir)
 
@@ -296,9 +296,3 @@ def _elsewhere(asked: str, place: Place, config: Config) -> Resume:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "summary.json").is_file() or (folder / "code").is_dir()
-
-
-def _order(name: str) -> tuple[str, int]:
-    """Sort key; the second and later runs of the same second have a number."""
-    found = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", name)
-    return (found[1], int(found[2] or 1)) if found else (name, 0)

@@ -293,13 +293,6 @@ def init(
     raise typer.Exit(init(folder, kind))
 
 
-def unwritable(error: OSError) -> str | None:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-        return None
-    place = error.filename2 or error.filename or "a file"
-    return f"{place}: {error.strerror}; free up space or choose another folder (output_dir=…, TMPDIR)"
-
-
 def main() -> None:
     """Run the command line; wrong usage prints one line per problem and exits with 2."""
     if Path(sys.argv[0]).name == "stoker":
@@ -309,9 +302,11 @@ def main() -> None:
     except UsageError as error:
         problems = error.problems
     except OSError as error:
-        if (problem := unwritable(error)) is None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
-        problems = (problem,)
+        place = error.filename2 or error.filename or "a file"
+        remedy = "free up space or choose another folder (output_dir=…, TMPDIR)"
+        problems = (f"{place}: {error.strerror}; {remedy}",)
     except TyperException as error:
         context = getattr(error, "ctx", None)
         more = f"; see {context.command_path} --help" if context else ""

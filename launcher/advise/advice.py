@@ -183,7 +183,7 @@ class Advice:
 def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
     notes = [known.label, *measured.notes]
     hints = stage_hints(measured.stages)
-    rated = [name for name in wanted.gpu_types if any(measured.work(m.gpu_name) for m in machines([name]))]
+    rated = [m.type for m in machines(wanted.gpu_types) if measured.work(m.gpu_name)]
     unrated = [name for name in wanted.gpu_types if name not in rated]
     if not rated:
         lines = [
@@ -196,8 +196,7 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
         return Advice(measured, wanted, known, table, None, lines, notes)
     if unrated:
         notes.append(f"left out, because the rate of the GPU is unknown: {', '.join(unrated)}")
-    search = _Search(measured, replace(wanted, gpu_types=tuple(rated)), known)
-    table = search.evaluate()
+    table = _Search(measured, replace(wanted, gpu_types=tuple(rated)), known).evaluate()
     best = recommend(table)
     instead = [*_configured(table, best, wanted), *_bigger_host(table, best)]
     return Advice(measured, wanted, known, table, best, [_reason(table, best), *instead, *hints], notes)
@@ -222,12 +221,13 @@ class _Search:
         Bigger hosts with the same GPUs appear without CPU hosts, as the other way to add CPUs to a GPU.
         """
         clusters: list[tuple[Machine, Machine | None, int]] = []
+        by_size = sorted(prices.MACHINES.values(), key=lambda machine: machine.vcpus)
         for gpu in machines(self.wanted.gpu_types):
-            clusters += [(host, None, 0) for host in (gpu, *larger_hosts(gpu))]
+            same = [m for m in by_size if (m.gpu_name, m.gpus) == (gpu.gpu_name, gpu.gpus)]
+            clusters += [(host, None, 0) for host in same if host is gpu or host.vcpus > gpu.vcpus]
             for cpu in machines(self.wanted.cpu_types):
                 clusters += [(gpu, cpu, count) for count in self.counts_worth_a_look(gpu, cpu)]
-        found = {(gpu.type, cpu and cpu.type, n): self.judge(gpu, cpu, n) for gpu, cpu, n in clusters}
-        judged = [one for one in found.values() if one is not None]
+        judged = [one for cluster in dict.fromkeys(clusters) if (one := self.judge(*cluster)) is not None]
         return sorted(judged, key=lambda one: (one.usd_per_million_samples, -one.samples_per_s))
 
     def capacity(self) -> list[Candidate]:
@@ -301,15 +301,6 @@ def machines(names: Iterable[str]) -> list[Machine]:
     return [found for found in map(prices.machine, names) if found is not None]
 
 
-def larger_hosts(own: Machine) -> list[Machine]:
-    same = [m for m in prices.MACHINES.values() if _same_gpu(m, own) and m.vcpus > own.vcpus]
-    return sorted(same, key=lambda m: m.vcpus)
-
-
-def _same_gpu(one: Machine, other: Machine) -> bool:
-    return (one.gpu_name, one.gpus) == (other.gpu_name, other.gpus)
-
-
 def table_name(device: str) -> str | None:
     """The price table's name of a GPU, from the driver's, such as NVIDIA A100-SXM4-40GB."""
     names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
@@ -336,7 +327,7 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
     others = [one for one in table if one.cpu_hosts]
     if not others:
         return f"{head}: {limit}"
-    other = _cheapest([one for one in like if one.cpu_hosts] or others)
+    other = next((one for one in like if one.cpu_hosts), others[0])
     more = f"the best with them, {other.hosts}, costs {other.dearer_than(best):.0f} % more per sample"
     if other.gpu_type != best.gpu_type:
         speed = f"at {other.samples_per_s / best.samples_per_s:.2f} times the speed"
@@ -345,10 +336,6 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         "the GPU host feeds its GPU alone" if best.binds == "gpu" else "they would cost more than they gain"
     )
     return f"{head}: no CPU hosts: {feeds}; {more}{_doubt(best, other)}"
-
-
-def _cheapest(table: list[Candidate]) -> Candidate:
-    return min(table, key=lambda one: one.usd_per_million_samples)
 
 
 def _doubt(best: Candidate, other: Candidate) -> str:
@@ -378,7 +365,7 @@ def _bigger_host(table: list[Candidate], best: Candidate) -> list[str]:
     larger = [one for one, m in known if m and own and m.gpu_name == own.gpu_name and m.vcpus > own.vcpus]
     if not best.cpu_hosts or not larger:
         return []
-    other = _cheapest(larger)
+    other = larger[0]
     return [
         f"or a bigger GPU host, {other.hosts}: ${other.usd_per_million_samples:.2f} per 1M samples"
         f" ({other.dearer_than(best):+.0f} %), {other.samples_per_s:,.0f} samples/s"

@@ -24,8 +24,8 @@ from launcher.advise.advice import (
     advise,
     table_name,
 )
-from launcher.job import COMMAND, Job, open_job
-from launcher.places.local import environment
+from launcher.job import Job, open_job
+from launcher.places.local import environment, started
 from launcher.run_directory import PastRun
 from stoker.config.loading import Resolved, load
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
@@ -35,7 +35,6 @@ from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import dollars, duration, table
-from stoker.hosts.raynode import end_with_parent
 from stoker.hosts.topology import has_gpu
 
 DEFAULT_GPU = "ml.g5.xlarge"
@@ -59,15 +58,38 @@ class HostOptions:
 
     def rates(self) -> dict[str, float]:
         """Samples/s by GPU name, "" for all; empty if none was given."""
-        rates, problems = parse_rates(self.gpu_samples_per_s)
-        problems += list(_type_problems(self))
-        if self.max_cpu_hosts < 0:
-            problems.append(f"--max-cpu-hosts: must be at least 0 (got {self.max_cpu_hosts})")
-        if not 0 < self.cpu_speed <= 10:
-            problems.append(f"--cpu-speed: must be between 0 and 10 (got {self.cpu_speed})")
-        if problems:
+        rates: dict[str, float] = {}
+        if problems := list(self._parsed(rates)):
             raise UsageError(*problems)
         return rates
+
+    def _parsed(self, rates: dict[str, float]) -> Iterator[str]:
+        """What is wrong; fills the rates."""
+        names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
+        for text in self.gpu_samples_per_s:
+            name, sign, number = text.rpartition("=")
+            if sign and name not in names:
+                yield f"--gpu-samples-per-s {text}: no GPU {name!r}; known: {', '.join(sorted(names))}"
+                continue
+            try:
+                rates[name] = float(number)
+            except ValueError:
+                rates[name] = 0.0
+            if not 0 < rates[name] < float("inf"):
+                how = "give samples per second of one GPU, such as 400 or A10G=400"
+                yield f"--gpu-samples-per-s {text}: {how}"
+        for flag, types, with_gpu in (("--gpu", self.gpu, True), ("--cpu", self.cpu, False)):
+            for name in types:
+                if prices.machine(name) is None:
+                    families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
+                    hint = nearest(name, prices.MACHINES, f"known are sizes of {', '.join(families)}")
+                    yield f"{flag} {name}: unknown instance type{hint}"
+                elif has_gpu(name) != with_gpu:
+                    yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
+        if self.max_cpu_hosts < 0:
+            yield f"--max-cpu-hosts: must be at least 0 (got {self.max_cpu_hosts})"
+        if not 0 < self.cpu_speed <= 10:
+            yield f"--cpu-speed: must be between 0 and 10 (got {self.cpu_speed})"
 
 
 @dataclass(frozen=True)
@@ -87,54 +109,17 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     settings = resolved.config.sagemaker
     wanted = wanted_of(resolved, options)
     with progress_lines(options.as_json) as tell:
-        measured = measure_job(resolved, options, rates, tell)
+        if options.from_run is not None:
+            measured = from_run(options.from_run, resolved.config, rates)
+        else:
+            with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
+                measured = from_run(run_dir, resolved.config, rates, here=True)
     advice = advise(measured, wanted, price_list(settings.prices))
     if options.as_json:
         print(json.dumps(as_json(advice), indent=1))
     else:
         show(advice)
     return 0 if advice.best is not None else 1
-
-
-def measure_job(
-    resolved: Resolved, options: SizeOptions, rates: dict[str, float], tell: Callable[[str], None]
-) -> Measured:
-    if options.from_run is not None:
-        return from_run(options.from_run, resolved.config, rates)
-    with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
-        return from_run(run_dir, resolved.config, rates, here=True)
-
-
-def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Parse `400` or `A10G=400` into samples/s by GPU name, and list the problems."""
-    names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
-    rates: dict[str, float] = {}
-    problems = []
-    for text in texts:
-        name, sign, number = text.rpartition("=")
-        if sign and name not in names:
-            problems.append(f"--gpu-samples-per-s {text}: no GPU {name!r}; known: {', '.join(sorted(names))}")
-            continue
-        try:
-            rates[name] = float(number)
-        except ValueError:
-            rates[name] = 0.0
-        if not 0 < rates[name] < float("inf"):
-            problems.append(
-                f"--gpu-samples-per-s {text}: give samples per second of one GPU, such as 400 or A10G=400"
-            )
-    return rates, problems
-
-
-def _type_problems(options: HostOptions) -> Iterator[str]:
-    for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
-        for name in names:
-            if prices.machine(name) is None:
-                families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
-                hint = nearest(name, prices.MACHINES, f"known are sizes of {', '.join(families)}")
-                yield f"{flag} {name}: unknown instance type{hint}"
-            elif has_gpu(name) != with_gpu:
-                yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
 
 
 def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
@@ -157,17 +142,18 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
 def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
     """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
-        run_dir = Path(scratch) / job.name
-        _alone(job, scratch).stage(run_dir / "code")
+        run_dir, config = Path(scratch) / job.name, job.resolved.config
+        # Nothing of it is kept, or sent elsewhere.
+        changes = {
+            "output_dir": scratch,
+            "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
+            "tracking": TrackingConfig(tensorboard=False, log_every_steps=config.tracking.log_every_steps),
+            "export": [],
+        }
+        alone = replace(job.resolved, config=config.model_copy(update=changes))
+        replace(job, resolved=alone).stage(run_dir / "code")
         with (Path(scratch) / "screen.txt").open("w+") as screen:
-            process = subprocess.Popen(
-                [sys.executable, *COMMAND[1:]],
-                cwd=run_dir / "code",
-                env=environment(run_dir),
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent,
-            )
+            process = started(run_dir / "code", environment(run_dir), stdout=screen, stderr=subprocess.STDOUT)
             try:
                 stopped = _train(process, run_dir, tell)
             finally:
@@ -176,18 +162,6 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
             screen.seek(0)
             _refuse_failed(process.returncode, stopped, run_dir, screen.read())
         yield run_dir
-
-
-def _alone(job: Job, scratch: str) -> Job:
-    """The job without anything that it would keep or send elsewhere."""
-    config = job.resolved.config
-    changes = {
-        "output_dir": scratch,
-        "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
-        "tracking": TrackingConfig(tensorboard=False, log_every_steps=config.tracking.log_every_steps),
-        "export": [],
-    }
-    return replace(job, resolved=replace(job.resolved, config=config.model_copy(update=changes)))
 
 
 def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: Callable[[str], None]) -> bool:
@@ -242,7 +216,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         raise UsageError(f"{name}: its summary.json has no cost of the chain")
     found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates:
-        found, note = _rate_here(summary) if here else rate_of_run(summary)
+        found, note = rate_of_run(summary, here)
     passes = max(sum("trained" in epoch for epoch in records.epochs), 1)
     source = f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
     if here:
@@ -274,7 +248,7 @@ def _uncounted(summary: Path) -> list[str]:
     ]
 
 
-def rate_of_run(summary: Summary) -> tuple[dict[str, float], str]:
+def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     """G of one GPU, under its name, and a note; empty if the run had no GPUs."""
     gpus = sum(host.gpus for host in summary.cluster.at_once())
     if not gpus:
@@ -283,20 +257,14 @@ def rate_of_run(summary: Summary) -> tuple[dict[str, float], str]:
     total = sum(terms.values())
     waits = 1 - terms.get("compute", 0.0) / total if total else summary.speed.input_wait_pct / 100
     rate = summary.speed.steady_samples_per_s / max(1 - waits, 0.02) / gpus
-    types = {host.type for host in summary.cluster.hosts if host.gpus}
-    known = prices.machine(types.pop() or "") if len(types) == 1 else None
-    name = known.gpu_name if known else ""
-    return {name: rate}, "samples/s of the GPU: from the run, without its waiting"
-
-
-def _rate_here(summary: Summary) -> tuple[dict[str, float], str]:
-    """As `rate_of_run`, under the name of this machine's GPU."""
-    rates = rate_of_run(summary)[0]
-    if not rates:
-        return {}, ""
+    if not here:
+        types = {host.type for host in summary.cluster.hosts if host.gpus}
+        known = prices.machine(types.pop() or "") if len(types) == 1 else None
+        name = known.gpu_name if known else ""
+        return {name: rate}, "samples/s of the GPU: from the run, without its waiting"
     import torch
 
-    device, rate = torch.cuda.get_device_name(0), next(iter(rates.values()))
+    device = torch.cuda.get_device_name(0)
     if name := table_name(device):
         return {name: rate}, f"samples/s of the GPU: {rate:,.0f} on this machine's {device}, without waiting"
     what = f"{rate:,.0f} samples/s on this machine's {device}"

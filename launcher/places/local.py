@@ -62,19 +62,19 @@ class LocalRequest:
         return done.returncode
 
 
-class LocalRun:
+class LocalRun(PastRun):
     def __init__(
         self, run_dir: Path, process: subprocess.Popen[bytes], new: bool = False, latest: str | None = None
     ) -> None:
-        self.id = str(run_dir)
-        self.run_dir, self.process, self.new, self.latest = run_dir, process, new, latest
+        super().__init__(run_dir)
+        self.process, self.new, self.latest = process, new, latest
+
+    def process_id(self) -> int | None:
+        return self.process.pid if self.process.poll() is None else None
 
     def status(self) -> str:
         code = self.process.poll()
         return "running" if code is None else "succeeded" if code == 0 else f"failed: exit code {code}"
-
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from run_directory.log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
         return outlast(self.process, self.process.wait, self._interrupt, self._concluded)
@@ -91,12 +91,9 @@ class LocalRun:
 
     def _concluded(self, code: int) -> int:
         (self.run_dir / STOP_FILE).unlink(missing_ok=True)
-        if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
+        if code == 2 and self.new and not self.summary().get("steps"):
             run_directory.remove_refused(self.run_dir, self.latest)
         return code
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
 
 
 def outlast(
@@ -152,18 +149,22 @@ def submit(request: LocalRequest) -> LocalRun:
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
     latest = run_directory.point_latest(run_dir)
-    command = [sys.executable, *COMMAND[1:]]
-    cwd, variables = run_dir / "code", environment(run_dir)
-    # A killed launcher stops its job like a SIGTERM; the kernel counts the end of a thread as that, too.
-    end = end_with_parent if threading.current_thread() is threading.main_thread() else None
     begun = early.begun()
-    variables |= begun.variables() if begun else {}
-    passed = (begun.instructions,) if begun else ()
-    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end, pass_fds=passed)
+    variables = environment(run_dir) | (begun.variables() if begun else {})
+    passed: dict[str, Any] = {"pass_fds": (begun.instructions,) if begun else ()}
+    if threading.current_thread() is not threading.main_thread():
+        passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
+    process = started(run_dir / "code", variables, **passed)
     if begun:
         os.close(begun.instructions)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
+
+
+def started(code: Path, variables: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """The process of a staged job; a killed launcher stops it like a SIGTERM."""
+    options = {"preexec_fn": end_with_parent, **options}
+    return subprocess.Popen([sys.executable, *COMMAND[1:]], cwd=code, env=variables, **options)
 
 
 def environment(run_dir: Path) -> dict[str, str]:
