@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from launcher.job import DataUpload, Job, files_below, pack_source, stage
 from launcher.places import RemoteRun
 from stoker import figures
-from stoker.config.loading import Resolved
 from stoker.config.redaction import is_secret, redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError, nearest
@@ -84,8 +83,7 @@ def training_group(config: Config, groups: Sequence[HostGroup]) -> str | None:
 def with_training_group(job: Job, name: str | None) -> Job:
     config = job.resolved.config
     cluster = config.cluster.model_copy(update={"gpu_group": name})
-    config = config.model_copy(update={"cluster": cluster})
-    return replace(job, resolved=Resolved(config, job.resolved.origins))
+    return replace(job, resolved=replace(job.resolved, config=config.model_copy(update={"cluster": cluster})))
 
 
 def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, spot: bool, prices: PriceList) -> str:
@@ -199,9 +197,6 @@ class CloudRequest(ABC):
         """The name of the archive of the code; "" if its files are uploaded one by one."""
         return self.code_uri.rpartition("/")[2]
 
-    def to_json(self) -> str:
-        return json.dumps(self.body, indent=2)
-
     @abstractmethod
     def title(self) -> str: ...
 
@@ -225,7 +220,7 @@ class CloudRequest(ABC):
         ]
         parts = [
             self.title(),
-            self.to_json(),
+            json.dumps(self.body, indent=2),
             self.costs(),
             table(("upload", "files", "size", "to"), uploads),
             "\n".join(f"note: {line}" for line in self.warnings),
@@ -256,7 +251,7 @@ class CloudRequest(ABC):
 
     def upload(self, store: UploadStore, tell: Tell | None) -> None:
         """Upload data and code; `tell` gets the progress, and without it standard error."""
-        tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
+        tell = tell or functools.partial(print, file=sys.stderr, flush=True)
         for item in self.data:
             sent = upload_data(store, item)
             tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
@@ -327,9 +322,7 @@ class ServicePoller:
                 return found
 
 
-def show(line: str) -> None:
-    """Print and flush, so that pipes get the line immediately."""
-    print(line, flush=True)
+show = functools.partial(print, flush=True)
 
 
 def follow(run: RemoteRun, tell: Tell = show) -> int:
@@ -451,32 +444,7 @@ def shared_problems(
     """
     config = request.job.resolved.config
     settings = getattr(config, section)
-    yield from _training_problems(config, request.groups, trains, more)
-    if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
-        yield (
-            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
-            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
-        )
-    kind, known = types[0], [*names_of(request.groups), *types[1]]
-    for key in settings.prices:
-        if key not in known:
-            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
-    for item in request.data:
-        if not item.files:
-            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
-    vault, entries = shown[0], [(key, *entry) for key, values in shown[1].items() for entry in values.items()]
-    for key, name, value in entries:
-        if is_secret(name, str(value)) or redact(str(value)) != str(value):
-            yield (
-                f"{key}.{name}: looks like a secret, which everyone who may describe the job can read; let"
-                f" the job read it from {vault} instead"
-            )
-
-
-def _training_problems(
-    config: Config, groups: Sequence[HostGroup], trains: str | None, more: str
-) -> Iterator[str]:
-    names = names_of(groups)
+    groups, names = request.groups, names_of(request.groups)
     listed = ", ".join(names)
     if groups and trains is None:
         if named := config.cluster.gpu_group:
@@ -499,3 +467,22 @@ def _training_problems(
     for name in config.data.preprocess_on:
         if len(names) > 1 and name not in names:
             yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
+    if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
+        yield (
+            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
+            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
+        )
+    kind, known = types[0], [*names, *types[1]]
+    for key in settings.prices:
+        if key not in known:
+            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
+    for item in request.data:
+        if not item.files:
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+    vault, entries = shown[0], [(key, *entry) for key, values in shown[1].items() for entry in values.items()]
+    for key, name, value in entries:
+        if is_secret(name, str(value)) or redact(str(value)) != str(value):
+            yield (
+                f"{key}.{name}: looks like a secret, which everyone who may describe the job can read; let"
+                f" the job read it from {vault} instead"
+            )

@@ -221,7 +221,7 @@ def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, 
     from google.protobuf.json_format import MessageToDict
 
     request = vertex.plan(make_job(changes), offline=True)
-    job = CustomJob.from_json(request.to_json())
+    job = CustomJob.from_json(json.dumps(request.body))
     back = MessageToDict(CustomJob.pb(job))
     for sent, got in zip(
         request.body["jobSpec"]["workerPoolSpecs"], back["jobSpec"]["workerPoolSpecs"], strict=True

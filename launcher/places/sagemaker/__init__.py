@@ -67,7 +67,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
 def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     region = request.region
     with aws.readable_errors("upload"):
-        request.upload(aws.store_of(request), tell)
+        request.upload(aws.S3Store(request), tell)
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", region).create_training_job(**request.body)
     return SageMakerRun(region, request.name, submitted=True)

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +117,8 @@ def readable_errors(what: str) -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         message = error.response.get("Error", {}).get("Message", str(error))
         kind = UsageError if "AccessDenied" in code else PassingError
-        raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{_remedy(code)}") from None
+        remedy = next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
+        raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{remedy}") from None
     except BotoCoreError as error:
         raise PassingError(f"AWS {what}: {error}") from None
     except S3UploadFailedError as error:  # wraps the actual error
@@ -136,10 +136,6 @@ _REMEDIES = {
     "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
     "ResourceInUse": "a job with this name exists; submit again to get a new name",
 }
-
-
-def _remedy(code: str) -> str:
-    return next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
 
 
 def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
@@ -182,25 +178,16 @@ def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
         yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
 
 
-def store_of(request: SageMakerRequest) -> S3Store:
-    """Where a job's uploads go: only a bucket of the account that must own it, and under the key, if any."""
-    settings = request.settings
-    owner = "".join(settings.bucket_owner or (settings.role or "").split(":")[4:5])
-    return S3Store(client("s3", request.region), owner, settings.kms_key)
-
-
-@dataclass(frozen=True)
 class S3Store:
-    s3: Any
-    owner: str
-    kms_key: str | None
+    """Where a job's uploads go: only a bucket of the account that must own it, and under the key, if any."""
 
-    @property
-    def protection(self) -> dict[str, str]:
-        found = {"ExpectedBucketOwner": self.owner}
-        if self.kms_key is not None:
-            found |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
-        return found
+    def __init__(self, request: SageMakerRequest) -> None:
+        settings = request.settings
+        self.s3 = client("s3", request.region)
+        self.owner = "".join(settings.bucket_owner or (settings.role or "").split(":")[4:5])
+        self.protection = {"ExpectedBucketOwner": self.owner}
+        if settings.kms_key is not None:
+            self.protection |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
 
     def exists(self, uri: str) -> bool:
         bucket, key = split_uri(uri)
@@ -269,8 +256,17 @@ def has_credentials() -> bool:
 def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[CheckRow]:
     kind = "spot training job" if spot else "training job"
     names = {f"{instance} for {kind} usage": instance for instance in wanted}
+    deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
     try:
-        found = _values(set(names), region)
+        with readable_errors("quotas"):
+            pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
+            for page in pages.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}):
+                rows = [row for row in page["Quotas"] if row["QuotaName"] in names]
+                found |= {row["QuotaName"]: row["Value"] for row in rows}
+                if found.keys() == names.keys():
+                    break
+                if time.monotonic() > deadline:
+                    raise UsageError(f"AWS quotas: not all listed within {LISTING_S:.0f} s")
     except UsageError as error:
         yield "note", "quotas", f"unknown ({error})", ""
         return
@@ -283,16 +279,3 @@ def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[CheckRow]
             yield "FAIL", "quotas", about, f"ask for it in Service Quotas, SageMaker, {region}"
         else:
             yield "ok", "quotas", about, ""
-
-
-def _values(names: set[str], region: str) -> dict[str, float]:
-    deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
-    with readable_errors("quotas"):
-        pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
-        for page in pages.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}):
-            found |= {row["QuotaName"]: row["Value"] for row in page["Quotas"] if row["QuotaName"] in names}
-            if found.keys() == names:
-                break
-            if time.monotonic() > deadline:
-                raise UsageError(f"AWS quotas: not all listed within {LISTING_S:.0f} s")
-    return found

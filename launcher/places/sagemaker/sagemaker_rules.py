@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,8 @@ RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "
 
 
 def problems(request: SageMakerRequest) -> list[str]:
-    found = [line for rule in RULES for line in rule(request)]
+    rules = (_groups, _shared, _settings, _channels, _parameters, _request, _hyperparameters, _image)
+    found = [line for rule in rules for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(request.body, request.keys)
     found += [line for line in limits if line.partition(": ")[0] not in named]
@@ -109,7 +110,7 @@ def _shared(request: SageMakerRequest) -> Iterator[str]:
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
 
 
-def _times(request: SageMakerRequest) -> Iterator[str]:
+def _settings(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
     if settings.max_wait_s is not None and not settings.spot:
         yield "sagemaker.max_wait_s: only spot jobs wait; add sagemaker.spot=true or remove it"
@@ -123,9 +124,6 @@ def _times(request: SageMakerRequest) -> Iterator[str]:
     if settings.keep_alive_s and settings.spot:
         yield "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
 
-
-def _disks(request: SageMakerRequest) -> Iterator[str]:
-    settings = request.settings
     need_gb = sum(item.bytes for item in request.data) / 1e9
     with_nvme = [group.type for group in request.groups if prices.has_nvme(group.type)]
     if settings.volume_kms_key and with_nvme:
@@ -269,19 +267,6 @@ def _image(request: SageMakerRequest) -> Iterator[str]:
     torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
     if why := requirements.unfit(python, torch if registry[1] == IMAGE_ACCOUNT else None):
         yield f"{key}: {why}"
-
-
-RULES: tuple[Callable[[SageMakerRequest], Iterator[str]], ...] = (
-    _groups,
-    _shared,
-    _times,
-    _disks,
-    _channels,
-    _parameters,
-    _request,
-    _hyperparameters,
-    _image,
-)
 
 
 PYTHON_TYPES: dict[str, Any] = {

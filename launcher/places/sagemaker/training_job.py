@@ -164,11 +164,19 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         settings.kms_key,
     )
     keys: dict[str, str] = {}
-    code_uri = f"{s3_uri}/{name}/code"
+    code_uri, max_wait_s = f"{s3_uri}/{name}/code", settings.max_wait_s
+    if settings.spot and max_wait_s is None:
+        max_wait_s = 2 * settings.max_runtime_s
     body = {
         "TrainingJobName": name,
         "RoleArn": settings.role,
-        "AlgorithmSpecification": _algorithm(job, settings, region),
+        "AlgorithmSpecification": {
+            "TrainingImage": settings.image or default_image(region),
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": list(ENTRYPOINT) if settings.entry == "container" else None,
+            "EnableSageMakerMetricsTimeSeries": True,
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
+        },
         "HyperParameters": _hyperparameters(settings, code_uri),
         "Environment": {
             name: Keyed(value, f"sagemaker.environment.{name}")
@@ -188,7 +196,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         },
         "StoppingCondition": {
             "MaxRuntimeInSeconds": settings.max_runtime_s,
-            "MaxWaitTimeInSeconds": _max_wait_s(settings),
+            "MaxWaitTimeInSeconds": max_wait_s,
         },
         "VpcConfig": {
             "Subnets": list(settings.subnets) or None,
@@ -207,16 +215,6 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
     body = overlaid(pruned(body, keys), settings.request, keys, taken)
     data_at = _data_at(job, data)
     return SageMakerRequest(job, name, region, s3_uri, groups, body, keys, data, data_at, taken=tuple(taken))
-
-
-def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
-    return {
-        "TrainingImage": settings.image or default_image(region),
-        "TrainingInputMode": "File",
-        "ContainerEntrypoint": list(ENTRYPOINT) if settings.entry == "container" else None,
-        "EnableSageMakerMetricsTimeSeries": True,
-        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
-    }
 
 
 def metrics_of(job: Job) -> dict[str, str]:
@@ -241,18 +239,15 @@ def _hyperparameters(settings: SageMakerConfig, code_uri: str) -> dict[str, Any]
         found["sagemaker_program"] = COMMAND[1]
         found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
     for key, value in settings.hyperparameters.items():
-        text = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
+        text = json.dumps(value)
+        if isinstance(value, str):
+            try:
+                json.loads(value)  # must be quoted to stay text
+            except ValueError:
+                text = value
         # SageMaker's tuning takes no dots in names; `__` is equivalent.
         found[key.replace(".", "__")] = Keyed(text, f"sagemaker.hyperparameters.{key}")
     return found
-
-
-def is_json(text: str) -> bool:
-    """Whether a text reads as JSON, so that it must be quoted to stay text."""
-    with contextlib.suppress(ValueError):
-        json.loads(text)
-        return True
-    return False
 
 
 def _channels(
@@ -303,12 +298,6 @@ def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
         return instances(groups[0])
     listed = [{"InstanceGroupName": Keyed(one.name, f"{one.key}.name"), **instances(one)} for one in groups]
     return {"InstanceGroups": Keyed(listed, "sagemaker.groups")}
-
-
-def _max_wait_s(settings: SageMakerConfig) -> int | None:
-    if settings.max_wait_s is not None or not settings.spot:
-        return settings.max_wait_s
-    return 2 * settings.max_runtime_s
 
 
 def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:

@@ -69,12 +69,10 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
         problems += cluster_problems(config.slurm, known) if known is not None else []
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    # Away from the cluster, this machine need not have its folders.
-    run_dir = (
-        run_directory.new_run_path(job, Path(config.output_dir))
-        if offline
-        else run_directory.new_run_dir(job)
-    )
+    if offline:  # away from the cluster, this machine need not have its folders
+        run_dir = run_directory.new_run_path(job, Path(config.output_dir))
+    else:
+        run_dir = run_directory.new_run_dir(job)
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
     if config.slurm.max_runtime_s is None:
         notes.append(
@@ -146,12 +144,12 @@ class SlurmRun(PastRun):
         self._state, self._asked_at = State("PENDING"), 0.0
         self._patiently = ServicePoller(POLL_S, answered=submitted)
 
+    def state(self) -> State:
+        return slurm_commands.state_of(self.job_id)
+
     def process_id(self) -> int | None:
         """The job's id while Slurm has the job in its queue; None after its end."""
         return int(self.job_id.partition("_")[0]) if self.state().active else None
-
-    def state(self) -> State:
-        return slurm_commands.state_of(self.job_id)
 
     def status(self) -> str:
         state = self._patiently(self.state)

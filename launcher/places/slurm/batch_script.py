@@ -92,12 +92,9 @@ def _nodes(nodes: SlurmNodesConfig) -> list[str]:
 
 
 def _sbatch(*options: str) -> list[str]:
-    return [f"#SBATCH {_quoted(option)}" for option in options]
-
-
-def _quoted(option: str) -> str:
-    """An option as a line of #SBATCH; its quotes work like a shell's."""
-    return option if re.fullmatch(r"[\w./:=@%+,&|*()!-]+", option) else shlex.quote(option)
+    """Lines of #SBATCH, whose quotes work like a shell's."""
+    plain = re.compile(r"[\w./:=@%+,&|*()!-]+")
+    return [f"#SBATCH {word if plain.fullmatch(word) else shlex.quote(word)}" for word in options]
 
 
 def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
@@ -207,12 +204,10 @@ def _folded(words: list[str]) -> list[str]:
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) > 100:
-            lines[-1] += " \\"
             lines.append(f"    {word}")
         else:
             lines[-1] += f" {word}"
-    lines[-1] += " \\"
-    return lines
+    return [f"{line} \\" for line in lines]
 
 
 def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
@@ -235,7 +230,12 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
             f" {config.stop_before_s} s before (slurm.stop_before_s)"
         )
     for section, nodes in _components(config):
-        yield from _nodes_problems(section, nodes)
+        for option in nodes.extra:
+            name, sign, _ = option.removeprefix("--").partition("=")
+            if not option.startswith("--") or (" " in name and not sign) or "\n" in option:
+                yield f"{section}.extra: {option!r} must have the form --option or --option=value"
+            elif name in OURS:
+                yield f"{section}.extra: --{name} is set by Stoker; see the keys of {section} and slurm"
     same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition
     if same and config.cpu.cpus and config.gpu.cpus:
         yield (
@@ -243,27 +243,15 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
             " leave out slurm.cpu.cpus to request whole nodes"
         )
     for at, line in enumerate(config.setup):
-        yield from _setup_problems(f"slurm.setup[{at}]", line)
-
-
-def _nodes_problems(section: str, nodes: SlurmNodesConfig) -> Iterator[str]:
-    for option in nodes.extra:
-        name, sign, _ = option.removeprefix("--").partition("=")
-        if not option.startswith("--") or (" " in name and not sign) or "\n" in option:
-            yield f"{section}.extra: {option!r} must have the form --option or --option=value"
-        elif name in OURS:
-            yield f"{section}.extra: --{name} is set by Stoker; see the keys of {section} and slurm"
-
-
-def _setup_problems(key: str, line: str) -> Iterator[str]:
-    if line.lstrip().startswith("#SBATCH"):
-        yield f"{key}: #SBATCH lines belong into slurm.gpu.extra and slurm.cpu.extra"
-    for name, value in re.findall(r"(\w+)=[\"']?([^\s\"']+)", line):
-        if is_secret(name, value) and not value.startswith("$"):
-            yield (
-                f"{key}: {name} looks like a secret, which the script and the run's files would show;"
-                " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
-            )
+        key = f"slurm.setup[{at}]"
+        if line.lstrip().startswith("#SBATCH"):
+            yield f"{key}: #SBATCH lines belong into slurm.gpu.extra and slurm.cpu.extra"
+        for name, value in re.findall(r"(\w+)=[\"']?([^\s\"']+)", line):
+            if is_secret(name, value) and not value.startswith("$"):
+                yield (
+                    f"{key}: {name} looks like a secret, which the script and the run's files would show;"
+                    " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
+                )
 
 
 def cluster_problems(config: SlurmConfig, known: dict[str, Partition]) -> Iterator[str]:

@@ -59,14 +59,20 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
 
 
 def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
-    with google_cloud.upload_errors():
+    try:
         request.upload(google_cloud.CloudStorage(), tell)
+    except OSError as error:
+        raise UsageError(f"upload to Cloud Storage: {google_cloud.reason_of(error)}") from None
     return VertexRun(google_cloud.create(request.parent, request.region, request.body), submitted=True)
 
 
 def attach(run_id: str) -> VertexRun:
     """Find a run by `vertex:projects/<project>/locations/<region>/customJobs/<number>`."""
-    return VertexRun(resource_name(run_id))
+    name = run_id.removeprefix("vertex:")
+    parts = name.split("/")
+    if len(parts) != 6 or parts[::2] != ["projects", "locations", "customJobs"] or not all(parts):
+        raise UsageError(f"{run_id}: write vertex:projects/<project>/locations/<region>/customJobs/<number>")
+    return VertexRun(name)
 
 
 class VertexRun(CloudRun):
@@ -146,14 +152,6 @@ def read(uri: str) -> str:
 
 def base_of(job: Any) -> str:
     return str(job.job_spec.base_output_directory.output_uri_prefix).rstrip("/")
-
-
-def resource_name(run_id: str) -> str:
-    name = run_id.removeprefix("vertex:")
-    parts = name.split("/")
-    if len(parts) != 6 or parts[::2] != ["projects", "locations", "customJobs"] or not all(parts):
-        raise UsageError(f"{run_id}: write vertex:projects/<project>/locations/<region>/customJobs/<number>")
-    return name
 
 
 PLACE = Place(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,10 +215,13 @@ def _label(name: str) -> str:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    found = [line for rule in RULES for line in rule(request)]
+    rules = (_pools, _accelerators, _shared, _places, _parameters, _image)
+    found = [line for rule in rules for line in rule(request)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
-        found += [line for line in _types(request) if line.partition(": ")[0] not in named]
+        for path, message in google_cloud.rejected(request.body):
+            if (key := nearest_of(path, request.keys) or path) not in named:
+                found.append(f"{key}: {message}")
     return list(dict.fromkeys(found))
 
 
@@ -315,9 +318,8 @@ def _shared(request: VertexRequest) -> Iterator[str]:
     settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
     types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
-    yield from shared_problems(
-        request, "vertex", trains, "vertex.cpu.replicas", types, ("Secret Manager", shown)
-    )
+    more, secrets = "vertex.cpu.replicas", ("Secret Manager", shown)
+    yield from shared_problems(request, "vertex", trains, more, types, secrets)
 
 
 def _places(request: VertexRequest) -> Iterator[str]:
@@ -378,18 +380,3 @@ def _image(request: VertexRequest) -> Iterator[str]:
     torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
     if why := requirements.unfit(python, torch):
         yield f"vertex.image: {why}"
-
-
-def _types(request: VertexRequest) -> Iterator[str]:
-    for path, message in google_cloud.rejected(request.body):
-        yield f"{nearest_of(path, request.keys) or path}: {message}"
-
-
-RULES: tuple[Callable[[VertexRequest], Iterator[str]], ...] = (
-    _pools,
-    _accelerators,
-    _shared,
-    _places,
-    _parameters,
-    _image,
-)

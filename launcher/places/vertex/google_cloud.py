@@ -114,18 +114,15 @@ def log_entries(job: str, since_s: float) -> list[LogEntry]:
             told = page.get("error", {}) if isinstance(page, dict) else {}
             why = f"{told.get('status')}: {_line(told.get('message'))}"
             raise UsageError(f"Cloud Logging: {why}{_REMEDIES.get(answer.status_code, '')}")
-        found += [_entry(entry) for entry in page.get("entries", [])]
+        for entry in page.get("entries", []):
+            payload = entry.get("jsonPayload") or {}
+            text = entry.get("textPayload") or payload.get("message") or json.dumps(payload)
+            host = entry.get("resource", {}).get("labels", {}).get("task_name") or "service"
+            at = datetime.datetime.fromisoformat(entry["timestamp"])
+            found.append(LogEntry(str(entry.get("insertId")), at.timestamp(), str(host), str(text)))
         if not (token := page.get("nextPageToken")):
             return found
         query["pageToken"] = token
-
-
-def _entry(entry: dict[str, Any]) -> LogEntry:
-    payload = entry.get("jsonPayload") or {}
-    text = entry.get("textPayload") or payload.get("message") or json.dumps(payload)
-    host = entry.get("resource", {}).get("labels", {}).get("task_name") or "service"
-    at = datetime.datetime.fromisoformat(entry["timestamp"])
-    return LogEntry(str(entry.get("insertId")), at.timestamp(), str(host), str(text))
 
 
 @contextmanager
@@ -199,7 +196,7 @@ def refuse_bucket(uri: str) -> Iterator[str]:
         filesystem, _ = filesystem_of(uri)
         there = filesystem.get_file_info(f"gs://{bucket}").type != fs.FileType.NotFound
     except OSError as error:
-        yield f"vertex.gcs_uri: bucket {bucket!r} cannot be reached: {_reason(error)}"
+        yield f"vertex.gcs_uri: bucket {bucket!r} cannot be reached: {reason_of(error)}"
         return
     if not there:
         yield (
@@ -208,13 +205,5 @@ def refuse_bucket(uri: str) -> Iterator[str]:
         )
 
 
-@contextmanager
-def upload_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"upload to Cloud Storage: {_reason(error)}") from None
-
-
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     return " ".join(str(error.strerror or error).split())[:300]
