@@ -41,8 +41,20 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     folder = request.run_dir / "hosts"
     folder.mkdir(mode=0o700)
     try:
-        spec = folder / "world.json"
-        spec.write_text(json.dumps(_world_spec(request, folder)))
+        spec, config, staged = folder / "world.json", request.job.resolved.config, folder / "staged"
+        stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
+        content = {
+            "hosts": [
+                _host_spec(request, host, nth, folder) for nth, host in enumerate(request.hosts, start=1)
+            ],
+            "head": request.head,
+            "ray_port": config.cluster.port,
+            "faults": [asdict(fault) for fault in request.faults],
+            "linger_s": LINGER_S,
+            "timeout_s": config.rehearsal.timeout_s,
+            "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
+        }
+        spec.write_text(json.dumps(content))
         process = subprocess.Popen(
             [*unshare, sys.executable, "-m", "launcher.rehearsal.world", str(spec)],
             stdin=subprocess.PIPE,
@@ -56,21 +68,6 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         running.remove(folder)
         raise
     return RehearsalRun(request, process, Display(request.hosts) if show else None)
-
-
-def _world_spec(request: RehearsalRequest, folder: Path) -> dict[str, Any]:
-    config, staged = request.job.resolved.config, folder / "staged"
-    stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
-    hosts = [_host_spec(request, host, nth, folder) for nth, host in enumerate(request.hosts, start=1)]
-    return {
-        "hosts": hosts,
-        "head": request.head,
-        "ray_port": config.cluster.port,
-        "faults": [asdict(fault) for fault in request.faults],
-        "linger_s": LINGER_S,
-        "timeout_s": config.rehearsal.timeout_s,
-        "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
-    }
 
 
 def _host_spec(request: RehearsalRequest, host: PlannedHost, number: int, folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,19 @@ from launcher.job import Job, examples_root
 from launcher.rehearsal import world
 from launcher.run_directory import new_run_dir
 from stoker.config.schema import Config
-from stoker.errors import UsageError
+from stoker.errors import Problems, UsageError
 from stoker.hosts.machine import HOST_CPUS_VARIABLE
-from stoker.hosts.topology import Topology, TopologyError, resolve
+from stoker.hosts.topology import TopologyError, resolve
 from stoker.place import PLACE_VARIABLE
 
 CODE_CHANNEL = "code"
 MAX_HOSTS = 100
 _NETWORK = "10.77.0"
+_FAULT = re.compile(
+    r"(?P<action>[a-z]+):(?P<host>[\w.-]+)@"
+    r"(?:(?P<at>\d+(?:\.\d+)?)s|(?P<formed>formed)|/(?P<pattern>.+)/)"
+    r"(?:\+(?P<later>\d+(?:\.\d+)?)s)?"
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,7 @@ class PlannedHost:
 class PlannedChannel:
     parameter: str
     source: Path
-    folder: str
-    """Where the hosts see the data of this parameter."""
-
-    @property
-    def path_on_host(self) -> str:
-        """The folder; a single file is placed in it, as on SageMaker."""
-        return self.folder if self.source.is_dir() else f"{self.folder}/{self.source.name}"
+    path_on_host: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RehearsalRequest:
     head: str
     run_dir: Path
     checkpoints: tuple[Path, ...] = ()
-    """Checkpoint folders to place on the hosts, as SageMaker restores them after a restart."""
+    """To place on the hosts."""
 
     @property
     def shape(self) -> ServiceShape:
@@ -66,6 +66,13 @@ class RehearsalRequest:
     @property
     def entry(self) -> str:
         return self.job.resolved.config.rehearsal.entry if self.shape.toolkit else "container"
+
+    def restore(self, folder: Path) -> None:
+        """Place the checkpoints in a new folder, as SageMaker does after a restart."""
+        folder.mkdir()
+        for checkpoint in self.checkpoints:
+            copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
+            copy(checkpoint, folder / checkpoint.name)
 
     def render(self) -> str:
         settings = self.job.resolved.config.rehearsal
@@ -100,7 +107,7 @@ class ServiceShape:
     resource: Callable[[tuple[PlannedHost, ...], PlannedHost], Mapping[str, Any]]
     """All hosts and groups as the given host will find them; the input of `topology.resolve`."""
     channel: str
-    """Where the local data of a parameter is on the hosts: `/opt/ml/input/data/{}`."""
+    """The folder of a parameter's data on the hosts: `/opt/ml/input/data/{}`; a single file is in it."""
     prepare: Callable[[RehearsalRequest, PlannedHost, Path], dict[str, Any]]
     """Write a host's files, given the hosts' folder; returns its `mount`, `folder_in_host`, `command` and
     `environment`."""
@@ -118,15 +125,23 @@ def shape_of(config: Config) -> ServiceShape:
 
 
 def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
-    config = job.resolved.config
-    hosts = plan_hosts(config)
-    faults = _plan_faults(config, hosts)
-    where = shape_of(config).channel
-    head = _topology(config, hosts).head
-    channels = tuple(PlannedChannel(name, Path(at), where.format(name)) for name, at in job.data.items())
-    if any(channel.parameter == CODE_CHANNEL for channel in channels):
+    config, problems = job.resolved.config, Problems()
+    hosts, shape, faults = plan_hosts(config), shape_of(config), []
+    for text in config.rehearsal.faults:
+        with problems:
+            faults.append(fault_of(text, [host.name for host in hosts]))
+    problems.refuse()
+    try:  # as the hosts will resolve it, so that a wrong group is found before the start
+        head = resolve(shape.resource(hosts, hosts[0]), config.cluster.gpu_group).head
+    except TopologyError as error:
+        raise UsageError(str(error)) from None
+    if CODE_CHANNEL in job.data:
         raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
-    return RehearsalRequest(job, hosts, channels, faults, head, new_run_dir(job), checkpoints)
+    channels = []
+    for name, source in job.data.items():
+        folder, path = shape.channel.format(name), Path(source)
+        channels.append(PlannedChannel(name, path, folder if path.is_dir() else f"{folder}/{path.name}"))
+    return RehearsalRequest(job, hosts, tuple(channels), tuple(faults), head, new_run_dir(job), checkpoints)
 
 
 def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
@@ -136,7 +151,10 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     named = iter(shape.host_names([(name, count) for name, count, _ in groups]))
     hosts: list[PlannedHost] = []
     for group, count, given in groups:
-        own = shape.gpu_type if _trains(group, groups, config.cluster.gpu_group) else shape.cpu_type
+        trains = len(groups) == 1 or "gpu" in group.lower()
+        if config.cluster.gpu_group is not None:
+            trains = group == config.cluster.gpu_group
+        own = shape.gpu_type if trains else shape.cpu_type
         for _ in range(count):
             name = next(named)
             late = settings.join_delay.get(name, 0)
@@ -175,31 +193,24 @@ def _groups(text: str, shape: ServiceShape) -> list[tuple[str, int, str]]:
     return groups
 
 
-def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> bool:
-    if gpu_group is not None:
-        return name == gpu_group
-    return len(groups) == 1 or "gpu" in name.lower()
-
-
-def _plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.Fault, ...]:
-    names = [host.name for host in hosts]
-    planned, problems = [], []
-    for text in config.rehearsal.faults:
-        try:
-            planned.append(world.parse(text, names))
-        except ValueError as error:
-            problems.append(f"rehearsal.faults: {error}")
-    if problems:
-        raise UsageError(*problems)
-    return tuple(planned)
-
-
-def _topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
-    """As the hosts will resolve it, so that a wrong group is found before the start."""
+def fault_of(text: str, hosts: Sequence[str]) -> world.Fault:
+    found, key = _FAULT.fullmatch(text.strip()), f"rehearsal.faults: {text!r}"
+    if not found:
+        raise UsageError(f"{key} is not action:host@20s, @formed+5s or @/regular expression/+5s")
+    action, host = found["action"], found["host"]
+    if action not in world.ACTIONS:
+        raise UsageError(f"{key}: no action {action!r}; use one of {', '.join(world.ACTIONS)}")
+    if host not in hosts and host != "all":
+        raise UsageError(f"{key}: no host {host!r}; use one of {', '.join(hosts)}, all")
+    later = float(found["later"] or 0)
+    if found["at"]:
+        return world.Fault(action, host, None, later, float(found["at"]) + later)
+    pattern = world.FORMED if found["formed"] else found["pattern"]
     try:
-        return resolve(shape_of(config).resource(hosts, hosts[0]), config.cluster.gpu_group)
-    except TopologyError as error:
-        raise UsageError(str(error)) from None
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+    return world.Fault(action, host, pattern, later, None)
 
 
 def host_environment(config: Config) -> dict[str, str]:

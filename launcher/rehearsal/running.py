@@ -30,26 +30,21 @@ from stoker.figures import table
 HELD_LINES = 20
 END_S = 60.0
 """How long the kernel may take to end the namespaces once all hosts have ended."""
-TOOLS = {
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "mount": "util-linux",
-    "ip": "iproute2",
-    "tc": "iproute2",
-}
+PACKAGES = {"util-linux": ("unshare", "nsenter", "mount"), "iproute2": ("ip", "tc")}
 
 
 def unshare_command() -> list[str]:
     instead = "; `--on local` runs the same job without emulated hosts"
     if not sys.platform.startswith("linux"):
         raise UsageError(f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}")
-    absent = [f"{tool} (package {package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
+    needed = [(tool, package) for package, tools in PACKAGES.items() for tool in tools]
+    absent = [f"{tool} (package {package})" for tool, package in needed if not shutil.which(tool)]
     if absent:
         raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
     reason = ""
-    as_user = ["unshare", "--user", "--map-root-user", *world.NAMESPACES]
-    as_root = ["unshare", *world.NAMESPACES]
-    for command in [as_root, as_user] if os.geteuid() == 0 else [as_user]:
+    as_user = ["--user", "--map-root-user"]
+    for options in [[], as_user] if os.geteuid() == 0 else [as_user]:
+        command = ["unshare", *options, *world.NAMESPACES]
         test = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /mnt"
         done = subprocess.run(
             [*command, "sh", "-c", test], capture_output=True, text=True, timeout=30, check=False
@@ -247,10 +242,7 @@ class RehearsalRun:
             for name in self.results:
                 keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
         remove(folder)
-        (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
-
-    def report(self) -> dict[str, Any]:
-        return {
+        report = {
             "exit_code": self._code,
             "status": self.status(),
             "failure_reason": self.failure_reason,
@@ -259,19 +251,17 @@ class RehearsalRun:
             "clashes": self.clashes,
             "hosts": [vars(result) for result in self.results.values()],
         }
+        (self.run_dir / "rehearsal.json").write_text(json.dumps(report, indent=1))
 
     def _verdict(self, folder: Path) -> int:
         """The job's exit code: the head's, else that of a host whose failure fails the job on its service."""
-        order = [self._request.head, *(name for name in self.results if name != self._request.head)]
-        for name in order:
-            result = self.results[name]
-            head = name == self._request.head
-            if result.started_s is None and not head:
+        for host in sorted(self._request.hosts, key=lambda host: host.name != self._request.head):
+            result = self.results[host.name]
+            if host.name != self._request.head and (result.started_s is None or result.excused):
                 continue
             code = 1 if result.exit_code is None else result.exit_code
-            if code == 0 or (result.excused and not head):
+            if code == 0:
                 continue
-            host = next(host for host in self._request.hosts if host.name == name)
             left = self._request.shape.failure(self._request, folder, host)
             reason = left or self._broken or "; ".join(result.notes)
             self.failure_reason = f"AlgorithmError: {reason or 'no reason given'}, exit code: {code}"

@@ -24,7 +24,6 @@ from launcher.rehearsal.plan import (
     host_environment,
 )
 from launcher.rehearsal.running import merge
-from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts.output import FAILURE_CHARACTERS
 
@@ -74,29 +73,16 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in given.items()}
 
 
-def environment(job: Job, config: Config) -> dict[str, str]:
-    return {
-        **host_environment(config),
-        "AWS_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "TRAINING_JOB_NAME": job.name,
-        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:us-east-1:000000000000:training-job/{job.name}",
-        **config.sagemaker.environment,
-    }
-
-
 def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[str, Any]:
-    ml = folder / host.name / "ml"
-    for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
+    ml, job, config = folder / host.name / "ml", request.job, request.job.resolved.config
+    for part in ("input/config", "input/data", "model", "output/data"):
         (ml / part).mkdir(parents=True)
-    for checkpoint in request.checkpoints:
-        copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
-        copy(checkpoint, ml / "checkpoints" / checkpoint.name)
+    request.restore(ml / "checkpoints")
     channel = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated"}
     channel["RecordWrapperType"] = "None"
     settings = {
         "resourceconfig": resource_config(request.hosts, host),
-        "hyperparameters": hyperparameters(request.job, request.entry),
+        "hyperparameters": hyperparameters(job, request.entry),
         "inputdataconfig": dict.fromkeys([CODE_CHANNEL, *(c.parameter for c in request.channels)], channel),
     }
     for name, content in settings.items():
@@ -105,7 +91,14 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
         "mount": {"source": str(ml), "target": "/opt/ml"},
         "folder_in_host": "/opt/ml",
         "command": _code(request, folder, ml / "input" / "data" / CODE_CHANNEL),
-        "environment": environment(request.job, request.job.resolved.config),
+        "environment": {
+            **host_environment(config),
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "TRAINING_JOB_NAME": job.name,
+            "TRAINING_JOB_ARN": f"arn:aws:sagemaker:us-east-1:000000000000:training-job/{job.name}",
+            **config.sagemaker.environment,
+        },
     }
 
 

@@ -7,7 +7,6 @@ pools in their order, so `rehearsal.hosts=cpu=1,gpu=1` puts the host that trains
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,22 +70,19 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path) -> dict[
     if not base.is_dir():
         base.mkdir(parents=True)
         pack_source(folder / "staged", base / ARCHIVE)
-        for checkpoint in request.checkpoints:
-            (base / "checkpoints").mkdir(exist_ok=True)
-            copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
-            copy(checkpoint, base / "checkpoints" / checkpoint.name)
+        if request.checkpoints:
+            request.restore(base / "checkpoints")
     config = request.job.resolved.config
     base_uri = f"gs://{BUCKET}/{request.run_dir.name}"
-    environment = {
-        **host_environment(config),
-        **variables(request.hosts, host, base_uri),
-        **config.vertex.environment,
-    }
     return {
         "mount": {"source": str(folder / "gcs"), "target": str(service.MOUNTS)},
         "folder_in_host": "/",
         "command": container_command(f"{base_uri}/{ARCHIVE}"),
-        "environment": environment,
+        "environment": {
+            **host_environment(config),
+            **variables(request.hosts, host, base_uri),
+            **config.vertex.environment,
+        },
     }
 
 

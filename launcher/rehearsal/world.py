@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,14 @@ class World:
                     self._start(host)
             self._commands()
             self._report_lines()
-            self._inject()
+            for fault in self._faults:
+                if not fault.done and fault.due_s is not None and self._now() >= fault.due_s:
+                    fault.done = True
+                    self._apply(fault.action, fault.host)
             self._reap()
             self._deadlines()
-            if not any(host.running for host in self._hosts) and self._nothing_to_come():
+            # Late hosts are not awaited once all started ones have ended.
+            if any(h.finished for h in self._hosts) and not any(h.running for h in self._hosts):
                 break
             time.sleep(TICK_S)
         for host in self._hosts:
@@ -104,10 +107,6 @@ class World:
                 host.reader.join(timeout=5)
         self._report_lines()
         self._event("world", "over")
-
-    def _nothing_to_come(self) -> bool:
-        """Whether the rehearsal may end: late hosts are not awaited once all started ones have ended."""
-        return any(host.finished for host in self._hosts)
 
     def _start(self, host: EmulatedHost) -> None:
         spec = host.spec
@@ -153,13 +152,6 @@ class World:
             for fault in self._faults:
                 fault.see(line, self._now())
 
-    def _inject(self) -> None:
-        for fault in self._faults:
-            if fault.done or fault.due_s is None or self._now() < fault.due_s:
-                continue
-            fault.done = True
-            self._apply(fault.action, fault.host)
-
     def _apply(self, action: str, name: str) -> None:
         for host in self._hosts:
             ready = {"start": host.process is None, "return": host.finished}.get(action, host.running)
@@ -187,7 +179,10 @@ class World:
             _signal(host.init, signal.SIGTERM)
             host.kill_at = time.monotonic() + self._stop_grace_s
         if action == "occupy":
-            self._occupy(host)
+            port = str(self._ray_port)
+            listener = f"import socket, time\nserver = socket.create_server(('', {port}))\ntime.sleep(1e6)"
+            enter = ("nsenter", "--target", str(host.init), "--net", "--pid", "--mount")
+            subprocess.Popen([*enter, sys.executable, "-c", listener], stdin=subprocess.DEVNULL)
         if action in ("pause", "resume"):
             for process in _processes_of(host.init):
                 _signal(process, signal.SIGSTOP if action == "pause" else signal.SIGCONT)
@@ -208,13 +203,6 @@ class World:
         subprocess.run(delete, capture_output=True, check=False)
         host.finished = host.killed = False
         host.kill_at = host.overdue_at = None
-
-    def _occupy(self, host: EmulatedHost) -> None:
-        listener = (
-            f"import socket, time\nserver = socket.create_server(('', {self._ray_port}))\ntime.sleep(1e6)"
-        )
-        enter = ("nsenter", "--target", str(host.init), "--net", "--pid", "--mount")
-        subprocess.Popen([*enter, sys.executable, "-c", listener], stdin=subprocess.DEVNULL)
 
     def _reap(self) -> None:
         for host in self._hosts:
@@ -318,11 +306,6 @@ ACTIONS = {
     "term": "SIGTERM to the host's process 1, SIGKILL after 120 s, as StopTrainingJob does",
 }
 FORMED = "cluster formed in"
-_FORM = re.compile(
-    r"(?P<action>[a-z]+):(?P<host>[\w.-]+)@"
-    r"(?:(?P<at>\d+(?:\.\d+)?)s|(?P<formed>formed)|/(?P<pattern>.+)/)"
-    r"(?:\+(?P<later>\d+(?:\.\d+)?)s)?"
-)
 
 
 @dataclass
@@ -341,32 +324,10 @@ class Fault:
             self.due_s = now_s + self.later_s
 
 
-def parse(text: str, hosts: Collection[str]) -> Fault:
-    found = _FORM.fullmatch(text.strip())
-    if not found:
-        raise ValueError(f"{text!r} is not action:host@20s, @formed+5s or @/regular expression/+5s")
-    action, host = found["action"], found["host"]
-    if action not in ACTIONS:
-        raise ValueError(f"{text!r}: no action {action!r}; use one of {', '.join(ACTIONS)}")
-    if host not in hosts and host != "all":
-        raise ValueError(f"{text!r}: no host {host!r}; use one of {', '.join(hosts)}, all")
-    later = float(found["later"] or 0)
-    if found["at"]:
-        return Fault(action, host, None, later, float(found["at"]) + later)
-    pattern = FORMED if found["formed"] else found["pattern"]
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{text!r}: {pattern!r} is not a regular expression: {error}") from None
-    return Fault(action, host, pattern, later, None)
-
-
 if __name__ == "__main__":
     try:
         World(json.loads(Path(sys.argv[1]).read_text())).run()
     except Exception as error:
-        print(
-            json.dumps({"at_s": 0, "host": "world", "event": "broken", "text": str(error)}),
-            flush=True,
-        )
+        broken = {"at_s": 0, "host": "world", "event": "broken", "text": str(error)}
+        print(json.dumps(broken), flush=True)
         sys.exit(1)

@@ -9,8 +9,8 @@ import pytest
 
 from launcher.job import Job
 from launcher.places import rehearsal
-from launcher.rehearsal import running, world
-from launcher.rehearsal.plan import plan, plan_hosts
+from launcher.rehearsal import running
+from launcher.rehearsal.plan import fault_of, plan, plan_hosts
 from launcher.rehearsal.running import merge, results
 from launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
 from stoker.config.loading import load
@@ -71,15 +71,15 @@ def test_what_cannot_be_is_refused_in_one_line(override: str, says: str) -> None
 
 
 def test_faults_know_their_moment() -> None:
-    assert world.parse("kill:algo-3@20s", ["algo-3"]).due_s == 20
-    formed = world.parse("term:all@formed+5s", ["algo-3"])
+    assert fault_of("kill:algo-3@20s", ["algo-3"]).due_s == 20
+    formed = fault_of("term:all@formed+5s", ["algo-3"])
     assert formed.due_s is None
     formed.see("nothing", 3)
     formed.see("[gpu algo-1 head] cluster formed in 8.1 s: gpu: algo-1", 9)
     assert formed.due_s == 14
     formed.see("cluster formed in 8.1 s", 20)
     assert formed.due_s == 14
-    line = world.parse("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
+    line = fault_of("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
     line.see("epoch 2", 7)
     assert line.due_s == 7.5
 
