@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from stoker import figures
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
@@ -75,8 +75,11 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras))
         self._stage_source(folder)
-        if installs:
-            self._stage_constraints(folder)
+        if installs:  # pin this machine's versions: hosts that install at different times get the same ones
+            wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
+            given = constraints.read_text() if constraints.is_file() else ""
+            lines = constraint_lines(wanted.read_text(), given)
+            constraints.write_text("".join(f"{line}\n" for line in lines))
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
@@ -92,43 +95,28 @@ class Job:
         if self.resolved.file is not None and secrets_json(config) is not None:
             left_out.append(self.resolved.file.resolve())
         ignored = ignoring(*left_out)
+        copy = functools.partial(shutil.copytree, ignore=ignored, ignore_dangling_symlinks=True)
         if self.source_dir is None:
             for name in ("recipes", "configs"):
                 shutil.copytree(examples_root() / name, folder / name, ignore=IGNORED)
         elif config.script is not None:
             self._stage_requirements(folder, self.source_dir / "requirements.txt")
-            _copy_tree(self.source_dir, folder / SCRIPT_FOLDER, ignored)
+            copy(self.source_dir, folder / SCRIPT_FOLDER)
         else:
-            self._stage_recipe(folder, self.source_dir, ignored)
-
-    def _stage_constraints(self, folder: Path) -> None:
-        """Pin this machine's versions, so that hosts installing at different times get the same ones."""
-        wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
-        if wanted.is_file():
-            given = constraints.read_text() if constraints.is_file() else ""
-            lines = constraint_lines(wanted.read_text(), given)
-            constraints.write_text("".join(f"{line}\n" for line in lines))
+            for item in sorted(self.source_dir.iterdir()):
+                if item.name == "job.yaml" or item.name in ignored(str(self.source_dir), [item.name]):
+                    continue  # the staged job.yaml is the resolved one
+                if item.name == "requirements.txt":
+                    self._stage_requirements(folder, item)
+                elif item.is_dir():
+                    copy(item, folder / item.name)
+                elif item.exists():  # editors lock files by links that lead nowhere
+                    shutil.copy2(item, folder / item.name)
 
     def _stage_requirements(self, folder: Path, own: Path) -> None:
         if own.is_file():
             with (folder / "requirements.txt").open("a") as file:
                 file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
-
-    def _stage_recipe(self, folder: Path, source_dir: Path, ignored: Ignore) -> None:
-        for item in sorted(source_dir.iterdir()):
-            target = folder / item.name
-            if item.name == "job.yaml" or item.name in ignored(str(source_dir), [item.name]):
-                continue  # the staged job.yaml is the resolved one
-            if item.name == "requirements.txt":
-                self._stage_requirements(folder, item)
-            elif item.is_dir():
-                _copy_tree(item, target, ignored)
-            elif item.exists():  # editors lock files by links that lead nowhere
-                shutil.copy2(item, target)
-
-
-def _copy_tree(folder: Path, target: Path, ignored: Ignore) -> None:
-    shutil.copytree(folder, target, ignore=ignored, ignore_dangling_symlinks=True)
 
 
 def write_private(file: Path, text: str) -> None:
@@ -207,13 +195,19 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
             shadows = "would shadow Stoker's own; rename it"
             raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in hiding))
     prepare_data(resolved, source_dir)
-    data = {
-        name: str(_located(Path(value)))
-        for name, value in config.params.items()
-        if isinstance(value, str) and "://" not in value and value.strip() and Path(value).exists()
-    }
-    if config.script is not None:
-        _refuse_unusable_params(config.params, data)
+    data = {}
+    for name, value in config.params.items():
+        if isinstance(value, str) and "://" not in value and value.strip() and (at := Path(value)).exists():
+            # Of a link to a file, whose target may have no suffix, the link's.
+            data[name] = str(at.resolve() if at.is_dir() else at.parent.resolve() / at.name)
+    problems = [
+        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
+        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
+        for name, value in (config.params if config.script else {}).items()
+        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
+    ]
+    if problems:
+        raise UsageError(*problems)
     return Job(resolved, source_dir, data)
 
 
@@ -228,11 +222,6 @@ def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
         prepare()
     except Exception as error:
         raise UsageError(f"data.prepare: {target} failed: {type(error).__name__}: {error}") from error
-
-
-def _located(path: Path) -> Path:
-    """The absolute path; of a link to a file, whose target may have no suffix, the link's."""
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -309,17 +298,6 @@ def _is_staged(path: Path) -> bool:
                 first = archive.next()
             return first is not None and Path(first.name).name == TOKEN_FILE
     return False
-
-
-def _refuse_unusable_params(params: dict[str, Any], data: dict[str, str]) -> None:
-    problems = [
-        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
-        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
-        for name, value in params.items()
-        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
-    ]
-    if problems:
-        raise UsageError(*problems)
 
 
 PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)

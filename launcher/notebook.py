@@ -192,7 +192,7 @@ def plan(
     resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]
     found = resolve_resume(resume, place, load(given, words, ORIGIN).config)
-    resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
+    resolved, credentials, notes = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     script = located(resolved, folder)[1] if resolved.config.script is not None else None
     with as_they_are_now(resolved.config, script or folder or recipe_folder(resolved)):
@@ -201,8 +201,7 @@ def plan(
         refuse_missing(resolved.config)
         if resolved.config.script is None:
             check_recipe(job)
-    variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **tracked.environment}
-    notes = [tracked.note] if tracked.note else []
+    variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **credentials}
     if cluster is None:
         run_dir, lasting = found.run_dir or run_directory.new_run_dir(job), None
         variables[PLACE_VARIABLE] = "local"
@@ -253,32 +252,29 @@ def parse_job(
     return file, own, source_dir
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """MLflow as Databricks provides it."""
+def with_mlflow(
+    given: Path | Mapping[str, Any] | None, words: list[str]
+) -> tuple[Resolved, dict[str, str], list[str]]:
+    """The configuration; on Databricks, MLflow is the notebook's unless the job sets it.
 
-    overrides: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict, repr=False)
-    """The notebook's credentials, which a child process cannot ask for itself."""
-    note: str = ""
-
-
-def with_mlflow(given: Path | Mapping[str, Any] | None, words: list[str]) -> tuple[Resolved, Tracked]:
-    """The configuration; on Databricks, MLflow is the notebook's unless the job sets it."""
+    With it come the notebook's credentials, which a child process cannot ask for itself, and notes.
+    """
     resolved = load(given, words, ORIGIN)
     set_by_job = any(key.startswith("tracking.mlflow.") for key in resolved.origins)
     if DATABRICKS_VARIABLE not in os.environ or set_by_job:
-        return resolved, Tracked()
-    tracked = _mlflow_of_notebook()
-    ours = {word.partition("=")[0]: "Databricks" for word in tracked.overrides}
-    resolved = load(given, [*words, *tracked.overrides], ORIGIN)
-    return replace(resolved, origins=resolved.origins | ours), tracked
+        return resolved, {}, []
+    name, environment, note = _mlflow_of_notebook()
+    if not name:
+        return resolved, {}, [note]
+    own = {"tracking.mlflow.uri": "databricks", "tracking.mlflow.experiment": name}
+    resolved = load(given, [*words, *(f"{key}={value}" for key, value in own.items())], ORIGIN)
+    return replace(resolved, origins=resolved.origins | dict.fromkeys(own, "Databricks")), environment, []
 
 
-def _mlflow_of_notebook() -> Tracked:
+def _mlflow_of_notebook() -> tuple[str, dict[str, str], str]:
     """The experiment of `mlflow.set_experiment`, which sets a variable, or the notebook's own."""
     if importlib.util.find_spec("mlflow") is None:
-        return Tracked(note="MLflow: not installed, so this run is not tracked; %pip install mlflow-skinny")
+        return "", {}, "MLflow: not installed, so this run is not tracked; %pip install mlflow-skinny"
     from mlflow import MlflowClient
     from mlflow.tracking.default_experiment.registry import get_experiment_id
     from mlflow.utils.databricks_utils import get_databricks_env_vars
@@ -291,12 +287,9 @@ def _mlflow_of_notebook() -> Tracked:
             name = MlflowClient("databricks").get_experiment(number).name
     except Exception as error:  # whatever the client meets on a foreign platform; the run does not need it
         cause = " ".join(str(error).split()) or type(error).__name__
-        return Tracked(note=f"MLflow: off, because the workspace did not answer as expected: {cause}")
-    if not name:
-        return Tracked(
-            note="MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
-        )
-    return Tracked(("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={name}"), environment)
+        return "", {}, f"MLflow: off, because the workspace did not answer as expected: {cause}"
+    note = "MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
+    return name or "", environment, note
 
 
 def folders(job: Job) -> tuple[Path, Path | None]:
@@ -359,8 +352,13 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
 
 def submit(request: NotebookRequest) -> NotebookRun:
     local, run_dir = request.cluster is None, request.run_dir
-    if request.cluster is not None:
-        refuse_unreachable(request.cluster)
+    if request.cluster is not None:  # Ray itself would try again for minutes
+        host, _, port = request.cluster.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except OSError as error:
+            at, why = request.cluster, error.strerror or str(error)
+            raise UsageError(f"address: no Ray cluster at {at}: {why}; is it still running?") from None
     new, earlier = not run_dir.exists(), _written(run_dir)
     code = run_dir / "code" if local else Path(tempfile.mkdtemp(prefix="stoker-code-")) / "code"
     try:
@@ -401,16 +399,6 @@ def _packed(code: Path) -> Path:
     package.touch(mode=0o600)
     package.write_bytes(content)
     return package
-
-
-def refuse_unreachable(cluster: str) -> None:
-    """Refuse an address at which nothing listens; Ray itself would try again for minutes."""
-    host, _, port = cluster.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise UsageError(f"address: no Ray cluster at {cluster}: {why}; is it still running?") from None
 
 
 class NotebookRun:
