@@ -88,7 +88,10 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
         try:
             seen: dict[str, Any] = json.loads((Path(folder) / watch.RESULT).read_text())
         except OSError:
-            raise ScriptError(_ended(code, options.timeout)) from None
+            if code is None:
+                raise ScriptError(f"no result within --timeout {options.timeout:.0f} s") from None
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "exited without a result"
+            raise ScriptError(f"the script {how} before enough steps were measured") from None
         sums = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("fetch-*.json"))]
     if seen["ended"] == "failed":
         before = f"{options.steps} steps" if options.steps else "enough steps"
@@ -141,13 +144,6 @@ def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> in
     return None
 
 
-def _ended(code: int | None, timeout_s: float) -> str:
-    if code is None:
-        return f"no result within --timeout {timeout_s:.0f} s"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "exited without a result"
-    return f"the script {how} before enough steps were measured"
-
-
 def advised(
     one: judging.Checked, seen: dict[str, Any], rates: dict[str, float], options: CheckOptions
 ) -> Advice | None:
@@ -178,12 +174,15 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
     for other in loaders[1:]:
         waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
         line(f"  also {loader_line(other)}{waits}")
-    line(fetching(first))
-    helpful = judging.help_here(first, seen["cpus"], seen["idle"])
-    for title, texts in (
-        ("what would help on this machine", helpful),
-        ("CPU hosts", advice.lines if advice else []),
-    ):
+    fetched = first.fetched
+    if fetched is None:
+        line("CPU per sample: not measured; this loader does not fetch in torch's own workers")
+    else:
+        waiting = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
+        blocked = fetched.blocked_s > judging.BLOCKED * fetched.whole_s
+        line(f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms{waiting if blocked else ''}")
+    helpful = {"what would help on this machine": judging.help_here(first, seen["cpus"], seen["idle"])}
+    for title, texts in (helpful | {"CPU hosts": advice.lines if advice else []}).items():
         for text in [title, *(f"  {text}" for text in texts)] if texts else []:
             line(text)
     for note in notes(loaders, seen, advice):
@@ -196,16 +195,6 @@ def loader_line(one: judging.Checked) -> str:
     if one.bytes_per_step:
         size += f", {one.bytes_per_step / 1000:,.0f} kB"
     return f"{loader.place}: {loader.dataset}, batches of {size}, num_workers={loader.num_workers}"
-
-
-def fetching(one: judging.Checked) -> str:
-    fetched = one.fetched
-    if fetched is None:
-        return "CPU per sample: not measured; this loader does not fetch in torch's own workers"
-    text = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
-    if fetched.blocked_s > judging.BLOCKED * fetched.whole_s:
-        text += f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
-    return text
 
 
 def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> list[str]:

@@ -215,20 +215,17 @@ def headline(one: Checked) -> list[str]:
     if not one.waits:
         return [f"well fed: {percent} of each step waits for data ({of}); training itself is the bottleneck"]
     now, then = one.samples_per_step / one.step_s, one.samples_per_step / max(one.compute_s, 1e-9)
+    # At both ends of the uncertainty.
+    low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
+    least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
+    times = f"{least} times" if least == most else f"{least} to {most} times"
+    if share.value + share.spread >= 1:
+        times = f"at least {least} times"
     return [
         f"input-bound: {percent} of each step waits for data ({of})",
         f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
-        f" {now:,.0f}, {speed_up(share)} as fast",
+        f" {now:,.0f}, {times} as fast",
     ]
-
-
-def speed_up(share: TimeShare) -> str:
-    """How much faster training would be if data were never late, at both ends of the uncertainty."""
-    low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
-    least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
-    if share.value + share.spread >= 1:
-        return f"at least {least} times"
-    return f"{least} times" if least == most else f"{least} to {most} times"
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:

@@ -121,9 +121,6 @@ class ColumnStatistics:
         """Whether only the first dimension varies, as in padded columns."""
         return len(self.shapes) > 1 and len({(len(s), *s[1:]) for s in self.shapes}) == 1
 
-    def type_text(self) -> str:
-        return " | ".join(self.kinds) or "NULL"
-
     def shape_text(self) -> str:
         """`32×32×3`, a range of lengths such as `3…41`, or the number of distinct shapes."""
         if not self.shapes or set(self.shapes) == {()}:
@@ -275,7 +272,11 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
         taken, last = [_take(record, seen) for record in group], dict[str, Record]()
         shown = max(count - seen.examined, 0)
         seen.examined += len(group)
-        _try(_watched(chain, seen, last), copy.deepcopy(group), seen)
+        stages = [
+            replace(stage, apply=Watched(stage, point, seen.bad, last))
+            for stage, point in zip(chain.stages, seen.points[1:], strict=True)
+        ]
+        _try(chain.of(stages), copy.deepcopy(group), seen)  # wrapped stages are not fused
         rows, report = _rows(chain, group, seen)
         reports.append(report)
         for sample in taken:
@@ -330,15 +331,6 @@ def _take(record: Record | BadRecord, seen: Look) -> Sample:
         return Sample(record.key)
     seen.points[0].take(record)
     return Sample(record["key"], copy.deepcopy(record))
-
-
-def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
-    """Wrap each stage of the chain; wrapped stages are not fused."""
-    stages = [
-        replace(stage, apply=Watched(stage, point, seen.bad, last))
-        for stage, point in zip(chain.stages, seen.points[1:], strict=True)
-    ]
-    return chain.of(stages)
 
 
 def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:

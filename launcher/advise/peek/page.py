@@ -101,12 +101,6 @@ def color(kind: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def encoded(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
 class Sheet:
     """Draws the tiles of a page. `boxes`: columns of boxes → their format."""
 
@@ -117,17 +111,13 @@ class Sheet:
     def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
         values = {name: value for name, value in record.items() if name != "key"}
         tile = Tile(key, reason, self._label(values))
-        images = {
-            name: picture for name, value in values.items() if (picture := shown_pixels(value)) is not None
-        }
-        for name, pixels in images.items():
-            for shown in self._image(
-                tile, name, pixels, {n: v for n, v in values.items() if n not in images}
-            ):
-                values.pop(shown, None)
-        for name, value in values.items():
-            if name not in images:
-                _other(tile, name, value)
+        pictures = {name: shown_pixels(value) for name, value in values.items()}
+        others = {name: values[name] for name, pixels in pictures.items() if pixels is None}
+        for name, pixels in pictures.items():
+            for shown in self._image(tile, name, pixels, others) if pixels is not None else ():
+                others.pop(shown, None)
+        for name, value in others.items():
+            _other(tile, name, value)
         before = next((p for v in (read or {}).values() if (p := shown_pixels(v)) is not None), None)
         tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
         return tile
@@ -147,7 +137,8 @@ class Sheet:
         arrays = {n: as_array(value) for n, value in values.items() if not isinstance(value, str | bytes)}
         known = {n: array for n, array in arrays.items() if array is not None}
         masks = {n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"}
-        boxes = {n: a for n, a in known.items() if self._is_boxes(n, a)}
+        boxes = {n: a for n, a in known.items() if n in self.boxes or "box" in n}
+        boxes = {n: a for n, a in boxes.items() if a.dtype.kind in "iuf" and a.ndim == 2 and a.shape[1] == 4}
         drawn = [
             _corners(box, self.boxes.get(n, "XYXY"))
             for n, array in boxes.items()
@@ -156,10 +147,6 @@ class Sheet:
         tile.images.append((name, png(pixels, self.painter, masks, drawn)))
         tile.texts += [(n, f"{len(array)} boxes") for n, array in boxes.items()]
         return [*masks, *boxes]
-
-    def _is_boxes(self, name: str, array: Any) -> bool:
-        four = array.ndim == 2 and array.shape[1] == 4 and array.dtype.kind in "iuf"
-        return four and (name in self.boxes or "box" in name)
 
 
 def shown_pixels(value: Any) -> Any:
@@ -205,7 +192,9 @@ def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Seq
     picture = painter.draw(Image.fromarray(pixels), first, boxes)
     for mask in others:
         picture = painter.draw(picture, mask)
-    return encoded(picture)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _corners(box: Any, form: str) -> Corners:

@@ -16,7 +16,7 @@ from stoker.errors import UsageError
 from stoker.figures import count_of, size
 
 if TYPE_CHECKING:
-    from launcher.advise.peek.looking import ChainPoint, Look
+    from launcher.advise.peek.looking import ChainPoint
     from launcher.advise.peek.problems import Problem
     from stoker.config.schema import Config
     from stoker.serve.opening import Data
@@ -94,7 +94,15 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         tiles.append(
             sheet.tile(sample.key, after or sample.read, sample.reason, sample.read if after else None)
         )
-    stages, lines = stage_rows(seen.points), headlines(seen, data, opened.name)
+    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
+    failed = f", {len(seen.bad)} failed" if seen.bad else ""
+    lines = [
+        f"{opened.name}: {' + '.join(counts)} records from {seen.source}",
+        f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}",
+    ]
+    if seen.ms is not None:
+        lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
+    stages = stage_rows(seen.points)
     problems = problems_of(seen, opened, data)
     write_page(
         target,
@@ -137,24 +145,14 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Dat
     return config, data
 
 
-def headlines(seen: Look, data: Data, name: str) -> list[str]:
-    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
-    failed = f", {len(seen.bad)} failed" if seen.bad else ""
-    lines = [
-        f"{name}: {' + '.join(counts)} records from {seen.source}",
-        f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}",
-    ]
-    if seen.ms is not None:
-        lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
-    return lines
-
-
 def stage_rows(points: list[ChainPoint]) -> list[StageRows]:
     """The changed columns after each stage, with unchanged columns in one line."""
     found, before = [], dict[str, ColumnAfterStage]()
     for point in points:
         rows = {
-            name: ColumnAfterStage(name, c.type_text(), c.shape_text(), str(c.nulls or 0), c.range_text())
+            name: ColumnAfterStage(
+                name, " | ".join(c.kinds) or "NULL", c.shape_text(), str(c.nulls), c.range_text()
+            )
             for name, c in point.columns.items()
         }
         same = [name for name, row in rows.items() if before.get(name) == row]

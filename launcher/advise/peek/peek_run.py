@@ -29,7 +29,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
 from stoker.figures import count_of, table
-from stoker.protocol import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
+from stoker.protocol import BlockReport, BlockSlice, DataCursor, Schema, Work
 from stoker.recipe import (
     SOURCE_FOLDER,
     Batch,
@@ -131,12 +131,12 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     values, note = losses_of(run_dir, config, recipe, step, parts)
     notes = [] if found.sure else ["the run did not log this step and may have ended earlier"]
-    lines = []
-    for part, own_losses in zip(parts, values or [[] for _ in parts], strict=True):
-        for row, key in enumerate(part.keys):
-            lines.append(
-                Line(part.rank, key, row_of(part.batch, row), own_losses[row] if own_losses else None)
-            )
+    each: Sequence[Sequence[float | None]] = values or [[None] * len(part.keys) for part in parts]
+    lines = [
+        Line(part.rank, key, row_of(part.batch, row), loss)
+        for part, own_losses in zip(parts, each, strict=True)
+        for row, (key, loss) in enumerate(zip(part.keys, own_losses, strict=True))
+    ]
     names = class_names_of(recipe, data.sources["train"].classes())
     sheet = Sheet(boxes_of(data.chains["train"].stages), recipe.class_names, names)
     return RebuiltStep(lines, found.epoch, made.workers, [*notes, note], sheet)
@@ -346,19 +346,15 @@ class Rebuild:
             if made is None:
                 raise UsageError(f"--step: {block} is no longer in the data")
             columns, report = made
-            for bad in report.bad:
-                self._refuse_news(bad)
+            if bad := next((bad for bad in report.bad if bad.key not in self.ever_bad), None):
+                raise UsageError(
+                    f"--step: record {bad.key} fails now ({bad.reason}) and did not in the run: the data or"
+                    " the recipe has changed"
+                )
             if Reference(*arrival(report)) != block:
                 raise UsageError(f"--step: {block} has different records than in the run")
             self._made[block] = columns, report.schemas[-1]
         return self._made[block]
-
-    def _refuse_news(self, bad: BadRecord) -> None:
-        if bad.key not in self.ever_bad:
-            raise UsageError(
-                f"--step: record {bad.key} fails now ({bad.reason}) and did not in the run: the data or the"
-                " recipe has changed"
-            )
 
     def _part(self, rank: int, slices: list[BlockSlice], named: dict[str, Reference]) -> RankBatch:
         """Assemble a batch as the transport does."""
