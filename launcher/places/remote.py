@@ -234,7 +234,7 @@ class CloudRequest(ABC):
         if code.exists():
             raise UsageError(f"--request: {code} exists; remove it or choose another name")
         path.write_text(json.dumps(self.for_command_line(), indent=2) + "\n", encoding="utf-8")
-        self.stage(code)
+        stage(self.job, code, self.data_at)
         commands = [self.copy_command(item.source, item.uri) for item in self.data]
         if self.archive:
             archive = path.with_name(f"{path.stem}-{self.archive}")
@@ -246,38 +246,27 @@ class CloudRequest(ABC):
         commands.append(self.create_command(path))
         return "\n".join(shlex.join(command) for command in commands)
 
-    def stage(self, folder: Path) -> None:
-        stage(self.job, folder, self.data_at)
-
     def upload(self, store: UploadStore, tell: Tell | None) -> None:
         """Upload data and code; `tell` gets the progress, and without it standard error."""
         tell = tell or functools.partial(print, file=sys.stderr, flush=True)
         for item in self.data:
-            sent = upload_data(store, item)
-            tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
+            # Written last, so that an interrupted upload is repeated.
+            manifest, state = item.uri.rstrip("/") + ".json", "already there"
+            if not store.exists(manifest):
+                _send_all(store, item.source, item.uri)
+                content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
+                store.put(json.dumps(content).encode(), manifest)
+                state = "uploaded"
+            tell(f"{item.parameter}: {figures.size(item.bytes)} {state}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder, uri = Path(scratch) / "code", self.code_uri
-            self.stage(folder)
+            stage(self.job, folder, self.data_at)
             if self.archive:
                 pack_source(folder, Path(scratch) / self.archive)
                 store.send(Path(scratch) / self.archive, uri)
             else:
                 _send_all(store, folder, uri)
         tell(f"code: {figures.size(self.code_bytes)} uploaded to {uri}")
-
-
-def upload_data(store: UploadStore, item: DataUpload) -> bool:
-    """Upload data unless an earlier job has; returns whether anything was uploaded.
-
-    A manifest next to the prefix is written last, so an interrupted upload is repeated.
-    """
-    manifest = item.uri.rstrip("/") + ".json"
-    if store.exists(manifest):
-        return False
-    _send_all(store, item.source, item.uri)
-    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
-    store.put(json.dumps(content).encode(), manifest)
-    return True
 
 
 def _send_all(store: UploadStore, source: Path, uri: str) -> None:

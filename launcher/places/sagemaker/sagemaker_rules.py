@@ -319,7 +319,18 @@ def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any
     elif size < shape.get("min", size):
         yield path, f"at least {shape['min']:,}{UNITS.get(kind, '')}", shown
     elif kind == "string":
-        yield from _string_problems(value, shape, path)
+        if "enum" in shape and value not in shape["enum"]:
+            # Type names differ by few characters, so use a low cutoff for the nearest name.
+            few = f"one of {', '.join(shape['enum'])}" if len(shape["enum"]) <= 6 else "not known to AWS"
+            yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
+        # The patterns are Java's; Python has no `\\p{…}`, and `\\w` is close enough.
+        of_java = {"Z": " ", "N": r"\d"}
+        pattern = re.sub(
+            r"\\p\{(\w+)\}", lambda found: of_java.get(found[1], r"\w"), shape.get("pattern", "")
+        )
+        with contextlib.suppress(re.error):
+            if pattern and not re.fullmatch(pattern, value):
+                yield path, "has a form that SageMaker rejects", value
     elif kind == "list":
         for index, item in enumerate(value):
             yield from _walk(item, shape["member"]["shape"], f"{path}[{index}]")
@@ -337,16 +348,3 @@ def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any
                 yield from _walk(item, members[member]["shape"], path + member)
             else:
                 yield path + member, f"unknown to botocore{nearest(member, members)}", None
-
-
-def _string_problems(value: str, shape: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-    if "enum" in shape and value not in shape["enum"]:
-        # Type names differ by few characters, so use a low cutoff for the nearest name.
-        few = f"one of {', '.join(shape['enum'])}" if len(shape["enum"]) <= 6 else "not known to AWS"
-        yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
-    # The patterns are Java's; Python has no `\\p{…}`, and `\\w` is close enough.
-    of_java = {"Z": " ", "N": r"\d"}
-    pattern = re.sub(r"\\p\{(\w+)\}", lambda found: of_java.get(found[1], r"\w"), shape.get("pattern", ""))
-    with contextlib.suppress(re.error):
-        if pattern and not re.fullmatch(pattern, value):
-            yield path, "has a form that SageMaker rejects", value

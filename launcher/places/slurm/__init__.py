@@ -158,9 +158,6 @@ class SlurmRun(PastRun):
             return f"running: {again}waiting for nodes ({state.reason or 'no reason given'})"
         if state.active:
             return super().status() if self._started() else f"running: {state.word.lower()}"
-        return self._ended(state)
-
-    def _ended(self, state: State) -> str:
         if self._started_last() and self.summary().get("status") not in ("running", "starting"):
             return super().status()
         with contextlib.suppress(OSError):

@@ -49,7 +49,12 @@ _PATH = re.compile(r"[\w./+,@=:-]+")
 
 def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
     both = config.cpu.nodes > 0
-    common = _common(config)
+    # What each component of a heterogeneous job needs.
+    common = [f"--account={config.account}"] if config.account else []
+    if config.max_runtime_s:
+        common += [f"--time={clock(config.max_runtime_s)}", f"--signal=TERM@{config.stop_before_s}"]
+    # A node that fails costs the job that host, not all of them.
+    common += ["--requeue" if config.restarts else "--no-requeue", "--no-kill"]
     lines = ["#!/bin/bash", *_sbatch(f"--job-name={name}", f"--output={run_dir / LOG}", "--open-mode=append")]
     lines += _sbatch(f"--chdir={run_dir / 'code'}", *common, *_nodes(config.gpu))
     if both:
@@ -63,16 +68,6 @@ def clock(seconds: int) -> str:
     minutes = -(-seconds // 60)
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60:02}:{rest % 60:02}:00"
-
-
-def _common(config: SlurmConfig) -> list[str]:
-    """Options that each component of a heterogeneous job needs."""
-    options = [f"--account={config.account}"] if config.account else []
-    if config.max_runtime_s:
-        options += [f"--time={clock(config.max_runtime_s)}", f"--signal=TERM@{config.stop_before_s}"]
-    options.append("--requeue" if config.restarts else "--no-requeue")
-    # A node that fails costs the job that host, not all of them.
-    return [*options, "--no-kill"]
 
 
 def _nodes(nodes: SlurmNodesConfig) -> list[str]:
@@ -256,38 +251,34 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
 
 def cluster_problems(config: SlurmConfig, known: dict[str, Partition]) -> Iterator[str]:
     """What the cluster's partitions cannot give; Slurm would queue most of it for ever."""
+    max_runtime_s = config.max_runtime_s
     for section, nodes in _components(config):
-        wanted = nodes.partition or ""
-        if wanted in known:
-            yield from _partition_problems(section, nodes, known[wanted], config.max_runtime_s)
-        elif wanted:
-            names = sorted(name for name in known if name)
-            hint = nearest(wanted, names, f"partitions: {', '.join(names)}")
-            yield f"{section}.partition: this cluster has no partition {wanted!r}{hint}"
-        else:
-            yield f"{section}.partition: this cluster has no default partition; name one of sinfo's"
-
-
-def _partition_problems(
-    section: str, nodes: SlurmNodesConfig, partition: Partition, max_runtime_s: int | None
-) -> Iterator[str]:
-    name, limit = f"partition {partition.name}", partition.limit_s
-    if not partition.up:
-        yield f"{section}.partition: {name} is not up; ask your administrators, or choose another"
-    if nodes.nodes > partition.nodes:
-        yield f"{section}.nodes: {nodes.nodes}, but {name} has only {partition.nodes}"
-    if nodes.cpus and nodes.cpus > partition.cpus:
-        yield f"{section}.cpus: {nodes.cpus}, but nodes of {name} have at most {partition.cpus}"
-    if isinstance(nodes, SlurmGpuNodesConfig) and nodes.gpus > partition.gpus:
-        if partition.gpus:
-            yield f"{section}.gpus: {nodes.gpus}, but nodes of {name} have at most {partition.gpus}"
-        else:
-            yield f"{section}.partition: nodes of {name} have no GPUs; training needs them"
-    if max_runtime_s and limit is not None and max_runtime_s > limit:
-        yield (
-            f"slurm.max_runtime_s: {max_runtime_s}, but {name} allows at most {limit} ({clock(limit)});"
-            " set that: the job requeues itself at its limit and resumes (slurm.restarts)"
-        )
+        partition = known.get(nodes.partition or "")
+        if partition is None:
+            what = "default partition; name one of sinfo's"
+            if nodes.partition:
+                names = sorted(name for name in known if name)
+                hint = nearest(nodes.partition, names, f"partitions: {', '.join(names)}")
+                what = f"partition {nodes.partition!r}{hint}"
+            yield f"{section}.partition: this cluster has no {what}"
+            continue
+        name, limit = f"partition {partition.name}", partition.limit_s
+        if not partition.up:
+            yield f"{section}.partition: {name} is not up; ask your administrators, or choose another"
+        if nodes.nodes > partition.nodes:
+            yield f"{section}.nodes: {nodes.nodes}, but {name} has only {partition.nodes}"
+        if nodes.cpus and nodes.cpus > partition.cpus:
+            yield f"{section}.cpus: {nodes.cpus}, but nodes of {name} have at most {partition.cpus}"
+        if isinstance(nodes, SlurmGpuNodesConfig) and nodes.gpus > partition.gpus:
+            if partition.gpus:
+                yield f"{section}.gpus: {nodes.gpus}, but nodes of {name} have at most {partition.gpus}"
+            else:
+                yield f"{section}.partition: nodes of {name} have no GPUs; training needs them"
+        if max_runtime_s and limit is not None and max_runtime_s > limit:
+            yield (
+                f"slurm.max_runtime_s: {max_runtime_s}, but {name} allows at most {limit} ({clock(limit)});"
+                " set that: the job requeues itself at its limit and resumes (slurm.restarts)"
+            )
 
 
 def _components(config: SlurmConfig) -> list[tuple[str, SlurmNodesConfig]]:

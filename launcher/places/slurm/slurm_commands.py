@@ -88,13 +88,15 @@ def partitions() -> dict[str, Partition]:
         name, up, limit, nodes, cpus, gres = line.split("|")
         name, default = name.strip().removesuffix("*"), name.strip().endswith("*")
         before = found.get(name, Partition(name, False, 0, 0, 0, 0))
+        # `gpu:a100:4(S:0-1),nvme:1` → 4
+        gpus = sum(map(int, re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)))
         found[name] = Partition(
             name,
             up.strip() == "up",
             seconds_of(limit),
             before.nodes + _number(nodes),
             max(before.cpus, _number(cpus)),
-            max(before.gpus, gpus_of(gres)),
+            max(before.gpus, gpus),
         )
         if default:
             found[""] = found[name]
@@ -108,12 +110,6 @@ def seconds_of(limit: str) -> int | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def gpus_of(gres: str) -> int:
-    """`gpu:a100:4(S:0-1),nvme:1` → 4."""
-    words = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)
-    return sum(map(int, words))
 
 
 def state_of(job_id: str) -> State:

@@ -26,8 +26,7 @@ from launcher.places.remote import (
     with_training_group,
 )
 from launcher.places.vertex import google_cloud
-from stoker.config.places import VertexConfig, VertexHostsConfig
-from stoker.config.schema import Config
+from stoker.config.places import VertexConfig
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import google_prices
@@ -52,21 +51,19 @@ class WorkerPool(HostGroup):
     """GPUs per host, as configured."""
 
 
-def _pool(name: str, hosts: VertexHostsConfig, key: str) -> WorkerPool:
-    kind, accelerator = str(hosts.machine_type), hosts.accelerator
-    attached = accelerator is not None and kind.startswith(prices.ATTACHES)
-    gpus = hosts.count if hosts.count is not None else prices.built_in_gpus(kind) or int(attached)
-    gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
-    known = prices.GOOGLE_MACHINES.get(kind)
-    vcpus = known.vcpus if known else None
-    return WorkerPool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, hosts.count)
-
-
-def pools_of(config: Config) -> tuple[WorkerPool, ...]:
-    settings = config.vertex
+def pools_of(settings: VertexConfig) -> Iterator[WorkerPool]:
     listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
     listed += [(pool.name, pool, f"vertex.pools.{index}") for index, pool in enumerate(settings.pools)]
-    return tuple(_pool(name, hosts, key) for name, hosts, key in listed if hosts.machine_type)
+    for name, hosts, key in listed:
+        kind, accelerator, asked = hosts.machine_type, hosts.accelerator, hosts.count
+        if not kind:
+            continue
+        attached = accelerator is not None and kind.startswith(prices.ATTACHES)
+        gpus = asked if asked is not None else prices.built_in_gpus(kind) or int(attached)
+        gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
+        known = prices.GOOGLE_MACHINES.get(kind)
+        vcpus = known.vcpus if known else None
+        yield WorkerPool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, asked)
 
 
 def replicas_by_pool(sizes: Sequence[tuple[One, int]]) -> list[tuple[One, int]]:
@@ -146,7 +143,7 @@ def container_command(code_uri: str) -> list[str]:
 def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
     """Build the whole request, valid or not, with all objects below `gcs_uri`; `problems` checks it."""
     config = job.resolved.config
-    pools, region = pools_of(config), config.vertex.region
+    pools, region = tuple(pools_of(config.vertex)), config.vertex.region
     if trains := training_group(config, pools):
         job = with_training_group(job, trains)
     data = find_data_uploads(job.data, gcs_uri)
@@ -162,6 +159,8 @@ def _body(made: VertexRequest) -> dict[str, Any]:
     def own(key: str) -> Keyed:
         return Keyed(getattr(settings, key), f"vertex.{key}")
 
+    # A label value allows lower-case letters, digits, `_` and `-`.
+    label = "".join(sign if sign.isalnum() or sign in "_-" else "-" for sign in made.job.name.lower())[:63]
     scheduling = {
         "timeout": Keyed(f"{settings.max_runtime_s}s", "vertex.max_runtime_s"),
         "restartJobOnWorkerRestart": settings.restart,
@@ -178,7 +177,7 @@ def _body(made: VertexRequest) -> dict[str, Any]:
             "tensorboard": own("tensorboard"),
             "baseOutputDirectory": Keyed({"outputUriPrefix": made.base_uri}, "vertex.gcs_uri"),
         },
-        "labels": Keyed({"stoker-job": _label(made.job.name), **settings.labels}, "vertex.labels"),
+        "labels": Keyed({"stoker-job": label, **settings.labels}, "vertex.labels"),
         "encryptionSpec": Keyed({"kmsKeyName": settings.kms_key}, "vertex.kms_key"),
     }
 
@@ -207,11 +206,6 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
         }
         for pool, replicas in listed
     ]
-
-
-def _label(name: str) -> str:
-    """A label value allows lower-case letters, digits, `_` and `-`."""
-    return "".join(sign if sign.isalnum() or sign in "_-" else "-" for sign in name.lower())[:63]
 
 
 def problems(request: VertexRequest) -> list[str]:
