@@ -100,13 +100,9 @@ class RayRun(WatchedRun):
         self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
     ) -> None:
         run_id = f"ray:{server.address}/{submission_id}"
-        super().__init__(run_id, poll_s, submitted, UnreachableError)
+        super().__init__(run_id, submission_id, poll_s, submitted, UnreachableError)
         self.server, self.submission_id = server, submission_id
         self._path = f"/api/jobs/{submission_id}"
-
-    @property
-    def label(self) -> str:
-        return self.submission_id
 
     def ask(self) -> dict[str, Any]:
         found: dict[str, Any] = self.server.get(self._path)

@@ -341,15 +341,11 @@ class LogEntry(NamedTuple):
 
 class WatchedRun(ABC):
     def __init__(
-        self, run_id: str, poll_s: float, submitted: bool, passing: type[UsageError] = UsageError
+        self, run_id: str, label: str, poll_s: float, submitted: bool, passing: type[UsageError] = UsageError
     ) -> None:
         """`submitted`: by this process, so that there is a run, whatever the service answers."""
-        self.id, self.poll_s = run_id, poll_s
+        self.id, self.label, self.poll_s = run_id, label, poll_s
         self.patiently = ServicePoller(poll_s, passing, submitted)
-
-    @property
-    def label(self) -> str:
-        return self.id
 
     @abstractmethod
     def ask(self) -> Any:

@@ -89,13 +89,9 @@ def attach(run_id: str) -> SageMakerRun:
 
 class SageMakerRun(CloudRun):
     def __init__(self, region: str, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
-        super().__init__(f"sagemaker:{region}/{name}", poll_s, submitted, aws.PassingError)
+        super().__init__(f"sagemaker:{region}/{name}", name, poll_s, submitted, aws.PassingError)
         self.region, self.name = region, name
         self._groups: dict[str, str] = {}
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def ask(self) -> dict[str, Any]:
         with aws.readable_errors(f"job {self.name}"):

@@ -77,12 +77,8 @@ def attach(run_id: str) -> VertexRun:
 
 class VertexRun(CloudRun):
     def __init__(self, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
-        super().__init__(f"vertex:{name}", poll_s, submitted)
+        super().__init__(f"vertex:{name}", name, poll_s, submitted)
         self.name, self.region = name, name.split("/")[3]
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def ask(self) -> Any:
         with google_cloud.readable_errors(f"job {self.name}"):
