@@ -57,7 +57,6 @@ class RehearsalRequest:
     head: str
     run_dir: Path
     checkpoints: tuple[Path, ...] = ()
-    """To place on the hosts."""
 
     @property
     def shape(self) -> ServiceShape:
