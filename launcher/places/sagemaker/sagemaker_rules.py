@@ -187,7 +187,7 @@ def _parameters(request: SageMakerRequest) -> Iterator[str]:
 
 def _request(request: SageMakerRequest) -> Iterator[str]:
     for path in request.taken:
-        key = request.keys.get(path) or REMEDIES.get(path, ("",))[0]
+        key = request.keys.get(path)
         yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
     seen: dict[str, str] = {}
     for index, channel in enumerate(request.body.get("InputDataConfig", [])):
@@ -298,11 +298,9 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
     botocore itself checks types and lower limits only.
     """
     for path, message, value in _walk(body, "CreateTrainingJobRequest"):
-        section, remedy = nearest_of(re.sub(r"\[\d+\]", "", path), REMEDIES) or ("", "")
+        remedy = nearest_of(re.sub(r"\[\d+\]", "", path), REMEDIES)
         got = "" if value is None else f" (got {reprlib.repr(value)})"
-        yield f"{nearest_of(path, keys) or section or path}: {message}{got}" + (
-            f"; {remedy}" if remedy else ""
-        )
+        yield f"{nearest_of(path, keys) or path}: {message}{got}{f'; {remedy}' if remedy else ''}"
 
 
 def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -40,45 +40,30 @@ _OTHER_ACCOUNTS = re.compile(
     r"^(cn-|us-gov-|us-iso|af-|me-|il-|mx-|eu-south-|eu-central-2|ap-east-|ap-southeast-[3-9]|ap-south-2|ca-west-)"
 )
 
-# Request path without indices → (configuration key, form of a valid value or remedy).
-REMEDIES: dict[str, tuple[str, str]] = {
-    "TrainingJobName": ("name", "letters, digits and single hyphens, at most 63"),
-    "RoleArn": (
-        "sagemaker.role",
-        "give the ARN of the job's role, arn:aws:iam::<account>:role/<name> (docs/iam/job-role.json)",
-    ),
-    "AlgorithmSpecification.TrainingImage": (
-        "sagemaker.image",
-        "an ECR image of at most 255 characters",
-    ),
-    "InputDataConfig": ("sagemaker.channels", "put several prefixes under one channel"),
-    "InputDataConfig.ChannelName": ("sagemaker.channels", "letters, digits, '.', '-' and '_' only"),
-    "InputDataConfig.DataSource.S3DataSource.S3Uri": ("sagemaker.channels", "s3://bucket/prefix"),
-    "OutputDataConfig.S3OutputPath": ("sagemaker.s3_uri", "s3://bucket/prefix"),
-    "OutputDataConfig.KmsKeyId": ("sagemaker.kms_key", "a key id, key ARN or alias/<name>"),
-    "CheckpointConfig.S3Uri": ("sagemaker.s3_uri", "s3://bucket/prefix"),
-    "HyperParameters": ("sagemaker.hyperparameters", "leave the rest in the configuration file"),
-    "Environment": (
-        "sagemaker.environment",
-        "names of letters, digits and '_'; put long values in a file",
-    ),
-    "ResourceConfig.InstanceGroups": ("sagemaker.groups", "merge groups of one type"),
-    "ResourceConfig.VolumeSizeInGB": ("sagemaker.volume_gb", "a number of gigabytes"),
-    "ResourceConfig.VolumeKmsKeyId": ("sagemaker.volume_kms_key", "a key id, key ARN or alias/<name>"),
-    "ResourceConfig.KeepAlivePeriodInSeconds": ("sagemaker.keep_alive_s", "six hours at most"),
-    "StoppingCondition.MaxRuntimeInSeconds": ("sagemaker.max_runtime_s", "a number of seconds"),
-    "StoppingCondition.MaxWaitTimeInSeconds": ("sagemaker.max_wait_s", "a number of seconds"),
-    "VpcConfig.Subnets": (
-        "sagemaker.subnets",
-        "name subnets and security groups together: subnet-…",
-    ),
-    "VpcConfig.SecurityGroupIds": (
-        "sagemaker.security_groups",
-        "name subnets and security groups together: sg-…",
-    ),
-    "RetryStrategy.MaximumRetryAttempts": ("sagemaker.max_retries", "1 to 30"),
-    "Tags": ("sagemaker.tags", "letters, digits, spaces and _.:/=+-@"),
+REMEDIES = {
+    "TrainingJobName": "letters, digits and single hyphens, at most 63",
+    "RoleArn": "give the ARN of the job's role, arn:aws:iam::<account>:role/<name> (docs/iam/job-role.json)",
+    "AlgorithmSpecification.TrainingImage": "an ECR image of at most 255 characters",
+    "InputDataConfig": "put several prefixes under one channel",
+    "InputDataConfig.ChannelName": "letters, digits, '.', '-' and '_' only",
+    "InputDataConfig.DataSource.S3DataSource.S3Uri": "s3://bucket/prefix",
+    "OutputDataConfig.S3OutputPath": "s3://bucket/prefix",
+    "OutputDataConfig.KmsKeyId": "a key id, key ARN or alias/<name>",
+    "CheckpointConfig.S3Uri": "s3://bucket/prefix",
+    "HyperParameters": "leave the rest in the configuration file",
+    "Environment": "names of letters, digits and '_'; put long values in a file",
+    "ResourceConfig.InstanceGroups": "merge groups of one type",
+    "ResourceConfig.VolumeSizeInGB": "a number of gigabytes",
+    "ResourceConfig.VolumeKmsKeyId": "a key id, key ARN or alias/<name>",
+    "ResourceConfig.KeepAlivePeriodInSeconds": "six hours at most",
+    "StoppingCondition.MaxRuntimeInSeconds": "a number of seconds",
+    "StoppingCondition.MaxWaitTimeInSeconds": "a number of seconds",
+    "VpcConfig.Subnets": "name subnets and security groups together: subnet-…",
+    "VpcConfig.SecurityGroupIds": "name subnets and security groups together: sg-…",
+    "RetryStrategy.MaximumRetryAttempts": "1 to 30",
+    "Tags": "letters, digits, spaces and _.:/=+-@",
 }
+"""Request path without indices → form of a valid value or remedy; a configuration key sets each of them."""
 
 METRICS = {
     "train:loss": r"step [0-9]+  loss ([0-9.eE+-]+)",
@@ -168,48 +153,57 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
     if settings.spot and max_wait_s is None:
         max_wait_s = 2 * settings.max_runtime_s
     body = {
-        "TrainingJobName": name,
-        "RoleArn": settings.role,
+        "TrainingJobName": Keyed(name, "name"),
+        "RoleArn": Keyed(settings.role, "sagemaker.role"),
         "AlgorithmSpecification": {
-            "TrainingImage": settings.image or default_image(region),
+            "TrainingImage": Keyed(settings.image or default_image(region), "sagemaker.image"),
             "TrainingInputMode": "File",
             "ContainerEntrypoint": list(ENTRYPOINT) if settings.entry == "container" else None,
             "EnableSageMakerMetricsTimeSeries": True,
             "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
         },
-        "HyperParameters": _hyperparameters(settings, code_uri),
-        "Environment": {
-            name: Keyed(value, f"sagemaker.environment.{name}")
-            for name, value in settings.environment.items()
+        "HyperParameters": Keyed(_hyperparameters(settings, code_uri), "sagemaker.hyperparameters"),
+        "Environment": Keyed(
+            {
+                key: Keyed(value, f"sagemaker.environment.{key}")
+                for key, value in settings.environment.items()
+            },
+            "sagemaker.environment",
+        ),
+        "InputDataConfig": Keyed(_channels(settings, data, code_uri, groups) or None, "sagemaker.channels"),
+        "OutputDataConfig": {
+            "S3OutputPath": Keyed(s3_uri, "sagemaker.s3_uri"),
+            "KmsKeyId": Keyed(settings.kms_key, "sagemaker.kms_key"),
         },
-        "InputDataConfig": _channels(settings, data, code_uri, groups) or None,
-        "OutputDataConfig": {"S3OutputPath": s3_uri, "KmsKeyId": settings.kms_key},
         "CheckpointConfig": {
-            "S3Uri": f"{s3_uri}/{name}/checkpoints",
+            "S3Uri": Keyed(f"{s3_uri}/{name}/checkpoints", "sagemaker.s3_uri"),
             "LocalPath": "/opt/ml/checkpoints",
         },
         "ResourceConfig": {
-            "VolumeSizeInGB": settings.volume_gb,
-            "VolumeKmsKeyId": settings.volume_kms_key,
-            "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
+            "VolumeSizeInGB": Keyed(settings.volume_gb, "sagemaker.volume_gb"),
+            "VolumeKmsKeyId": Keyed(settings.volume_kms_key, "sagemaker.volume_kms_key"),
+            "KeepAlivePeriodInSeconds": Keyed(settings.keep_alive_s or None, "sagemaker.keep_alive_s"),
             **_instances(groups),
         },
         "StoppingCondition": {
-            "MaxRuntimeInSeconds": settings.max_runtime_s,
-            "MaxWaitTimeInSeconds": max_wait_s,
+            "MaxRuntimeInSeconds": Keyed(settings.max_runtime_s, "sagemaker.max_runtime_s"),
+            "MaxWaitTimeInSeconds": Keyed(max_wait_s, "sagemaker.max_wait_s"),
         },
         "VpcConfig": {
-            "Subnets": list(settings.subnets) or None,
-            "SecurityGroupIds": list(settings.security_groups) or None,
+            "Subnets": Keyed(list(settings.subnets) or None, "sagemaker.subnets"),
+            "SecurityGroupIds": Keyed(list(settings.security_groups) or None, "sagemaker.security_groups"),
         },
         "EnableManagedSpotTraining": settings.spot,
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
         "EnableNetworkIsolation": settings.network_isolation,
-        "RetryStrategy": {"MaximumRetryAttempts": settings.max_retries},
-        "Tags": [
-            Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
-            for name, value in {"stoker-job": config.name, **settings.tags}.items()
-        ],
+        "RetryStrategy": {"MaximumRetryAttempts": Keyed(settings.max_retries, "sagemaker.max_retries")},
+        "Tags": Keyed(
+            [
+                Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
+                for name, value in {"stoker-job": config.name, **settings.tags}.items()
+            ],
+            "sagemaker.tags",
+        ),
     }
     taken: list[str] = []
     body = overlaid(pruned(body, keys), settings.request, keys, taken)
@@ -295,7 +289,7 @@ def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
         }
 
     if len(groups) == 1:
-        return instances(groups[0])
+        return {"InstanceGroups": Keyed(None, "sagemaker.groups"), **instances(groups[0])}
     listed = [{"InstanceGroupName": Keyed(one.name, f"{one.key}.name"), **instances(one)} for one in groups]
     return {"InstanceGroups": Keyed(listed, "sagemaker.groups")}
 

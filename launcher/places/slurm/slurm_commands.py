@@ -56,7 +56,7 @@ class State:
         return bool(self.word) and not self.word.startswith(ENDED)
 
 
-def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
+def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool = False) -> str:
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
@@ -77,6 +77,8 @@ def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         words = "; ".join(re.sub(rf"^{command[0]}: (error: )?", "", line) for line in lines[-3:])
+        if gone_ok and any(word in words for word in _GONE):
+            return ""
         raise UsageError(f"{command[0]}: {words or f'exit code {done.returncode}'}")
     return done.stdout
 
@@ -114,12 +116,7 @@ def seconds_of(limit: str) -> int | None:
 
 def state_of(job_id: str) -> State:
     """The state of a job, from the queue, else from what the controller or accounting remember."""
-    try:
-        rows = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r").splitlines()
-    except UsageError as error:
-        if not any(word in str(error) for word in _GONE):
-            raise
-        rows = []
+    rows = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r", gone_ok=True).splitlines()
     # A heterogeneous job has a row for each component; it runs when its first one does.
     found = sorted(tuple(row.split("|")) for row in rows if row.count("|") == 2)
     if found:
@@ -130,14 +127,8 @@ def state_of(job_id: str) -> State:
 
 def job_fields(job_id: str) -> dict[str, str]:
     """The fields of `scontrol show job`; empty some minutes after the job's end."""
-    try:
-        text = ask("scontrol", "--oneliner", "show", "job", job_id)
-    except UsageError as error:
-        if not any(word in str(error) for word in _GONE):
-            raise
-        return {}
-    line = text.splitlines()[0] if text.strip() else ""
-    return dict(re.findall(r"(\w+)=(\S*)", line))
+    text = ask("scontrol", "--oneliner", "show", "job", job_id, gone_ok=True)
+    return dict(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0]))
 
 
 def accounted(job_id: str, field: str) -> str:
