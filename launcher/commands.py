@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.places import EVERYWHERE, Options, Place, RemoteRun, attach, every_place, place_named
+from launcher.places import EVERYWHERE, Options, Place, RemoteRun, every_place, place_named
 from stoker.config.loading import load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
@@ -109,15 +109,6 @@ def check_recipe(job: Job) -> None:
         print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
 
 
-def status(run_id: str) -> int:
-    found = attach(run_id)
-    print(found.status())
-    run_dir = getattr(found, "run_dir", None)
-    for line in standing(run_dir) if run_dir else last_progress(found):
-        print(f"  {line}")
-    return 0
-
-
 def standing(run_dir: Path) -> list[str]:
     from stoker.events.bottleneck import judged
     from stoker.events.summary import number, read_summary
@@ -170,23 +161,6 @@ def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
     return [*found, *([note] if reader.is_alive() else [])]
 
 
-def logs(run_id: str, follow: bool) -> int:
-    from launcher.places import remote
-
-    found = attach(run_id)
-    if follow and isinstance(found, RemoteRun):
-        return remote.follow(found)
-    for line in found.logs(follow):
-        print(line, flush=True)
-    return 0
-
-
-def stop(run_id: str) -> int:
-    told = attach(run_id).stop()
-    print(f"{run_id}: {told or 'stop requested; the run writes a checkpoint first'}")
-    return 0
-
-
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
     from launcher.job import as_overrides, examples_root, recipe_folder
 
@@ -230,17 +204,3 @@ def default_of(info: FieldInfo) -> str:
 
 def shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
-
-
-def report(paths: list[Path], output: Path | None) -> int:
-    from stoker.events.report import REPORT, write_report
-
-    target = output or (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))
-    if target.is_dir():
-        target = target / REPORT
-    try:
-        write_report(paths, target)
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
-    print(f"written: {target}")
-    return 0

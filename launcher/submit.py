@@ -164,9 +164,14 @@ RunName = Annotated[str, typer.Argument(help="a run directory, runs/latest, or a
 @app.command(epilog="Example: python launcher/submit.py status runs/latest")
 def status(run: RunName = "runs/latest") -> None:
     """Show the status of a run."""
-    from launcher import commands
+    from launcher.commands import last_progress, standing
+    from launcher.places import attach
 
-    raise typer.Exit(commands.status(run))
+    found = attach(run)
+    print(found.status())
+    run_dir = getattr(found, "run_dir", None)
+    for line in standing(run_dir) if run_dir else last_progress(found):
+        print(f"  {line}")
 
 
 @app.command(epilog="Example: python launcher/submit.py logs -f runs/latest")
@@ -175,17 +180,22 @@ def logs(
     follow: Annotated[bool, Option("--follow", "-f", help="follow the log until the run ends")] = False,
 ) -> None:
     """Show the log of a run; Ctrl-C leaves the run running."""
-    from launcher import commands
+    from launcher.places import RemoteRun, attach, remote
 
-    raise typer.Exit(commands.logs(run, follow))
+    found = attach(run)
+    if follow and isinstance(found, RemoteRun):
+        raise typer.Exit(remote.follow(found))
+    for line in found.logs(follow):
+        print(line, flush=True)
 
 
 @app.command(epilog="Example: python launcher/submit.py stop runs/latest")
 def stop(run: RunName = "runs/latest") -> None:
     """Ask a run to write a checkpoint and stop."""
-    from launcher import commands
+    from launcher.places import attach
 
-    raise typer.Exit(commands.stop(run))
+    told = attach(run).stop()
+    print(f"{run}: {told or 'stop requested; the run writes a checkpoint first'}")
 
 
 @app.command(epilog="Example: python launcher/submit.py report runs/a runs/b -o shapes.html")
@@ -194,9 +204,17 @@ def report(
     output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
 ) -> None:
     """Write an HTML report of a run, or of several side by side."""
-    from launcher.commands import report
+    from stoker.events.report import REPORT, write_report
 
-    raise typer.Exit(report(runs or [Path("runs/latest")], output))
+    runs = runs or [Path("runs/latest")]
+    target = output or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
+    if target.is_dir():
+        target = target / REPORT
+    try:
+        write_report(runs, target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+    print(f"written: {target}")
 
 
 @app.command(epilog="Example: python launcher/submit.py compare runs/*")

@@ -175,7 +175,6 @@ def as_array(value: Any) -> Any:
 @dataclass
 class ChainPoint:
     name: str
-    per: str = "record"
     columns: dict[str, ColumnStatistics] = field(default_factory=dict)
     records: int = 0
     ms: list[float] = field(default_factory=list)
@@ -260,7 +259,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     except UsageError as error:
         seen.refused = str(error)
     seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
-    seen.points += [ChainPoint(stage.name, stage.per) for stage in chain.stages]
+    seen.points += [ChainPoint(stage.name) for stage in chain.stages]
     records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
     ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
     while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):
