@@ -65,21 +65,17 @@ def python(config: Config) -> Iterator[Finding]:
 
 
 def packages(config: Config) -> Iterator[Finding]:
-    absent = requirements.unsatisfied("\n".join(needed_here()))
+    try:
+        lines = metadata.requires("stoker") or []
+    except metadata.PackageNotFoundError:  # an uninstalled checkout
+        lines = (examples_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    absent = requirements.unsatisfied("\n".join(line for line in lines if "extra ==" not in line))
     ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
     remedy = f"pip install '{ray[0]}'; all hosts of a job need the same version" if ray else ""
     yield finding_of("Ray", requirements.image_pins().get("ray", "absent"), remedy)
     if others := [line for line in absent if line not in ray]:
         install = " ".join(f"'{line}'" for line in others)
         yield finding_of("packages", f"{len(others)} missing or too old", f"pip install {install}")
-
-
-def needed_here() -> list[str]:
-    try:
-        lines = metadata.requires("stoker") or []
-    except metadata.PackageNotFoundError:  # an uninstalled checkout
-        lines = (examples_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if "extra ==" not in line]
 
 
 def torch(config: Config) -> Iterator[Finding]:

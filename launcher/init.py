@@ -42,7 +42,15 @@ def init(folder: Path | None, kind: str | None) -> int:
     if folder is None:
         folder = Path(typer.prompt("Folder", default=f"my-{kind}") if sys.stdin.isatty() else ".")
     files = files_of(kind, folder)
-    write(folder, files)
+    if there := [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]:
+        raise UsageError(*(f"{folder / name}: already exists; nothing was written" for name in there))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None
     test = next(name for name in files if name.startswith("test_"))
     print(f"wrote {', '.join(files)} into {folder}")
     print(f"  train  stoker {shlex.quote(str(folder / 'job.yaml'))}")
@@ -58,17 +66,3 @@ def files_of(kind: str, folder: Path) -> dict[str, str]:
     named = re.sub(r"^name: .*", f"name: {job}", texts["job.yaml"], flags=re.MULTILINE)
     texts["job.yaml"] = named.replace(f"recipes.{kind}:", "recipe:")
     return {**texts, ".gitignore": IGNORED}
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
-    """Write all files, or none if any of them already exists."""
-    there = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
-    if there:
-        raise UsageError(*(f"{folder / name}: already exists; nothing was written" for name in there))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None

@@ -49,20 +49,18 @@ def _mount(spec: dict[str, Any]) -> None:
     folder = Path(spec["folder"])
     source, at = Path(spec["mount"]["source"]), Path(spec["mount"]["target"])
     for channel in spec["channels"]:
-        target = source / Path(channel["target"]).relative_to(at)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if Path(channel["source"]).is_dir():
-            target.mkdir(exist_ok=True)
-        else:
-            target.touch()
-        _run("mount", "--bind", channel["source"], str(target))
-        _run("mount", "-o", "remount,bind,ro", str(target))
+        _bind(Path(channel["source"]), source / Path(channel["target"]).relative_to(at), read_only=True)
     read_only = _mount_service(folder, source, at)
     _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
     shm = f"size={spec['shm_mb']}m,mode=1777"
     _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108 - in a mount namespace of its own
     (folder / "tmp").mkdir(exist_ok=True)
-    _keep_below_tmp(spec["kept"], folder / "tmp")
+    # The host's private /tmp would hide Python environments below /tmp.
+    for path in sorted(set(spec["kept"])):
+        if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108 - in a mount namespace of its own
+            target = folder / path.removeprefix("/")
+            if not target.exists():  # else it is inside one that is already mounted
+                _bind(Path(path), target, read_only=True)
     _run("mount", "--rbind", str(folder / "tmp"), "/tmp")  # noqa: S108 - in a mount namespace of its own
     # Hide the source tree: a job that depends on it instead of the upload would fail on SageMaker.
     for path in spec["masked"]:
@@ -75,37 +73,29 @@ def _mount(spec: dict[str, Any]) -> None:
             _run("mount", "-o", "remount,bind,ro", path)
 
 
-def _keep_below_tmp(paths: list[str], private: Path) -> None:
-    """Keep Python environments below /tmp visible, which the host's private /tmp would hide."""
-    for path in sorted(set(paths)):
-        if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108 - in a mount namespace of its own
-            target = private / Path(path).relative_to("/tmp")  # noqa: S108 - in a mount namespace of its own
-            if not target.exists():  # else it is inside one that is already mounted
-                target.mkdir(parents=True)
-                _run("mount", "--bind", path, str(target))
-                _run("mount", "-o", "remount,bind,ro", str(target))
-
-
 def _mount_service(folder: Path, source: Path, at: Path) -> list[str]:
     """Mount the service's folder; if the machine has none, over a copy of its parent made of bind mounts."""
-    if at.is_dir():
-        _run("mount", "--rbind", str(source), str(at))
-        return ["/"]
-    if at.parent == Path("/"):
+    copied = ["/"]
+    if not at.is_dir() and at.parent == Path("/"):
         copied = _change_root(at.name)
-        _run("mount", "--rbind", str(source), str(at))
+    if at.is_dir():
+        _bind(source, at)
         return copied
-    opt = folder / "opt"
-    (opt / at.name).mkdir(parents=True)
     for entry in at.parent.iterdir():
-        if entry.is_dir():
-            (opt / entry.name).mkdir()
-        else:
-            (opt / entry.name).touch()
-        _run("mount", "--rbind", str(entry), str(opt / entry.name))
-    _run("mount", "--rbind", str(source), str(opt / at.name))
-    _run("mount", "--rbind", str(opt), str(at.parent))
-    return ["/"]
+        _bind(entry, folder / "opt" / entry.name)
+    _bind(source, folder / "opt" / at.name)
+    _bind(folder / "opt", at.parent)
+    return copied
+
+
+def _bind(source: Path, target: Path, read_only: bool = False) -> None:
+    """Show a file or folder at a place that is made for it; read-only, without what is mounted below it."""
+    (target if source.is_dir() else target.parent).mkdir(parents=True, exist_ok=True)
+    if not source.is_dir():
+        target.touch()
+    _run("mount", "--bind" if read_only else "--rbind", str(source), str(target))
+    if read_only:
+        _run("mount", "-o", "remount,bind,ro", str(target))
 
 
 def _change_root(name: str) -> list[str]:
@@ -121,8 +111,7 @@ def _change_root(name: str) -> list[str]:
         elif entry == root:
             copy.mkdir()
         else:
-            copy.mkdir() if entry.is_dir() else copy.touch()
-            _run("mount", "--rbind", str(entry), str(copy))
+            _bind(entry, copy)
             if entry.name not in ("dev", "proc", "sys", "tmp"):
                 copied.append(str(entry))
     os.chroot(root)

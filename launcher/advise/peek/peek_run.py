@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from launcher.advise.peek.looking import boxes_of, row_of
-from launcher.advise.peek.page import Sheet, Tile, page_at, write_page
+from launcher.advise.peek.page import Sheet, page_at, write_page
 from launcher.places import attach
 from stoker.chain.collating import all_of, collated, seed_of
 from stoker.checkpoints.format import load_checkpoint as load_checkpoint
@@ -98,12 +98,6 @@ def peek_run(run: str, overrides: list[str], number: int, rank: int | None, out:
         legend=step.sheet.painter.legend(),
         heading="Records of the step",
     )
-    show(heads, lines, tiles)
-    print(f"written: {target}")
-    return 0
-
-
-def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
     rows = [
         (str(line.rank), line.key, tile.label, "–" if line.loss is None else f"{line.loss:.4g}")
         for line, tile in list(zip(lines, tiles, strict=True))[:SHOWN]
@@ -111,6 +105,8 @@ def show(heads: list[str], lines: list[Line], tiles: list[Tile]) -> None:
     print("\n".join([*heads, table(("rank", "record", "label", "loss"), rows, left=("record",))]))
     if len(lines) > SHOWN:
         print(f"and {len(lines) - SHOWN} more on the page")
+    print(f"written: {target}")
+    return 0
 
 
 def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
