@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +131,18 @@ class PastRun:
         return "  ".join(parts)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from log_lines(self.run_dir, follow, lambda: self.process_id() is not None)
+        path = self.run_dir / "logs" / "console.log"
+        while follow and not path.exists() and self.process_id() is not None:
+            time.sleep(0.2)
+        if not path.exists():
+            return
+        with path.open() as file:
+            while True:
+                running = follow and self.process_id() is not None
+                yield from (line.rstrip("\n") for line in file)
+                if not running:
+                    return
+                time.sleep(0.3)
 
     def wait(self) -> int:
         while self.process_id() is not None:
@@ -148,26 +159,11 @@ class PastRun:
 
 def attach(run_id: str) -> PastRun:
     run_dir = Path(run_id).resolve()
-    if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
+    if not _is_run(run_dir):
         if run_dir.name == "latest" and not run_dir.exists():
             raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
         raise UsageError(f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…")
     return PastRun(run_dir)
-
-
-def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
-    path = run_dir / "logs" / "console.log"
-    while follow and not path.exists() and alive():
-        time.sleep(0.2)
-    if not path.exists():
-        return
-    with path.open() as file:
-        while True:
-            running = follow and alive()
-            yield from (line.rstrip("\n") for line in file)
-            if not running:
-                return
-            time.sleep(0.3)
 
 
 _STEP = re.compile(r"step-\d{8,}")
