@@ -17,7 +17,7 @@ from launcher.job import stage
 from launcher.places import Place
 from launcher.rehearsal import running, sagemaker_hosts
 from launcher.rehearsal.plan import PlannedHost, RehearsalRequest, masked_folders, plan, rate_arguments
-from launcher.rehearsal.running import Display, RehearsalRun
+from launcher.rehearsal.running import RehearsalRun
 
 LINGER_S = 30.0
 """How long hosts may outlive the head before the rehearsal kills them and reports it."""
@@ -67,7 +67,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     except BaseException:
         running.remove(folder)
         raise
-    return RehearsalRun(request, process, Display(request.hosts) if show else None)
+    return RehearsalRun(request, process, show)
 
 
 def _host_spec(request: RehearsalRequest, host: PlannedHost, number: int, folder: Path) -> dict[str, Any]:

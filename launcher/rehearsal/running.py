@@ -71,18 +71,13 @@ class HostResult:
 
 
 class RehearsalRun:
-    def __init__(
-        self,
-        request: RehearsalRequest,
-        process: subprocess.Popen[str],
-        display: Display | None,
-    ) -> None:
+    def __init__(self, request: RehearsalRequest, process: subprocess.Popen[str], show: bool) -> None:
         self.id, self.run_dir = request.run_dir.name, request.run_dir
         self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in request.hosts}
         self.failure_reason = ""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
-        self._request, self._process, self._display = request, process, display
+        self._request, self._process, self._display = request, process, Display(request.hosts, show)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
         self._broken = ""
@@ -117,8 +112,7 @@ class RehearsalRun:
         while True:
             try:
                 for line in self.logs(follow=True):
-                    if self._display:
-                        self._display.line(line)
+                    self._display.line(line)
                 self._reader.join()
                 break
             except KeyboardInterrupt:
@@ -126,13 +120,11 @@ class RehearsalRun:
                     self.kill()
                 else:
                     self.stop()
-                    if self._display:
-                        self._display.line("stopping all hosts; press Ctrl-C again to kill them")
+                    self._display.line("stopping all hosts; press Ctrl-C again to kill them")
                 interrupted = True
         if interrupted:
             self._code = 130
-        if self._display:
-            self._display.closing(self)
+        self._display.closing(self)
         return 1 if self._code is None else self._code
 
     def stop(self) -> None:
@@ -281,8 +273,8 @@ _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 class Display:
     """Prints to standard output, in colour only on a terminal."""
 
-    def __init__(self, hosts: tuple[PlannedHost, ...]) -> None:
-        self._console = Console(soft_wrap=True, highlight=False)
+    def __init__(self, hosts: tuple[PlannedHost, ...], show: bool) -> None:
+        self._console = Console(soft_wrap=True, highlight=False, quiet=not show)
         self._colours = {
             f"[{host.group} {host.name}": _COLOURS[number % len(_COLOURS)]
             for number, host in enumerate(hosts)

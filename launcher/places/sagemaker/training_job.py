@@ -258,27 +258,20 @@ def _channels(
     # SageMaker requires groups on all channels or on none, and takes none of a single group.
     some = len(groups) > 1 and any(one.groups for one in asked.values())
     by_group = [group.name for group in groups] if some else None
-    return [
-        Keyed(_channel(name, channel, by_group, name in settings.channels), origins[name])
-        for name, channel in asked.items()
-    ]
-
-
-def _channel(name: str, channel: ChannelConfig, by_group: list[str] | None, own: bool) -> dict[str, Any]:
-    def keyed(value: Any, key: str) -> Any:
-        return Keyed(value, f"sagemaker.channels.{name}.{key}") if own else value
-
-    source = {
-        "S3DataType": "S3Prefix",
-        "S3Uri": keyed(channel.uri, "uri"),
-        "S3DataDistributionType": "FullyReplicated",
-        "InstanceGroupNames": keyed(by_group and (channel.groups or by_group), "groups"),
-    }
-    return {
-        "ChannelName": name,
-        "DataSource": {"S3DataSource": source},
-        "InputMode": keyed(channel.input_mode, "input_mode"),
-    }
+    found = []
+    for name, channel in asked.items():
+        key, own = origins[name], name in settings.channels
+        in_groups = by_group and (channel.groups or by_group)
+        source = {
+            "S3DataType": "S3Prefix",
+            "S3Uri": Keyed(channel.uri, f"{key}.uri" if own else key),
+            "S3DataDistributionType": "FullyReplicated",
+            "InstanceGroupNames": Keyed(in_groups, f"{key}.groups" if own else key),
+        }
+        mode = Keyed(channel.input_mode, f"{key}.input_mode" if own else key)
+        content = {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
+        found.append(Keyed(content, key))
+    return found
 
 
 def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
