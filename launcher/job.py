@@ -366,9 +366,9 @@ def pack_source(folder: Path, archive: Path) -> None:
 
 
 def measure(
-    job: Job, data_at: dict[str, str], instead: str, limit: int = LIMIT_BYTES
-) -> tuple[int, int, list[str]]:
-    """Stage the source once; number of files and bytes to upload, and what speaks against it.
+    job: Job, data_at: dict[str, str], instead: str, problems: list[str], limit: int = LIMIT_BYTES
+) -> tuple[int, int]:
+    """Stage the source once; number of files and bytes to upload. Adds to the problems.
 
     `instead`: where data belongs that is too large for the source, for the message.
     """
@@ -376,7 +376,7 @@ def measure(
         folder = Path(scratch) / "code"
         job.stage(folder, data_at)
         found = files_below(folder)
-    problems = [
+    problems += [
         f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
         for name, path, _ in found
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in PRIVATE_FILES)
@@ -388,4 +388,4 @@ def measure(
             f"--source-dir: {figures.size(size)} of source (largest: {largest}), more than"
             f" {figures.size(limit)}; move data out and name it in {instead}"
         )
-    return len(found), size, problems
+    return len(found), size

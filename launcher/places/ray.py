@@ -150,8 +150,8 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " a relative one is deleted with the job's working directory"
         )
-    count, size, refused = measure(job, {}, "params, on storage that the hosts share", PACKAGE_LIMIT_BYTES)
-    problems += refused
+    instead = "params, on storage that the hosts share"
+    count, size = measure(job, {}, instead, problems, PACKAGE_LIMIT_BYTES)
     pip = _pip(job) if install else ()
     found = collected(problems, lambda: _cluster(address, offline), None)
     if problems:

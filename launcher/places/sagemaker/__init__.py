@@ -53,8 +53,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         collected(problems, aws.refuse_without_credentials, None)
     wanted = request_of(job, job_name(job.name, stamp()), region, s3_uri)
     problems += sagemaker_rules.problems(wanted)
-    count, size, refused = measure(job, wanted.data_at, "params or sagemaker.channels")
-    problems += refused
+    count, size = measure(job, wanted.data_at, "params or sagemaker.channels", problems)
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:

@@ -47,8 +47,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     found += collected(found, lambda: custom_job.problems(wanted), [])
     # Missing credentials also explain why no project is known.
     problems += [line for line in found if not (problems and line.startswith("vertex.project: not set"))]
-    count, size, refused = measure(job, wanted.data_at, "params")
-    problems += refused
+    count, size = measure(job, wanted.data_at, "params", problems)
     if not offline and not problems:
         problems += google_cloud.refuse_bucket(uri)
     if problems:
