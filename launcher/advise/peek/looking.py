@@ -363,7 +363,3 @@ def row_of(columns: dict[str, Any], number: int) -> Record:
             part = column[number : number + 1]
             found[name.removesuffix(HWC_SUFFIX)] = part.values if isinstance(part, Ragged) else part[0]
     return found
-
-
-def boxes_of(stages: list[Any]) -> dict[str, str]:
-    return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}

@@ -21,6 +21,8 @@ from launcher.advise.peek.looking import as_array, times
 from launcher.advise.peek.problems import LABELS
 from stoker.errors import UsageError
 from stoker.protocol import Record
+from stoker.recipe import Recipe, class_names_of
+from stoker.serve.opening import Data
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
@@ -102,11 +104,14 @@ def color(kind: int) -> tuple[int, int, int]:
 
 
 class Sheet:
-    """Draws the tiles of a page. `boxes`: columns of boxes → their format."""
+    """Draws the tiles of a page."""
 
-    def __init__(self, boxes: Mapping[str, str], mask_classes: Sequence[str], label_classes: Sequence[str]):
-        self.boxes, self.label_classes = boxes, label_classes
-        self.painter = Painter(mask_classes, SIDE)
+    def __init__(self, data: Data, split: str, recipe: Recipe) -> None:
+        each = [stage.apply for stage in data.chains[split].stages]
+        self.boxes = {name: stage.format for stage in each for name in getattr(stage, "boxes", ())}
+        """The columns that a chain treats as boxes, with their formats."""
+        self.label_classes = class_names_of(recipe, data.sources["train"].classes())
+        self.painter = Painter(recipe.class_names, SIDE)
 
     def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
         values = {name: value for name, value in record.items() if name != "key"}

@@ -75,10 +75,10 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("peek: needs a recipe; a script reads its own data")
-    from launcher.advise.peek.looking import boxes_of, look
+    from launcher.advise.peek.looking import look
     from launcher.advise.peek.page import Sheet, page_at, write_page
     from launcher.advise.peek.problems import problems_of
-    from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
+    from stoker.recipe import SOURCE_FOLDER, load_recipe
 
     target = page_at(options.out)
     opened, data = open_job_data(resolved, options)
@@ -86,8 +86,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"--split {options.split}: the recipe has only {', '.join(data.sources)}")
     seen = look(data, options.split, opened, options.n)
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
-    names = class_names_of(recipe, data.sources["train"].classes())
-    sheet = Sheet(boxes_of(data.chains[options.split].stages), recipe.class_names, names)
+    sheet = Sheet(data, options.split, recipe)
     tiles = []
     for sample in seen.samples:
         after = sample.made or sample.so_far

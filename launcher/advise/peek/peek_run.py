@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from launcher.advise.peek.looking import boxes_of, row_of
+from launcher.advise.peek.looking import row_of
 from launcher.advise.peek.page import Sheet, page_at, write_page
 from launcher.places import attach
 from stoker.chain.collating import all_of, collated, seed_of
@@ -34,7 +34,6 @@ from stoker.recipe import (
     SOURCE_FOLDER,
     Batch,
     Recipe,
-    class_names_of,
     classification_loss,
     code_digest,
     load_recipe,
@@ -133,9 +132,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
         for part, own_losses in zip(parts, each, strict=True)
         for row, (key, loss) in enumerate(zip(part.keys, own_losses, strict=True))
     ]
-    names = class_names_of(recipe, data.sources["train"].classes())
-    sheet = Sheet(boxes_of(data.chains["train"].stages), recipe.class_names, names)
-    return RebuiltStep(lines, found.epoch, made.workers, [*notes, note], sheet)
+    return RebuiltStep(lines, found.epoch, made.workers, [*notes, note], Sheet(data, "train", recipe))
 
 
 @dataclass
