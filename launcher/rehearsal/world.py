@@ -179,8 +179,8 @@ class World:
             _signal(host.init, signal.SIGTERM)
             host.kill_at = time.monotonic() + self._stop_grace_s
         if action == "occupy":
-            port = str(self._ray_port)
-            listener = f"import socket, time\nserver = socket.create_server(('', {port}))\ntime.sleep(1e6)"
+            server = f"socket.create_server(('', {self._ray_port}))"
+            listener = f"import socket, time\nserver = {server}\ntime.sleep(1e6)"
             enter = ("nsenter", "--target", str(host.init), "--net", "--pid", "--mount")
             subprocess.Popen([*enter, sys.executable, "-c", listener], stdin=subprocess.DEVNULL)
         if action in ("pause", "resume"):
