@@ -203,7 +203,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     problems = [
         f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
         f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
-        for name, value in (config.params if config.script else {}).items()
+        for name, value in (config.params if config.script is not None else {}).items()
         if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
     ]
     if problems:
