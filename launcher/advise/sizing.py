@@ -260,8 +260,8 @@ def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     if not here:
         types = {host.type for host in summary.cluster.hosts if host.gpus}
         known = prices.machine(types.pop() or "") if len(types) == 1 else None
-        name = known.gpu_name if known else ""
-        return {name: rate}, "samples/s of the GPU: from the run, without its waiting"
+        of = known.gpu_name if known else ""
+        return {of: rate}, "samples/s of the GPU: from the run, without its waiting"
     import torch
 
     device = torch.cuda.get_device_name(0)
