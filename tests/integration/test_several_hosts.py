@@ -12,6 +12,8 @@ import pytest
 
 from tests.fakes.ray_nodes import RayNodes
 
+pytestmark = pytest.mark.timeout(900)
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -22,7 +24,7 @@ def seen(nodes: RayNodes) -> dict[str, Any]:
         env=nodes.environment | {"STOKER_TEST_NODES": json.dumps(nodes.address())},
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=850,
     )
     assert process.returncode == 0, process.stderr[-4000:]
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
