@@ -68,6 +68,7 @@ def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
         "data": "s3://bucket/a?b=c",
         "store": {"url": "https://me:pw1@host/x?token=t0k&part=1", "secrets": {"a": ["x", "y"], "n": 3}},
         "signed": "https://host/x?X-Amz-Signature=abc&X-Amz-Date=2026",
+        "credentials": {"args": ["--user", "me"]},
         "lr": 0.1,
     }
     assert redact(tree) == {
@@ -77,6 +78,7 @@ def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
             "secrets": {"a": [REDACTED, REDACTED], "n": 3},
         },
         "signed": f"https://host/x?X-Amz-Signature={REDACTED}&X-Amz-Date=2026",
+        "credentials": {"args": [REDACTED, REDACTED]},
         "lr": 0.1,
     }
 

@@ -73,7 +73,7 @@ def redact(
     if isinstance(value, list | tuple):
         # In a script's command line, a flag names the next argument.
         if name == "args" and all(isinstance(word, str) for word in value):
-            return [flag + redact(below, key, hide=hide) for key, flag, below in _arguments(value)]
+            return [flag + redact(below, key, secret, hide) for key, flag, below in _arguments(value)]
         return [redact(below, name, secret, hide) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
         return hide(str(value))
