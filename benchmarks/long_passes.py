@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from itertools import count
 
 import psutil
 
@@ -18,23 +17,21 @@ from stoker.data import Shard, read_range
 from stoker.loader.loader_service import LoaderAttempt
 from stoker.protocol import BlockReport, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Locks, RecipeAttempt
-from stoker.serve.items import Holdings
-from stoker.serve.passes import Passes
+from stoker.serve.passes import Passes, Shared
 from stoker.serve.planner import Planner
-from stoker.serve.pool import ChainHost, Pool
-from stoker.serve.recovery import Suspects
+from stoker.serve.pool import ChainHost
+from stoker.serve.recipe_pass import RecipeAttempt
 
 MILLIONS = (1, 5, 10)
 BATCH, SHARD, AHEAD, CHECKPOINT_EVERY = 64, 256, 64, 10_000
 WORKER = Process("w", "h", "t")
 
 
-def one_host() -> Pool:
-    """A pool of one host with one chain worker."""
-    pool = Pool()
-    pool.update([ChainHost("h", 1)], False, 0.0)
-    return pool
+def on_one_host() -> Shared:
+    """For attempts on one host with one chain worker."""
+    shared = Shared(lambda *_, **__: None, 2**30, {"train": ChainCosts()})
+    shared.pool.update([ChainHost("h", 1)], False, 0.0)
+    return shared
 
 
 def made(planner: Planner) -> Iterator[BlockReport]:
@@ -65,12 +62,11 @@ def recipe(batches: int) -> Iterator[int]:
     records = batches * BATCH
     passes = Passes(config, {"train": read_range(records)}, {"train": b""})
     start = DataCursor(epoch=0, plan=passes.identity("f"))
-    shared = (Locks.new(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
-    attempt = RecipeAttempt(0, 1, passes, {"train": records}, start, *shared)
+    shared = on_one_host()
+    attempt = RecipeAttempt(0, 1, passes, {"train": records}, start, shared)
     with attempt.changed:
-        attempt.produce(one_host(), 2**30, count(), holdings := Holdings())
-    planner, pass_ = attempt.planner, attempt.open["train", 0]
-    assert planner is not None
+        planner = attempt.planner = Planner(attempt)
+    pass_ = attempt.open["train", 0]
     while not planner.passes or not planner.passes[0].listed():
         planner.advance()
     ids, step = 0, 0
@@ -81,7 +77,7 @@ def recipe(batches: int) -> Iterator[int]:
             pass_.fetched[0] = step + 1
             pass_.release()
             if step % CHECKPOINT_EVERY == 0:
-                holdings.unused("h")
+                shared.holdings.unused("h")
                 pass_.position(step, ids)
             yield step
             step += 1
@@ -94,8 +90,8 @@ def recipe(batches: int) -> Iterator[int]:
 
 def loader(batches: int) -> Iterator[int]:
     """A loader's pass to its end; yields after each batch."""
-    holdings = Holdings()
-    attempt = LoaderAttempt(0, one_host(), 2**30, count(), holdings, Locks.new(), print, {})
+    shared = on_one_host()
+    attempt = LoaderAttempt(0, shared, {})
     with attempt.changed:
         attempt.open("k", "s", 0, 60.0)
         pass_ = attempt.passes["k"]
@@ -108,7 +104,7 @@ def loader(batches: int) -> Iterator[int]:
                 pass_.given = {place: pass_.ready.pop(place)}
                 pass_.next = (first + at + 1, 0)
                 yield first + at
-            holdings.unused("h")
+            shared.holdings.unused("h")
         attempt.planner.advance()
     assert pass_ not in attempt.planner.passes
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from benchmarks.harness import Measure
@@ -17,12 +16,11 @@ from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.protocol import BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Locks, RecipeAttempt
-from stoker.serve.items import Holdings
-from stoker.serve.passes import Passes
+from stoker.serve.passes import Passes, Shared
+from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
 from stoker.serve.pool import Pool as Hosts
-from stoker.serve.recovery import Suspects
+from stoker.serve.recipe_pass import RecipeAttempt
 
 HOSTS, CORES, WORKERS, BATCH = 100, 96, 64, 256
 SHARDS, ROWS, HELD = 390_000, 1024, 50_000
@@ -55,10 +53,11 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> RecipeAtt
     )
     source = Shards()
     passes = Passes(config, {"train": source}, {"train": b""})
-    shared = (Locks.new(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
-    attempt = RecipeAttempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
+    shared = Shared(lambda *_, **__: None, 2**60, {"train": ChainCosts()})
+    shared.pool = hosts
+    attempt = RecipeAttempt(0, WORKERS, passes, {"train": source.count()}, start(passes), shared)
     with attempt.changed:
-        attempt.produce(hosts, 2**60, count(), Holdings())
+        attempt.planner = Planner(attempt)
     return attempt
 
 

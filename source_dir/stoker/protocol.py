@@ -84,7 +84,6 @@ class Care(NamedTuple):
 
     task: str = ""
     """The head's name for this task."""
-    attempt: int = 0
     known: Mapping[str, str] = {}
     """Records to quarantine without reading them: key → reason."""
     names: bool = False
@@ -124,13 +123,6 @@ class Reply(NamedTuple):
     unused: Sequence[str] = ()
     """Blocks on its host that nobody needs any more: it removes them."""
     wait_s: float = 0.0
-
-
-class ItemStart(NamedTuple):
-    """Service → chain worker: how to begin."""
-
-    wait_s: float
-    names: bool
 
 
 # What records become

@@ -297,16 +297,15 @@ def test_an_epoch_that_goes_on_is_cut_as_it_began_whatever_the_cache_is_now() ->
     assert whole != [*plain.shards(plain.plan("train", 1, None))]
 
 
-def work(*homes: str) -> deque[tuple[int, Shard, int]]:
-    return deque((number, Shard("", home=home), 0) for number, home in enumerate(homes))
+def work(*homes: str) -> deque[Work]:
+    return deque(Work(number, Shard("", home=home)) for number, home in enumerate(homes))
 
 
 def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
     keeping = CacheAffinity("memory")
 
     def taken(left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD) -> list[tuple[str, bool]]:
-        shards, store = keeping.take_work("train", left, node, most, look)
-        return [(shard.home, keep) for (_, shard, _), keep in zip(shards, store, strict=True)]
+        return [(each.shard.home, each.store) for each in keeping.take_work("train", left, node, most, look)]
 
     first = work("x", "y", "x", "z")
     assert taken(first, "a") == [("x", True)]
@@ -327,10 +326,10 @@ def test_hosts_find_most_of_what_they_kept_whoever_is_faster(look: int) -> None:
     keeping, chance = CacheAffinity("memory"), random.Random(1)
     for epoch in range(3):
         shards = cut_indices(60_000, 64, np.random.default_rng(epoch), homes=24)
-        left: Any = deque((number, shard, 0) for number, shard in enumerate(shards))
+        left: Any = deque(Work(number, shard) for number, shard in enumerate(shards))
         found = 0
         while left:
             node = chance.choices("abc", (2, 4, 4))[0]
-            found += sum(keeping.take_work("train", left, node, 8, look)[1])
+            found += sum(each.store for each in keeping.take_work("train", left, node, 8, look))
         # In exact order a host looks less far.
         assert found > (0.95 if look == LOOK_AHEAD else 0.55) * len(shards)

@@ -95,7 +95,7 @@ def test_the_list_of_a_users_source_may_change_with_the_next_pass() -> None:
     passes = Passes(Config.model_validate({"recipe": "r"}), {"train": Reordering()}, {})
     plans = [passes.plan("train", epoch, None) for epoch in range(2)]
     first = passes.rest(plans[0], None)
-    now = [shard.path for _, shard, _ in first.take(10)]
+    now = [work.shard.path for work in first.take(10)]
     passes.rest(plans[1], None)
-    now += [shard.path for _, shard, _ in first.take(100)]
+    now += [work.shard.path for work in first.take(100)]
     assert len({*now}) == 50, "each record once, although the second pass was listed meanwhile"

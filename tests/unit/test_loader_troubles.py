@@ -26,10 +26,10 @@ from stoker.loader import connection
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass
 from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import BlockReport, Claim, Failure, Made, Process, Shard
-from stoker.serve.attempt import Locks
 from stoker.serve.blocks.packing import pack, unpack
-from stoker.serve.items import ITEM_S, Holdings
-from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.items import ITEM_S
+from stoker.serve.passes import Shared
+from stoker.serve.pool import ChainHost
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
@@ -163,11 +163,9 @@ class Head:
     """The planner of two passes on a host with one process, without Ray."""
 
     def __init__(self, budget: int, streams: int) -> None:
-        pool = Pool()
-        pool.update([ChainHost("h", 1)], False, 0.0)
-        self.attempt = LoaderAttempt(
-            0, pool, budget, itertools.count(), Holdings(), Locks.new(), lambda text: None, {}
-        )
+        shared = Shared(lambda event: None, budget, {})
+        shared.pool.update([ChainHost("h", 1)], False, 0.0)
+        self.attempt = LoaderAttempt(0, shared, {})
         self.planner = self.attempt.planner
         with self.attempt.changed:
             for key, workers in (("train", streams), ("val", 0)):
@@ -330,14 +328,13 @@ class TwoHosts:
     """The service's planner and chain workers `a` on a CPU host and `b` on one that trains; no Ray."""
 
     def __init__(self, budget: int, trains: bool) -> None:
-        self.pool = Pool()
+        shared = Shared(print, budget, {})
+        self.pool = shared.pool
         self.hosts = [ChainHost("a", 1), ChainHost("b", 1, trains)]
         for at in (0.0, 3.0):
             self.pool.update(self.hosts, trains, at)
         self.pool.workers_are({"a": "a", "b": "b"}, 3.0)
-        self.attempt = LoaderAttempt(
-            0, self.pool, budget, itertools.count(), Holdings(), Locks.new(), print, {"s": {}}
-        )
+        self.attempt = LoaderAttempt(0, shared, {"s": {}})
         self.planner = self.attempt.planner
 
     def open(self, key: str, streams: int, stall_s: float = 60.0) -> LoaderPass:

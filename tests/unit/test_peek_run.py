@@ -23,12 +23,11 @@ from stoker.events.kinds import Event
 from stoker.protocol import ID_COLUMN, KEY_COLUMN, DataCursor
 from stoker.read.sources import ID_MODULUS
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.cursor import about
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
-from stoker.serve.passes import Passes, pack_work
-from stoker.serve.recovery import Suspects
+from stoker.serve.passes import Passes, Shared
+from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 
 FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s": 0.0}
@@ -77,9 +76,7 @@ class Run:
             self.step = start["step"]
             self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
         costs = {split: ChainCosts() for split in ("train", "val")}
-        attempt = RecipeAttempt(
-            0, workers, passes, data.totals, cursor, Locks.new(), costs, self.take, None, Suspects()
-        )
+        attempt = RecipeAttempt(0, workers, passes, data.totals, cursor, Shared(self.take, 0, costs))
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)
         loaded = LoadedSplit(data.sources["train"], data.chains["train"])
@@ -88,7 +85,7 @@ class Run:
         if config.data.order == "any":
             random.Random(workers).shuffle(shards)  # whichever is ready first
         blocks = []
-        for work in pack_work(shards, [False] * len(shards)):
+        for work in shards:
             for columns, report in blocks_of(loaded, epoch, work):
                 attempt.deliver(stream, ReadyBlock(report, "", str(len(blocks))))
                 blocks.append(columns)

@@ -20,13 +20,11 @@ from stoker.data import Shard, Source
 from stoker.errors import DataError
 from stoker.protocol import BlockReport, Claim, DataCursor, Failure, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
-from stoker.serve.attempt import Locks, RecipeAttempt
-from stoker.serve.items import Held, Holdings, ReadyBlock
-from stoker.serve.passes import Passes
+from stoker.serve.items import Held, ReadyBlock
+from stoker.serve.passes import Passes, Shared
 from stoker.serve.planner import Planner
-from stoker.serve.pool import ChainHost, Pool
-from stoker.serve.recipe_pass import RecipePass, Splitter
-from stoker.serve.recovery import Suspects
+from stoker.serve.pool import ChainHost
+from stoker.serve.recipe_pass import RecipeAttempt, RecipePass, Splitter
 
 PROCESSES = count()
 RECORDS = 4
@@ -74,15 +72,17 @@ class Head:
         )
         self.source = Shards(groups)
         self.passes = Passes(config, {"train": self.source}, {"train": b""})
-        self.costs, self.budget, self.numbers = ChainCosts(), budget, count()
-        self.pool, self.holdings = Pool(), Holdings()
+        self.costs = ChainCosts()
+        self.shared = Shared(lambda *_, **__: None, budget, {"train": self.costs})
+        self.pool, self.holdings = self.shared.pool, self.shared.holdings
         self.hosts = [ChainHost(f"h{n}", 2) for n in range(hosts)]
         self.pool.update(self.hosts, False, 0.0)
         self.begin(DataCursor(epoch=0, plan=self.passes.identity("f")))
 
     def begin(self, start: DataCursor, before: Planner | None = None) -> None:
-        shared = (Locks.new(), {"train": self.costs}, lambda *_, **__: None, None, Suspects())
-        self.attempt = RecipeAttempt(0, 1, self.passes, {"train": self.source.count()}, start, *shared)
+        totals = {"train": self.source.count()}
+        self.attempt = RecipeAttempt(0, 1, self.passes, totals, start, self.shared)
+        self.attempt._listing = AtOnce()  # type: ignore[assignment]
         self.delivered: list[tuple[int, int]] = []
         deliver = self.attempt.deliver
 
@@ -92,11 +92,7 @@ class Head:
 
         self.attempt.deliver = note  # type: ignore[method-assign]
         with self.attempt.changed:  # listing notifies those that wait for work
-            self.attempt.produce(self.pool, self.budget, self.numbers, self.holdings, before)
-        assert self.attempt.planner is not None
-        self.planner: Planner = self.attempt.planner
-        assert self.planner._lister is not None
-        self.planner._lister._thread = AtOnce()  # type: ignore[assignment]
+            self.planner = self.attempt.planner = Planner(self.attempt, before)
         self.stream = self.attempt.open["train", 0]
 
     def ready(self) -> set[tuple[int, int]]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config.places import CpuHostsConfig
+from stoker.config.schema import Config
 from stoker.events.kinds import Event, Note, StepLogged
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import (
@@ -20,7 +21,6 @@ from stoker.serve.pool import (
     ChainHost,
     Elastic,
     Pool,
-    Scaled,
     chain_hosts,
 )
 from stoker.sizing.model import Decision
@@ -126,28 +126,30 @@ def node(
     return {"NodeID": name, "Alive": alive, "Labels": labels, "Resources": {"CPU": cpus, "GPU": gpus}}
 
 
-def hosts_of(nodes: list[dict[str, Any]], **changes: Any) -> dict[str, tuple[int, bool]]:
-    known: dict[str, Any] = {"groups": [], "own_group": "gpu", "training": Counter()} | changes
-    found = chain_hosts(nodes, group_label="stoker.group", **known)
+def hosts_of(
+    nodes: list[dict[str, Any]], *groups: str, own: str = "", training: Counter[str] | None = None
+) -> dict[str, tuple[int, bool]]:
+    config = Config.model_validate({"recipe": "r", "data": {"preprocess_on": [*groups]}})
+    found = chain_hosts(config, own, nodes, training or Counter())
     return {host.node: (host.slots, host.trains) for host in found}
 
 
 def test_the_group_of_the_head_trains_and_lost_hosts_do_not_count() -> None:
     lost = node("x", 8, "cpu", alive=False)
     nodes = [node("h", 3, "gpu", 1), node("g2", 3, "gpu"), node("c", 8, "cpu"), lost]
-    assert hosts_of(nodes) == {"h": (3, True), "g2": (3, True), "c": (8, False)}
+    assert hosts_of(nodes, own="h") == {"h": (3, True), "g2": (3, True), "c": (8, False)}
 
 
 def test_a_cluster_that_stoker_did_not_form_keeps_a_core_for_each_train_worker() -> None:
     nodes = [node("g", 8, gpus=4), node("c", 8)]
-    assert hosts_of(nodes, own_group=None) == {"g": (4, True), "c": (8, False)}
-    assert hosts_of(nodes, own_group=None, training=Counter(g=1)) == {"g": (7, True), "c": (8, False)}
-    assert hosts_of([node("g", 1, gpus=1)], own_group=None) == {"g": (1, True)}, "never none at all"
+    assert hosts_of(nodes) == {"g": (4, True), "c": (8, False)}
+    assert hosts_of(nodes, training=Counter(g=1)) == {"g": (7, True), "c": (8, False)}
+    assert hosts_of([node("g", 1, gpus=1)]) == {"g": (1, True)}, "never none at all"
 
 
 def test_where_train_workers_run_is_where_training_happens() -> None:
     nodes = [node("a", 2), node("b", 2)]
-    assert hosts_of(nodes, own_group=None, training=Counter(b=1)) == {"a": (2, False), "b": (2, True)}
+    assert hosts_of(nodes, training=Counter(b=1)) == {"a": (2, False), "b": (2, True)}
 
 
 TRAINS = ChainHost("g", 2, trains=True, name="gpu-1")
@@ -190,8 +192,8 @@ class Case:
     def __init__(self, count: int = 0, scaled: bool = True) -> None:
         self.given, self.requests, self.events = Given(count), Requests(), list[Event]()
         self.costs = {"train": ChainCosts(), "val": ChainCosts()}
-        self.scaled = Scaled(self.given, self.requests, self.costs)  # type: ignore[arg-type]
-        self.elastic = Elastic(self.events.append, self.scaled if scaled else None)
+        scaling: Any = (self.given, self.requests) if scaled else ()
+        self.elastic = Elastic(self.events.append, self.costs, *scaling)
 
     def told(self) -> list[tuple[str, dict[str, Any]]]:
         return [(event.event, event.values()) for event in self.events]
@@ -277,11 +279,11 @@ def step(number: int, epoch: int, samples: int, elapsed_s: float, production: fl
 
 def test_training_is_measured_between_logged_steps_without_the_start() -> None:
     case = Case()
-    case.scaled.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
-    case.scaled.stepped(step(11, 0, 176, 41.0, 50.0))
-    case.scaled.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
-    case.scaled.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
-    case.scaled.stepped(step(21, 1, 176, 1.1, 10.0))
+    case.elastic.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
+    case.elastic.stepped(step(11, 0, 176, 41.0, 50.0))
+    case.elastic.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
+    case.elastic.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
+    case.elastic.stepped(step(21, 1, 176, 1.1, 10.0))
     assert case.given.steps == [
         (160, pytest.approx(1.0), pytest.approx(0.5)),
         (48, 0.5, 0.0),
@@ -293,11 +295,11 @@ def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
     case = Case(count=2)
     for now in range(int(3 * RENEW_S)):
         case.staying(TRAINS, now=float(now))
-        case.scaled.send(float(now))
+        case.elastic.send(float(now))
     assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
     case.given.next = Decision(5, "more")
     case.staying(TRAINS, now=30.5)
-    case.scaled.send(30.5)
+    case.elastic.send(30.5)
     assert case.requests.sent[-1] == (5, EXPIRES_S)
 
 

@@ -56,7 +56,7 @@ class Run:
             task = tasks[0] if self.exact else self.chance.choice(tasks)
             if next(task, None) is None:
                 tasks.remove(task)
-        self.stream.splitter.end()
+        self.stream.splitter.ended = True
 
     def task(self, shard: int, records: list[bool], skip: int):
         """Groups of four records; a block may hold the rows of several groups."""
@@ -72,7 +72,8 @@ class Run:
                 shard=shard, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
                 id_sum=sum(map(record_id, keys)), bad=bad, bad_id_sum=sum(record_id(b.key) for b in bad),
             )  # fmt: skip
-            self.stream.reported(report, "a")
+            self.stream.account.take(report, "a")
+            self.stream.trail.report(report)
             waiting += ids
             if waiting and (report.last or self.chance.random() < 0.6):
                 self.made.append(waiting)

@@ -23,7 +23,6 @@ from stoker.scripts.rank import Child
 from stoker.scripts.supervisor import (
     Exit,
     RankCommand,
-    Report,
     Supervisor,
     first_failure,
     last_error,
@@ -67,7 +66,7 @@ class Ranks:
 
         def tell(output: str = "", end: Exit | None = None) -> RankCommand:
             with self.lock:
-                return self.supervisor.report(Report("a", rank, output, one.events(), end))
+                return self.supervisor.report("a", rank, output, one.events(), end)
 
         return worker.watch(one, "train.py", rank, tell)
 
@@ -163,18 +162,16 @@ def test_a_stop_is_sigterm_to_every_rank_and_no_failure(child: Callable[..., Chi
 def test_a_rank_that_dies_because_another_was_stopped_does_not_fail_the_run() -> None:
     supervisor = Supervisor("train.py", 2)
     supervisor.request_stop("SIGTERM")
-    supervisor.report(Report("a", 0, end=Exit(0, -15, asked=True)))
-    order = supervisor.report(Report("a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer")))
+    supervisor.report("a", 0, end=Exit(0, -15, asked=True))
+    order = supervisor.report("a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer"))
     assert order == RankCommand(stop="SIGTERM", over=True)
 
 
 def test_a_failure_before_the_stop_stays_a_failure() -> None:
     supervisor = Supervisor("train.py", 2)
-    supervisor.report(Report("a", 1, end=Exit(1, 1, line="ValueError: no")))
+    supervisor.report("a", 1, end=Exit(1, 1, line="ValueError: no"))
     supervisor.request_stop("SIGTERM")
-    assert supervisor.report(Report("a", 0, end=Exit(0, -15, asked=True))).failure.startswith(
-        "ValueError: no"
-    )
+    assert supervisor.report("a", 0, end=Exit(0, -15, asked=True)).failure.startswith("ValueError: no")
 
 
 @pytest.mark.long
@@ -191,10 +188,10 @@ def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
 
 def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_before() -> None:
     supervisor = Supervisor("train.py", 1)
-    assert supervisor.report(Report("a", 0, end=Exit(0, 1, line="OSError"))).failure
-    assert supervisor.report(Report("b", 0)) == RankCommand()
-    assert supervisor.report(Report("a", 0)).over
-    assert supervisor.report(Report("b", 0, end=Exit(0, 0))) == RankCommand(over=True)
+    assert supervisor.report("a", 0, end=Exit(0, 1, line="OSError")).failure
+    assert supervisor.report("b", 0) == RankCommand()
+    assert supervisor.report("a", 0).over
+    assert supervisor.report("b", 0, end=Exit(0, 0)) == RankCommand(over=True)
     notes = [event["text"] for event in supervisor.events if event["event"] == "note"]
     assert notes == ["restarting the script on all train workers (start 2)"]
 
@@ -202,8 +199,8 @@ def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_befor
 def test_hosts_that_could_not_be_requested_are_named_at_the_end() -> None:
     def notes(**event: Any) -> list[str]:
         supervisor = Supervisor("train.py", 1, scales=True)
-        supervisor.report(Report("a", 0, events=[{"time": 1.0, **event}]))
-        supervisor.report(Report("a", 0, end=Exit(0, 0)))
+        supervisor.report("a", 0, events=[{"time": 1.0, **event}])
+        supervisor.report("a", 0, end=Exit(0, 0))
         return [event["text"] for event in supervisor.drain() if event["event"] == "note"]
 
     assert notes(event="loader", steps=3) == []
@@ -215,9 +212,7 @@ def test_hosts_that_could_not_be_requested_are_named_at_the_end() -> None:
 def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:
     supervisor = Supervisor("train.py", 1)
     values = {"loss": float("nan"), "lr": 0.1}
-    supervisor.report(
-        Report("a", 0, events=[{"time": 1.0, "event": "metrics", "step": 1, "metrics": values}])
-    )
+    supervisor.report("a", 0, events=[{"time": 1.0, "event": "metrics", "step": 1, "metrics": values}])
     (event,) = supervisor.drain()
     assert json.loads(json.dumps(event, allow_nan=False))["metrics"] == {"loss": None, "lr": 0.1}
 

@@ -16,7 +16,7 @@ def rows_by_rank(blocks: list[int], splitter: Splitter) -> list[list[list[tuple[
     """Per rank, per step: the (block, row) pairs it takes."""
     for rows in blocks:
         splitter.add(rows)
-    splitter.end()
+    splitter.ended = True
     ranks = []
     for rank in range(splitter.workers):
         steps, step = [], 0
@@ -54,7 +54,7 @@ def test_a_last_batch_below_the_limit_is_left_out_whole(
         steps = splitter.rows // splitter.step_rows
         everything = range(len(splitter.starts))
         kept |= {b for b in everything if splitter.block_done(b, steps) and not splitter.may_remain(b)}
-    splitter.end()
+    splitter.ended = True
     left = sum(blocks) % (workers * batch)
     drops = left // workers < min(least, batch)
     rest = splitter.remainder

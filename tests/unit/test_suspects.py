@@ -26,7 +26,7 @@ def run(
     while True:
         names = False
         if number:
-            names = suspects.starts(task, "train", number).names
+            names = suspects.starts(task, "train", number)[1]
         if before(number):
             number += 1
             continue
@@ -86,15 +86,14 @@ def test_what_no_record_is_to_blame_for_ends_the_run_with_what_was_done() -> Non
 
 def test_it_waits_longer_each_time_and_nobody_is_to_blame_while_it_waits() -> None:
     suspects = Suspects()
-    waits = [suspects.starts("x", "train", number).wait_s for number in range(1, UNNAMED_DEATHS)]
+    waits = [suspects.starts("x", "train", number)[0] for number in range(1, UNNAMED_DEATHS)]
     assert waits == sorted(waits) and waits[-1] > waits[0]
     assert not suspects.of("train")
 
 
 def test_a_late_task_names_its_records_from_its_first_start() -> None:
     suspects = Suspects()
-    start = suspects.starts("x", "train", 0)
-    assert start.names and not start.wait_s
+    assert suspects.starts("x", "train", 0) == (0.0, True)
     assert suspects.begins("x", "train", "cat/1.jpg") == ""
     assert suspects.doing("x") == "at record cat/1.jpg"
     assert suspects.doing("another") == ""

@@ -11,9 +11,9 @@ from stoker.events import kinds
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Plan
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.actor import Coordinator
-from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.items import ReadyBlock
-from stoker.serve.recovery import Suspects
+from stoker.serve.passes import Shared
+from stoker.serve.recipe_pass import RecipeAttempt
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
 ROWS = 8
@@ -30,16 +30,15 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     )
     totals = {"train": ROWS, "val": ROWS}
     chain = {"train": ChainCosts(), "val": ChainCosts()}
-    locks = Locks.new()
-    shared = (locks, chain, lambda *args, **values: None, None, Suspects())
-    attempt = RecipeAttempt(0, workers, passes, totals, start, *shared)
+    shared = Shared(lambda *args, **values: None, 0, chain)
+    attempt = RecipeAttempt(0, workers, passes, totals, start, shared)
     found: Any = object.__new__(Coordinator)
-    found.passes, found.attempt, found.locks = passes, attempt, locks
-    found.changed, found.has_work, found.ready = locks
+    found.passes, found.attempt = passes, attempt
+    found.changed, found.has_work, found.ready = shared.changed, shared.has_work, shared.ready
     found.stop_reason, found.events = "", []
     for stream in attempt.open.values():
         stream.arrived(ReadyBlock(BlockReport(rows=ROWS), ""))
-        stream.splitter.end()
+        stream.splitter.ended = True
     return found, attempt
 
 
@@ -60,7 +59,7 @@ def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
 def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they_say() -> None:
     coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN))
     attempt.event = coordinator.event
-    coordinator.training, coordinator.scaled = {}, None
+    coordinator.training = {}
     began = round(time.time(), 3)
     coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))
     coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))

@@ -16,13 +16,12 @@ from stoker.config.schema import Config
 from stoker.protocol import BadRecord, BlockSlice, DataCursor, Directory, Server, Shard
 from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
-from stoker.serve.attempt import Locks, RecipeAttempt
 from stoker.serve.blocks.client import Transport
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
-from stoker.serve.passes import Passes, pack_work
-from stoker.serve.recovery import Suspects
+from stoker.serve.passes import Passes, Shared
+from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.train.feed import as_tensors
 
@@ -133,15 +132,15 @@ class Way:
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
         start = DataCursor(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
-        shared = (Locks.new(), _books(), lambda *_, **__: None, None, Suspects())
-        attempt = RecipeAttempt(0, workers, passes, data.totals, start, *shared)
+        shared = Shared(lambda *_, **__: None, 0, _books())
+        attempt = RecipeAttempt(0, workers, passes, data.totals, start, shared)
         stream = attempt.open["train", 0]
         plan = passes.plan("train", 0, None)
         loaded = LoadedSplit(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
         made = []
         rest = passes.rest(plan, None)
         shards = rest.take(rest.left)
-        for work in pack_work(shards, [False] * len(shards)):
+        for work in shards:
             made += list(blocks_of(loaded, plan, work))
         references: list[str] = []
         for columns, report in delivery(made):

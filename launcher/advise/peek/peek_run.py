@@ -315,7 +315,7 @@ class Rebuild:
             named[name := f"{block.shard}.{block.nth}"] = block
             stream.arrived(ReadyBlock(BlockReport(block.shard, rows=block.rows), "", name))
         if epoch in attempt.produced:
-            splitter.end()
+            splitter.ended = True
         first = self.found.window * self.accumulate
         feed_steps = range(first, first + self.accumulate)
         parts = []

@@ -22,14 +22,12 @@ from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import ClusterConfig, Config
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.pass_timer import PassProgress
-from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard
+from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard, Work
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.chain_worker import MOST_LOADED
-from stoker.serve.items import Held, Holdings, Numbered, ReadyBlock
-from stoker.serve.passes import Pass
+from stoker.serve.items import Held, ReadyBlock
+from stoker.serve.passes import Attempt, Pass, Shared
 from stoker.serve.planner import Planner
-from stoker.serve.pool import Pool
 from stoker.serve.recovery import Suspects
 from stoker.serve.service import DataService, start_service
 from stoker.session import CPU_HOSTS_VARIABLE, append
@@ -85,8 +83,10 @@ class LoaderPass(Pass):
         first = self.next[0]
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
-    def submit(self, shards: list[Numbered], total: int | None) -> None:
-        self.work += [(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards]
+    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        self.work += [
+            Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards
+        ]
         self.known += len(shards)
         self.total = self.total if total is None else total
         self.listing = self.total is None or self.known < self.total
@@ -118,10 +118,10 @@ class LoaderPass(Pass):
     def far_ahead(self, shard: int) -> bool:
         return self.ahead_of(shard) >= STREAM_AHEAD
 
-    def begin(self, shards: list[Numbered], worker: str = "") -> None:
+    def begin(self, shards: list[Work], worker: str = "") -> None:
         super().begin(shards, worker)
         if self.streams:
-            self.readers |= {number: worker for number, _, _ in shards}
+            self.readers |= {each.number: worker for each in shards}
 
 
 class LoaderAttempt(Attempt):
@@ -134,29 +134,16 @@ class LoaderAttempt(Attempt):
     idle = False
     """Whether no pass has been open for a while; a script may open further ones."""
 
-    def __init__(
-        self,
-        number: int,
-        pool: Pool,
-        budget_bytes: int,
-        numbers: count[int],
-        holdings: Holdings,
-        locks: Locks,
-        note: Callable[[str], None],
-        copies: dict[str, dict[int, str]],
-    ) -> None:
-        super().__init__(number, locks, Suspects())
-        self._note, self.copies = note, copies
+    def __init__(self, number: int, shared: Shared, copies: dict[str, dict[int, str]]) -> None:
+        super().__init__(number, shared)
+        self.suspects, self.copies = Suspects(), copies
         self.passes: dict[str, LoaderPass] = {}
         self._opened = count(1)
-        self.planner: Planner = Planner(self, pool, budget_bytes, numbers, holdings)
+        self.planner: Planner = Planner(self)
 
     @property
     def all_produced(self) -> bool:
         return self.idle
-
-    def note(self, text: str) -> None:
-        self._note(text)
 
     def fail(self, reason: str) -> None:
         super().fail(self._named(reason))
@@ -191,7 +178,7 @@ class LoaderAttempt(Attempt):
         self.idle = False
         self.planner.passes.append(pass_)
 
-    def submit(self, key: str, shards: list[Numbered], total: int | None) -> None:
+    def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         if (pass_ := self.passes.get(key)) is not None:
             pass_.submit(shards, total)
             self.has_work.notify(max(len(shards), 1))
@@ -221,12 +208,11 @@ class LoaderService(DataService):
 
     attempt: LoaderAttempt | None
 
-    def __init__(self, node: str, **service: Any) -> None:
+    def __init__(self, **service: Any) -> None:
         self.notes: list[str] = []
         self._events = ""
         """The file through which a script on this host sends events to the run; empty: outside a job."""
         super().__init__(chain={"": ChainCosts()}, **service)
-        self._node = node
         self._progress: dict[str, tuple[float, PassProgress]] = {}
         """By pass: when a script last took batches of it, and how many."""
         self._busy = time.monotonic()
@@ -282,7 +268,7 @@ class LoaderService(DataService):
     def _drop(self, name: str) -> None:
         self.setups.pop(name, None)
         working = {each.by.node for each in self.workers.values()}
-        for node in {self._node, *self.agents.nodes, *working}:
+        for node in {self.node, *self.agents.nodes, *working}:
             self.holdings.discard(node, name)
 
     def _open(self) -> set[str]:
@@ -335,7 +321,7 @@ class LoaderService(DataService):
         with self.changed:
             if not self._knows(split.partition("/")[0], loader):
                 return None
-            if node == self._node:
+            if node == self.node:
                 self._events = told
             # Until this actor is killed: the script then starts another one.
             self.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
@@ -345,11 +331,7 @@ class LoaderService(DataService):
                 number = attempt.number + 1 if attempt else 0
                 # Scripts may still be fetching these.
                 self._given_before = [each.given for each in attempt.passes.values()] if attempt else []
-                attempt = LoaderAttempt(
-                    number, self.pool, self.budget_bytes, self.numbers, self.holdings, self.locks,
-                    self.notes.append, self._copies,
-                )  # fmt: skip
-                self.attempt = attempt
+                self.attempt = attempt = LoaderAttempt(number, self.shared, self._copies)
             self.training[job] = node
             self._busy = time.monotonic()
             if keeps:
@@ -429,8 +411,8 @@ class LoaderService(DataService):
                 self._progress[key] = now, progress
                 # Passes of several ranks, or of loaders within each other, run at the same time.
                 at_once = sum(now - at < RECENT_S for at, _ in self._progress.values())
-                if self.scaled is not None:
-                    self.scaled.scaler.stepped(batches, seconds / at_once, late_s / at_once)
+                if self.elastic.scaler is not None:
+                    self.elastic.scaler.stepped(batches, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
             return self.pool.slots, notes
@@ -457,7 +439,7 @@ class LoaderService(DataService):
 def service_of(group: str) -> Any:
     """The first caller starts it; it is detached, so that it outlives the script while other ranks use it."""
     cpu_hosts = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
-    scaler, node = Scaler(cpu_hosts) if cpu_hosts.max else None, ray.get_runtime_context().get_node_id()
+    scaler = Scaler(cpu_hosts) if cpu_hosts.max else None
     config = Config(cluster=ClusterConfig(cpu_hosts=cpu_hosts))
     shared = {
         "name": f"stoker-loader-{group}",
@@ -465,7 +447,7 @@ def service_of(group: str) -> Any:
         "get_if_exists": True,
         "lifetime": "detached",
     }
-    service = start_service(LoaderService, config, scaler, 64, shared, node=node)
+    service = start_service(LoaderService, config, scaler, 64, shared)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service
 

@@ -23,7 +23,7 @@ from stoker.hosts import machine
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
-from stoker.scripts.supervisor import UNCAUGHT, Exit, RankCommand, Report, last_error
+from stoker.scripts.supervisor import UNCAUGHT, Exit, RankCommand, last_error
 from stoker.session import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
@@ -59,11 +59,9 @@ def run_script(settings: dict[str, Any]) -> None:
 
     supervisor, rank = settings["coordinator"], ray.train.get_context().get_world_rank()
     node = ray.get_runtime_context().get_node_id()
-    started: list[kinds.Event] = [kinds.TrainWorkerStarted(rank=rank, node=node)]
+    supervisor.log.remote(kinds.TrainWorkerStarted(rank=rank, node=node))
     if rank == 0:
-        started.append(kinds.PhaseDone(phase="train workers started"))
-    for event in started:
-        supervisor.log.remote(event)
+        supervisor.log.remote(kinds.PhaseDone(phase="train workers started"))
     settings = {**settings, "run_dir": run_dir_on(node, settings)}
     config: Config = settings["config"]
     path = find_script(config)
@@ -73,8 +71,8 @@ def run_script(settings: dict[str, Any]) -> None:
     child = Child([sys.executable, str(path), *config.args], environment(settings), folder)
 
     def tell(output: str = "", end: Exit | None = None) -> RankCommand:
-        report = Report(os.environ[ATTEMPT_VARIABLE], rank, output, child.events(), end)
-        order: RankCommand = ray.get(supervisor.report.remote(report), timeout=ANSWER_S)
+        call = supervisor.report.remote(os.environ[ATTEMPT_VARIABLE], rank, output, child.events(), end)
+        order: RankCommand = ray.get(call, timeout=ANSWER_S)
         return order
 
     try:
@@ -218,7 +216,6 @@ class Child:
         return None if self._open and time.monotonic() - self._ended_at < 2 * PIPE_S else code
 
     def output(self) -> str:
-        """Its output since the last call, in whole lines."""
         data = b""
         while self._open and len(data) < MOST_BYTES:
             more = self._pipe.read(MOST_BYTES - len(data))

@@ -11,7 +11,7 @@ import secrets
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,24 +83,12 @@ class ScriptWork:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Changes since the last report."""
-
-    attempt: str
-    rank: int
-    output: str = ""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    end: Exit | None = None
-
-
-@dataclass(frozen=True)
 class RankCommand:
     stop: str = ""
     """Why the script must stop (a request, or another rank's failure); "" to continue."""
     soon: bool = False
     """Whether it has only seconds, because the ranks can no longer save a common state."""
     over: bool = False
-    """All ranks have ended."""
     failure: str = ""
 
 
@@ -122,19 +110,26 @@ class Supervisor:
 
         self._agents = Agents(lambda used: self._tell(kinds.HostCpu(hosts=used)))
 
-    def report(self, report: Report) -> RankCommand:
-        """Train worker's call, several times a second."""
-        if report.attempt not in self.attempts:
-            self._begin(report.attempt)
-        if report.attempt != self.attempts[-1]:
+    def report(
+        self,
+        attempt: str,
+        rank: int,
+        output: str = "",
+        events: Sequence[dict[str, Any]] = (),
+        end: Exit | None = None,
+    ) -> RankCommand:
+        """Train worker's call, several times a second: what has changed since the last one."""
+        if attempt not in self.attempts:
+            self._begin(attempt)
+        if attempt != self.attempts[-1]:
             return RankCommand(stop="the train workers have restarted", soon=True, over=True)
-        if report.output:
-            self._tell(kinds.ScriptOutput(rank=report.rank, text=report.output))
-        for event in report.events:
+        if output:
+            self._tell(kinds.ScriptOutput(rank=rank, text=output))
+        for event in events:
             self.unfed = self.unfed and event["event"] != "loader"
             self.events.append(_finite(event))
-        if report.end is not None and report.end.rank not in {end.rank for end in self.exits}:
-            self._ended(report.end)
+        if end is not None and end.rank not in {each.rank for each in self.exits}:
+            self._ended(end)
         return self._order()
 
     def _begin(self, attempt: str) -> None:
@@ -216,22 +211,18 @@ class Exit:
     asked: bool = False
     """Whether it received SIGTERM before."""
     line: str = ""
-    """Last line of its traceback, with file and line in the script."""
 
     @property
     def failed(self) -> bool:
         return self.code != 0 and not self.asked
-
-    @property
-    def lost_a_peer(self) -> bool:
-        return bool(_LOST_PEER.search(self.line))
 
 
 def reason_of(script: str, end: Exit) -> str:
     log = LOG.format(rank=end.rank)
     where = f"(rank {end.rank}); see {log}"
     if end.code < 0:
-        name = signal_name(-end.code)
+        known = {each.value: each.name for each in signal.Signals}
+        name = known.get(-end.code, f"signal {-end.code}")
         hint = ", as when memory runs out" if name == "SIGKILL" else ""
         return f"{script} was killed by {name}{hint} {where}"
     if end.line:
@@ -239,17 +230,10 @@ def reason_of(script: str, end: Exit) -> str:
     return f"{script} exited with code {end.code} {where}"
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
     """The root failure: when a rank dies, others fail with closed connections, and may arrive first."""
     failed = [end for end in exits if end.failed]
-    causes = [end for end in failed if not end.lost_a_peer]
+    causes = [end for end in failed if not _LOST_PEER.search(end.line)]
     return next(iter([*causes, *failed]), None)
 
 

@@ -19,8 +19,6 @@ LEAST_ASSUMED = 100_000
 
 @dataclass
 class EpochAccount:
-    """Account of one pass over one split in one attempt."""
-
     split: str
     epoch: int
     read: int = 0
@@ -59,7 +57,13 @@ class EpochAccount:
         self.trained, self.repeated = before.trained, before.repeated
 
     def take(self, report: BlockReport, node: str) -> None:
-        self._refuse_out_of_turn(report.shard, report.nth)
+        due = self.due.get(report.shard, 0)
+        if report.shard in self.ended or report.nth != due:
+            awaited = "none was to follow" if report.shard in self.ended else f"block {due} was the next one"
+            raise DataError(
+                f"{self.split} epoch {self.epoch + 1}: block {report.nth} of shard number {report.shard}"
+                f" arrived, but {awaited}"
+            )
         if report.last:
             self.due.pop(report.shard, None)
             self.ended.add(report.shard)
@@ -75,15 +79,6 @@ class EpochAccount:
         self.bad_ids += report.bad_id_sum
         if report.bad and self.first_bad is None:
             self.first_bad = report.bad[0]
-
-    def _refuse_out_of_turn(self, shard: int, nth: int) -> None:
-        due = self.due.get(shard, 0)
-        if shard in self.ended or nth != due:
-            awaited = "none was to follow" if shard in self.ended else f"block {due} was the next one"
-            raise DataError(
-                f"{self.split} epoch {self.epoch + 1}: block {nth} of shard number {shard} arrived, but"
-                f" {awaited}"
-            )
 
     def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
         """Count what train workers used: `rows` with `padded` ones, `id_sum` without; and what remains."""
@@ -143,7 +138,6 @@ class EpochAccount:
 
 
 def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
-    """Fail if too many of `whole` records are bad; `of`: those records in words."""
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
@@ -176,7 +170,6 @@ class ChainCosts:
             mine.bytes_out += cost.bytes_out
 
     def stages(self) -> list[dict[str, Any]]:
-        """Per stage: CPU ms and bytes per record, and whether it may draw random numbers."""
         n = max(self.records, 1)
         return [
             {

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from stoker.errors import DataError, UsageError
@@ -18,11 +16,10 @@ from stoker.events import kinds
 from stoker.events.kinds import Event
 from stoker.protocol import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Beginning, RecipeAttempt
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.passes import Passes
-from stoker.serve.pool import CacheAffinity, ChainHost, Scaling
-from stoker.serve.recipe_pass import RecipePass, Used, ids_of
+from stoker.serve.planner import Planner
+from stoker.serve.recipe_pass import Beginning, RecipeAttempt, RecipePass, Used, ids_of
 from stoker.serve.service import DataService
 from stoker.serve.shards import Setup
 
@@ -32,34 +29,15 @@ class Coordinator(DataService):
     restart: Beginning | None = None
     """Where training would begin again now."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        totals: dict[str, int | None],
-        hosts: Callable[[Counter[str]], list[ChainHost]],
-        plan: Plan,
-        budget_bytes: int,
-        scaler: Scaling | None = None,
-        most_waiting: int = 64,
-    ) -> None:
-        data = passes.config.data
+    def __init__(self, passes: Passes, totals: dict[str, int | None], plan: Plan, **service: Any) -> None:
         self.events: list[Event] = []
         chain = {split: ChainCosts() for split in ("train", "val")}
-        super().__init__(
-            hosts,
-            budget_bytes,
-            chain,
-            data.preprocess_on,
-            passes.cache,
-            scaler,
-            most_waiting,
-        )
+        super().__init__(chain=chain, cache=passes.cache, **service)
         self.passes, self.totals, self.plan = passes, totals, plan
         self.by_row = not passes.has_shards("train")
         self.trainings = -1
         self.stop_reason = ""
         self.last_checkpoint = ""
-        self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
 
     def first_setups(self) -> dict[str, Setup]:
         return {split: self.passes.setup(split) for split in self.totals}
@@ -71,7 +49,6 @@ class Coordinator(DataService):
             return self.trainings
 
     def published(self) -> str:
-        """Train worker's call (rank 0): folder or URI of this run's last checkpoint; "" without one."""
         with self.changed:
             return self.last_checkpoint
 
@@ -108,9 +85,7 @@ class Coordinator(DataService):
                 before.ahead = before.ahead and ahead
                 return
             lost_at = before.lost_at or lost_at
-            before.replaced = True
-            if before.planner:
-                before.planner.end()
+            before.replace()
         self.restart = beginning
         problem, start = "", fresh(beginning.epoch, self.plan, self.by_row)
         try:
@@ -120,15 +95,12 @@ class Coordinator(DataService):
             self.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = str(error)
-        self.attempt = RecipeAttempt(
-            attempt, beginning.workers, self.passes, self.totals, start, self.locks, self.chain, self.event,
-            self.keeping, self.suspects,
-        )  # fmt: skip
+        self.attempt = RecipeAttempt(attempt, beginning.workers, self.passes, self.totals, start, self.shared)
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
         known = about(start, beginning.workers, self.passes.config)
         self.event(kinds.AttemptStarted(**known, ahead=ahead))
         if self.stop_reason:
-            self.attempt.stop.request(self.attempt.pace)
+            self.attempt.stop.request()
         if problem:
             self.attempt.fail(problem)
             raise UsageError(problem)
@@ -136,7 +108,7 @@ class Coordinator(DataService):
         if used is not None and before is not None and before.failure:
             used.hand_over()
             used = None
-        self.attempt.produce(self.pool, self.budget_bytes, self.numbers, self.holdings, used)
+        self.attempt.planner = Planner(self.attempt, used)
         self.has_work.notify_all()
         self.ready.notify_all()
 
@@ -161,10 +133,10 @@ class Coordinator(DataService):
                 return self._why_over(attempt)
             portion = pass_.portion(step, rank)
             val = split == "val"
-            current.pace.ask(rank, epoch, step, val)
             # Stop only between optimizer steps: accumulated gradients are not saved.
-            if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
-                portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
+            between = val or (step + 1) % self.passes.config.train.accumulate_steps == 0
+            if current.stop.ask(rank, (epoch, val, step)) and portion is not None and between:
+                portion.stop = self.stop_reason
             pass_.release()
             current.recovered(asked)
             self.has_work.notify(2)
@@ -255,7 +227,7 @@ class Coordinator(DataService):
         with self.changed:
             self.stop_reason = self.stop_reason or reason
             if self.attempt is not None:
-                self.attempt.stop.request(self.attempt.pace)
+                self.attempt.stop.request()
             self.event(kinds.StopRequested(reason=reason))
 
     def log(self, event: Event, after: None = None) -> None:
@@ -266,8 +238,8 @@ class Coordinator(DataService):
             match event:
                 case kinds.CheckpointWritten():
                     self.last_checkpoint = event.path
-                case kinds.StepLogged() if self.scaled is not None:
-                    self.scaled.stepped(event)
+                case kinds.StepLogged():
+                    self.elastic.stepped(event)
                 case kinds.TrainWorkerLost() if self.restart is not None and self.trainings >= 0:
                     with contextlib.suppress(UsageError):  # it is the attempt's failure
                         # Data is ready when the train workers are.
@@ -287,7 +259,6 @@ class Coordinator(DataService):
                 self.events.append(event)
 
     def drain(self) -> list[dict[str, Any]]:
-        """Driver's call: the events since the last call, as lines of events.jsonl."""
         with self.changed:
             events, self.events = self.events, []
         return [event.record() for event in events]

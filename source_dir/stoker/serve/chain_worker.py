@@ -14,23 +14,22 @@ import secrets
 import threading
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count
-from typing import TYPE_CHECKING, Any, TypedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from stoker.errors import OverError, root_cause
+from stoker.errors import FlakyReadError, OverError, root_cause
 from stoker.protocol import BlockReport, Claim, Made, Process, Reply, Work
 from stoker.read.sources import Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.shards import Guard, LoadedSplit, Witness, blocks_of, failure_of, open_split, refuse_flaky
+from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, open_split
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
 
 ANSWER_S = 120.0
+MADE = ("rows", "bytes", "wall_s")
 MOST_LOADED = 8
 """Maximum number of open splits; a script may read through any number of loaders."""
 
@@ -47,14 +46,14 @@ class ChainWorker:
         self._streams: dict[tuple[str, int], tuple[int, int, Iterator[Any]]] = {}
         """Open streams, by split and number: pass, next block, and the rest."""
         self._me = Process(context.get_actor_id(), context.get_node_id(), secrets.token_hex(8))
-        self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
-        """By split: blocks, records, bytes and seconds."""
+        self._made = dict.fromkeys(MADE, 0.0)
 
     def __call__(self, lease: Any) -> Any:
-        """Work until the lease is over; what was made, a row for each split."""
+        """Work until the lease is over; a row of statistics."""
+        import pyarrow as pa
         import ray
 
-        number, began = lease["lease"][0].as_py(), time.process_time()
+        began = time.process_time()
         try:
             self._ask("begin_lease", self._me, ray.get_runtime_context().current_actor)
             while (reply := self._next()).go_on:
@@ -64,17 +63,8 @@ class ChainWorker:
                     time.sleep(reply.wait_s)
         except (OverError, ray.exceptions.RayActorError):
             pass  # the run is over
-        return self._rows(number, time.process_time() - began)
-
-    def _rows(self, lease: int, cpu_s: float) -> Any:
-        import pyarrow as pa
-
-        sums = dict(self._sums) or {"": np.zeros(4)}
-        self._sums.clear()
-        counts, seconds = zip(*((each[:3].astype(int), each[3]) for each in sums.values()), strict=True)
-        table = {"lease": [lease] * len(sums), "split": list(sums), "seconds": list(seconds)}
-        table |= {name: [int(c[n]) for c in counts] for n, name in enumerate(("blocks", "records", "bytes"))}
-        return pa.table(table | {"cpu_s": [cpu_s / len(sums)] * len(sums)})
+        made, self._made = self._made, dict.fromkeys(MADE, 0.0)
+        return pa.Table.from_pylist([{"tasks": 1, "cpu_s": time.process_time() - began, **made}])
 
     def _next(self) -> Reply:
         reply: Reply = self._ask("claim", self._me)
@@ -100,16 +90,16 @@ class ChainWorker:
         self._loaded[split] = loaded
         for oldest in list(self._loaded)[:-MOST_LOADED]:
             del self._loaded[oldest]
-        witness = Witness(self._service, care, split) if care.names else None
-        guard = Guard(care.known, witness) if care.known or witness else None
+        tell = partial(self._tell, split, care.task) if care.names else None
+        guard = Guard(care.known, tell) if care.known or tell else None
         far = getattr(loaded.source, "far", False) and not (loaded.cache or guard)
         for number, work in enumerate(claim.work, 1):
             blocks = self._blocks(loaded, claim, work, guard)
             for nth, (columns, report) in enumerate(blocks):
                 if far and nth == 0:
                     self._prepare(loaded.source, claim.work[number:])
-                if not care.last_try:
-                    refuse_flaky(report)
+                if not care.last_try and (passing := [bad for bad in report.bad if bad.passing]):
+                    raise FlakyReadError(f"record {passing[0].key} {passing[0].reason}")
                 if not self._report(claim, columns, report, loaded):
                     if getattr(loaded.source, "stays", False):
                         self._streams[split, work.number] = claim.plan.seed, report.nth + 1, blocks
@@ -133,11 +123,11 @@ class ChainWorker:
         made = Made(report, file, loaded.cache.usage if loaded.cache else None)
         reply: Reply = self._ask("block_made", self._me, claim.number, made)
         self._folder.recycle(reply.unused)
-        self._sums[claim.plan.split] += [1, report.records, report.bytes_out, report.seconds]
+        for name, more in zip(MADE, (report.records, report.bytes_out, report.seconds), strict=True):
+            self._made[name] += more
         return reply.go_on
 
     def _prepare(self, source: Source, left: list[Work]) -> None:
-        """Start fetching the next shard while this one is preprocessed."""
         shard = left[0].shard if left else self._ask("upcoming", self._me)
         if shard is not None:
             with contextlib.suppress(OSError):  # reading it will raise the same again
@@ -154,6 +144,9 @@ class ChainWorker:
             share(self._folder)
         return loaded
 
+    def _tell(self, split: str, task: str, method: str, what: str) -> Any:
+        return self._ask(method, split, task, what)
+
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
@@ -168,33 +161,21 @@ START_S = 180.0
 TEXTS = 20
 
 
-class Operator(TypedDict):
-    """What chain workers did in all; times are summed over them."""
-
-    name: str
-    tasks: int
-    rows: int
-    bytes: int
-    cpu_s: float
-    wall_s: float
-
-
 class Leases:
     """Part of the service; `failed` takes the error that ends an execution."""
 
     def __init__(self, service: Any, run: str, pool: Pool, failed: Callable[[BaseException], None]) -> None:
         self._service, self._run, self._pool, self._failed = service, run, pool, failed
         self._lock = threading.Lock()
-        self._numbers = count()
-        self._starting: dict[int, tuple[float, Counter[str]]] = {}
-        """By execution: since when, and how many workers it has still to start, by node."""
+        self._starting: list[tuple[float, Counter[str]]] = []
+        """For each execution: since when, and how many workers it has still to start, by node."""
         self._threads: list[threading.Thread] = []
         self._datasets: list[Any] = []
         self._sums: Counter[str] = Counter()
 
     def entered(self, node: str) -> None:
         with self._lock:
-            for _, starting in self._starting.values():
+            for _, starting in self._starting:
                 if starting[node] > 0:
                     starting[node] -= 1
                     return
@@ -202,18 +183,16 @@ class Leases:
     def look(self) -> None:
         now = time.monotonic()
         with self._lock:
-            self._starting = {
-                number: (since, nodes)
-                for number, (since, nodes) in self._starting.items()
-                if now - since < START_S and nodes.total() > 0
-            }
-            starting = sum((nodes for _, nodes in self._starting.values()), Counter[str]())
+            self._starting = [
+                each for each in self._starting if now - each[0] < START_S and each[1].total() > 0
+            ]
+            starting = sum((nodes for _, nodes in self._starting), Counter[str]())
             places = self._pool.missing(starting)
             if not places:
                 return
-            number = next(self._numbers)
-            self._starting[number] = now, Counter(places)
-        thread = threading.Thread(target=self._execute, args=(number, places), name="leases", daemon=True)
+            begun = now, Counter(places)
+            self._starting.append(begun)
+        thread = threading.Thread(target=self._execute, args=(begun, places), name="leases", daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
@@ -222,7 +201,7 @@ class Leases:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def statistics(self) -> tuple[str, list[Operator]]:
+    def statistics(self) -> tuple[str, list[dict[str, Any]]]:
         """Ray Data's own text about the latest executions, and the sums of all leases that are over."""
         text = "\n".join(dataset.stats() for dataset in self._datasets[-TEXTS:])
         with self._lock:
@@ -231,19 +210,21 @@ class Leases:
             return text, []
         whole = {name: int(sums[name]) for name in ("tasks", "rows", "bytes")}
         times = {name: round(float(sums[name]), 3) for name in ("cpu_s", "wall_s")}
-        return text, [Operator(name="MapBatches(ChainWorker)", **whole, **times)]  # type: ignore[typeddict-item]
+        return text, [{"name": "MapBatches(ChainWorker)", **whole, **times}]
 
-    def _execute(self, number: int, places: list[str]) -> None:
+    def _execute(self, begun: tuple[float, Counter[str]], places: list[str]) -> None:
         try:
             dataset = self._dataset(places)
             self._datasets = [*self._datasets, dataset][-TEXTS:]
             for rows in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-                self._add(rows.to_pylist())
+                with self._lock:
+                    for row in rows.to_pylist():
+                        self._sums.update(row)
         except Exception as error:
             self._failed(error)
         finally:
             with self._lock:
-                self._starting.pop(number, None)
+                self._starting = [each for each in self._starting if each is not begun]
 
     def _dataset(self, places: list[str]) -> Any:
         import ray
@@ -268,14 +249,6 @@ class Leases:
                 max_restarts=-1,
                 max_task_retries=-1,
             )
-
-    def _add(self, rows: list[dict[str, Any]]) -> None:
-        with self._lock:
-            self._sums["tasks"] += len({row["lease"] for row in rows})
-            for row in rows:
-                for name, column in (("rows", "records"), ("bytes", "bytes"), ("wall_s", "seconds")):
-                    self._sums[name] += row[column]
-                self._sums["cpu_s"] += row["cpu_s"]
 
 
 def _at(nodes: Iterator[str]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from stoker.serve.items import Numbers
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
-    """Refuse to resume with other data or another order."""
     if not agree(position.plan.fingerprint, plan.fingerprint):
         before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (position.plan, plan))
         how = f"fingerprint {before}, now {now}"
@@ -161,7 +160,6 @@ class Trail:
             self._partial[shard] = (whole, left)
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
-        """The position after some rows, of which ids have this sum."""
         if rows < self.rows:
             raise ValueError(f"the position after {rows} rows is no longer known, only from {self.rows} on")
         there = self._copy()

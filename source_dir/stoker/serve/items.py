@@ -12,22 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from stoker.protocol import BlockReport, BlockSlice, Process, Shard
+from stoker.protocol import BlockReport, BlockSlice, Process, Shard, Work
 
 if TYPE_CHECKING:
     from stoker.serve.passes import Pass
-
-Numbered = tuple[int, Shard, int]
-"""Number in its pass, shard, blocks to skip."""
-
 
 ITEM_S = 2.0
 """Target duration of an item."""
 SLOTS_PER_SECOND = 500
 """Maximum number of items that start per second: with many slots they get longer."""
 MOST_SHARDS = 16
-
-
 NOBODY = Process("", "", "")
 
 
@@ -46,21 +40,15 @@ class Item:
     pass_: Pass
     name: str
     """Name for messages and for calls of chain workers."""
-    shards: list[Numbered]
+    shards: list[Work]
     """Shards with unreported blocks."""
-    store: list[bool]
-    """For each shard, whether the host caches its records."""
     number: int = -1
     """Number of its present claim; -1: none."""
     by: Process = NOBODY
     """The chain worker that has it, or had it last."""
-    stop: int | None = None
-    """Its blocks from here on are not made: it only replaces blocks that were lost."""
     died: bool = False
-    """Whether the process died that had it last."""
     seconds: float = 0.0
     tried: set[str] = field(default_factory=set)
-    """Nodes where it failed or was late."""
     failures: int = 0
     late: int = 0
     not_before: float = 0.0
@@ -70,28 +58,24 @@ class Item:
     """Time of the last report, across all workers that tried it."""
 
     def __post_init__(self) -> None:
-        self.count = len(self.shards)
+        self.count, self.stop = len(self.shards), self.shards[0].stop
+        """If it has a `stop`, it only replaces blocks that were lost."""
 
     @property
     def node(self) -> str:
         return self.by.node
 
-    def begun(self, by: Process, number: int) -> None:
-        self.by, self.number = by, number
-        self.quiet_since = time.monotonic()
-
     def reported(self, report: BlockReport) -> list[int]:
         """Mark a block as made, so that a retry skips it; the shards before it, which are complete."""
         self.quiet_since = self.stuck_since = time.monotonic()
-        at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
-        if at is None or report.nth < self.shards[at][2]:
+        at = next((n for n, shard in enumerate(self.shards) if shard.number == report.shard), None)
+        if at is None or report.nth < self.shards[at].skip:
             return []
-        passed = [shard for shard, _, _ in self.shards[:at]]
-        del self.shards[:at], self.store[:at]
-        number, shard, _ = self.shards[0]
-        self.shards[0] = (number, shard, report.nth + 1)
+        passed = [shard.number for shard in self.shards[:at]]
+        del self.shards[:at]
+        self.shards[0] = self.shards[0]._replace(skip=report.nth + 1)
         if report.last:
-            del self.shards[0], self.store[0]
+            del self.shards[0]
         self.seconds += report.seconds
         return passed
 
@@ -103,7 +87,6 @@ class ReadyBlock:
     file: str = ""
     """Its name there; empty: it has no rows."""
     shard: Shard | None = None
-    """What it was read from."""
     lost: bool = False
     """Whether its host is gone; it is being made again."""
     counted: bool = False
@@ -157,16 +140,11 @@ class Holdings:
         return set(self._places)
 
     def unused(self, node: str) -> list[str]:
-        """Files that a host may remove, each once."""
         waiting, found = self._unused.get(node), list[str]()
         with contextlib.suppress(IndexError):  # several threads ask
             while waiting:
                 found.append(waiting.popleft())
         return found
-
-    def forget(self, node: str) -> None:
-        """A host is gone."""
-        self._unused.pop(node, None)
 
     def _drop(self, place: list[str]) -> None:
         self._unused[place[0]].append(place[1])
@@ -240,11 +218,11 @@ class Rest:
             self.done.add(number)
             self.left -= 1
 
-    def take(self, most: int) -> list[Numbered]:
-        found: list[Numbered] = []
+    def take(self, most: int) -> list[Work]:
+        found: list[Work] = []
         for _ in range(min(most, self.left)):
             number = self.done.absent_from(self._next)
-            found.append((number, self._shards[number], self._skip.pop(number, 0)))
+            found.append(Work(number, self._shards[number], self._skip.pop(number, 0)))
             self._next = number + 1
         self.left -= len(found)
         return found

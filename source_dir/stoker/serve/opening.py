@@ -21,7 +21,7 @@ from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_
 from stoker.serve.shards import DatasetSource
 
 if TYPE_CHECKING:
-    from stoker.serve.pool import Scaling
+    from stoker.sizing.model import Scaler
 
 
 @dataclass
@@ -137,12 +137,16 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
             collate_of(config.recipe, config.params) if recipe.collates else None,
         )
     if keeps(config):
-        refuse_uncacheable(config.recipe, data)
+        if why := data.identity("train").draws:
+            raise UsageError(
+                f"data.cache: {config.recipe}.read('train'): {why}, and a cache would repeat the first"
+                " epoch's; set data.cache=none, or draw in a transform of the chain"
+            )
+        refuse_nothing_to_keep(data.chains["train"].stages)
     return data
 
 
 def pads_of(recipe: Recipe) -> dict[str, Pad]:
-    """How the recipe lets batches pad columns whose rows differ in length."""
     try:
         declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
     except Exception as error:
@@ -157,7 +161,6 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
 
 
 def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
-    """Refuse padding of a column that no split has, if the columns of all splits are known."""
     columns = [name for found in schemas if found for name in found[-1].of_records().columns]
     for name in pads:
         if all(schemas) and name not in columns:
@@ -187,18 +190,7 @@ def exact_note(config: Config, data: Data) -> str:
     return ""
 
 
-def refuse_uncacheable(recipe: str, data: Data) -> None:
-    """Refuse a cache that could not hold any training record."""
-    if why := data.identity("train").draws:
-        raise UsageError(
-            f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's;"
-            " set data.cache=none, or draw in a transform of the chain"
-        )
-    refuse_nothing_to_keep(data.chains["train"].stages)
-
-
 def refuse_other_classes(data: Data) -> None:
-    """Refuse splits whose labels number different classes."""
     of = {split: source.classes() for split, source in data.sources.items() if isinstance(source, Source)}
     train, val = of.get("train"), of.get("val")
     if train is not None and val is not None and train != val:
@@ -214,7 +206,7 @@ def start_coordinator(
     workers: int,
     first_epoch: int = 0,
     position: dict[str, Any] | None = None,
-    scaler: Scaling | None = None,
+    scaler: Scaler | None = None,
 ) -> Any:
     """Start the actor between Ray Data and the train workers on this host; it produces at once."""
     import ray
@@ -231,7 +223,11 @@ def start_coordinator(
         if chain.prefix
     }
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
-    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
+    cache = None
+    if kept and config.data.cache != "none":
+        most = None if config.data.cache_gb is None else int(config.data.cache_gb * 1e9)
+        cache = CacheSpec(config.data.cache, secrets.token_hex(6), most, config.data.cache_folder)
+    passes = Passes(config, data.sources, chains, cache, kept, schemas)
     identity = data.identity("train")
     plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
@@ -241,11 +237,3 @@ def start_coordinator(
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
-
-
-def _cache(config: Config) -> CacheSpec | None:
-    data = config.data
-    if data.cache == "none":
-        return None
-    most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
-    return CacheSpec(data.cache, secrets.token_hex(6), most, data.cache_folder)

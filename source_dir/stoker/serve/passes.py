@@ -1,22 +1,30 @@
-"""Head: a pass while it is produced, and what the passes of a job read: in which order, with which chain."""
+"""Head: a pass and an attempt while they are produced, and what the passes of a job read, in which order."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.config.schema import Config
-from stoker.errors import SchemaError
+from stoker.errors import DataError, SchemaError
+from stoker.events import kinds
 from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedShards, IndexedSource
-from stoker.serve.items import Held, Numbered, Numbers, ReadyBlock, Rest
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.items import Held, Holdings, Numbers, ReadyBlock, Rest
+from stoker.serve.pool import CacheAffinity, Pool
+from stoker.serve.recovery import Suspects
 from stoker.serve.shards import DatasetSource, Setup, order_of
+
+if TYPE_CHECKING:
+    from stoker.serve.planner import Planner
 
 
 @dataclass
@@ -39,14 +47,13 @@ class Pass(ABC):
     number: int
     """With its split, distinguishes it from all other passes."""
     exact: bool = False
-    """Whether blocks are delivered in the order of the shards."""
     has_shards: bool = True
     """Whether its shards are known before reading; those of a `ray.data.Dataset` are not."""
     coming: Future[Rest] | None = None
     """Its shards until they are known; None: they are, or come one by one."""
     rest: Rest = field(default_factory=Rest)
     """Shards that are not in `work` yet; they follow those."""
-    work: deque[Numbered] = field(default_factory=deque)
+    work: deque[Work] = field(default_factory=deque)
     """The next shards that are not started, in pass order."""
     turn: int = 0
     """Number of the first undelivered shard; used if the order is exact."""
@@ -64,9 +71,7 @@ class Pass(ABC):
     """Number of streams: shards that one chain worker each reads from beginning to end; 0: any may continue a
     shard."""
     step_rows: int = 1
-    """Rows of one step over all consumers."""
     stall_s: float = 600.0
-    """Work fails after this long without a result."""
     stall_key: str = "data.stall_timeout_s"
 
     @property
@@ -107,7 +112,6 @@ class Pass(ABC):
         return False
 
     def far_ahead(self, shard: int) -> bool:
-        """Whether enough of a stream is ready."""
         return False
 
     def clear(self) -> None:
@@ -124,15 +128,15 @@ class Pass(ABC):
     def left(self) -> int:
         return len(self.work) + self.rest.left
 
-    def near(self, count: int) -> deque[Numbered]:
+    def near(self, count: int) -> deque[Work]:
         """`work` with at least so many shards, if so many are left."""
         self.work += self.rest.take(count - len(self.work))
         return self.work
 
-    def begin(self, shards: list[Numbered], worker: str = "") -> None:
-        for number, _, skip in shards:
-            if number not in self.delivered:
-                self.shards.setdefault(number, OpenShard(skip))
+    def begin(self, shards: list[Work], worker: str = "") -> None:
+        for each in shards:
+            if each.number not in self.delivered:
+                self.shards.setdefault(each.number, OpenShard(each.skip))
 
     def report(self, block: ReadyBlock) -> bool:
         """Record a preprocessed block; False if it was already recorded."""
@@ -195,6 +199,112 @@ class Pass(ABC):
         return self.listed() and not (self.listing or self.left or self.under_way or self.shards)
 
 
+class Shared:
+    """What the attempts of a service share, with the conditions of its one lock.
+
+    Above `budget_bytes` of ready blocks and beyond two steps, nothing more starts.
+    """
+
+    def __init__(
+        self,
+        event: Callable[[kinds.Event], None],
+        budget_bytes: int,
+        chain: dict[str, ChainCosts],
+        keeping: CacheAffinity | None = None,
+    ) -> None:
+        self.event, self.budget_bytes, self.chain, self.keeping = event, budget_bytes, chain, keeping
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        """Threads that decide what to produce wait on it."""
+        self.has_work = threading.Condition(lock)
+        """Chain workers wait on it for work."""
+        self.ready = threading.Condition(lock)
+        """Consumers wait on it for their rows; the block that completes a step wakes them."""
+        self.pool, self.holdings, self.suspects = Pool(), Holdings(), Suspects()
+        self.numbers = count()
+        """Numbers claims and work items."""
+
+
+class Attempt(ABC):
+    """Passes that one planner produces, until their work fails for good."""
+
+    in_order = True
+    """Whether a pass is begun only once enough of those before it is ready."""
+    planner: Planner | None = None
+
+    def __init__(self, number: int, shared: Shared) -> None:
+        self.number, self.shared = number, shared
+        self.event, self.suspects = shared.event, shared.suspects
+        self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
+        self.failure = ""
+        self.replaced = False
+
+    @property
+    def over(self) -> bool:
+        return self.replaced or bool(self.failure)
+
+    @property
+    def why_over(self) -> str:
+        return self.failure or "this attempt is over"
+
+    @property
+    @abstractmethod
+    def all_produced(self) -> bool:
+        """Whether no further pass is to be produced."""
+
+    @abstractmethod
+    def open_passes(self) -> Sequence[Pass]:
+        """The passes that may be produced now, the most urgent first."""
+
+    def begun(self) -> list[Pass]:
+        """Passes that begin to be produced now."""
+        return []
+
+    def bound(self) -> set[str]:
+        """Chain workers with a state that no other has."""
+        return set()
+
+    @abstractmethod
+    def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
+        """Planner's call: a block in its turn."""
+
+    @abstractmethod
+    def produced(self, pass_: Pass) -> None:
+        """Planner's call: a pass has delivered all its blocks."""
+
+    def note(self, text: str) -> None:
+        with self.changed:
+            self.event(kinds.Note(text=text))
+
+    def fail(self, reason: str) -> None:
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+            self.ready.notify_all()
+
+    def stalled(self, pass_: Pass, reason: str) -> None:
+        """A pass has waited longer than its `stall_s`: raises if that ends this attempt."""
+        raise DataError(reason)
+
+    def repeats(self, split: str, task: str) -> None:  # noqa: B027 - a script has no such account
+        """Work is done again, because its host or process was lost."""
+
+    def task_starts(self, split: str, task: str, retry: int) -> tuple[float, bool] | None:
+        """Work starts that was started before: as `Suspects.starts`; None: do not start it."""
+        if retry:
+            self.repeats(split, task)
+        try:
+            start = self.suspects.starts(task, split, retry)
+            self.refuse_deadly(split)
+        except DataError as error:
+            self.fail(str(error))
+            return None
+        return start
+
+    def refuse_deadly(self, split: str) -> None:  # noqa: B027 - a script has no such account
+        """Fail if too many records have killed their process."""
+
+
 class Passes:
     """Head: (split, epoch) → its plan and its shards."""
 
@@ -215,7 +325,6 @@ class Passes:
         """Required schema of each split; for a split without one, the run's first block sets it."""
 
     def identity(self, fingerprint: str, unstable: str = "") -> Plan:
-        """What determines which training records an epoch has and their order."""
         data = self.config.data
         return Plan(
             seed=self.config.seed,
@@ -279,23 +388,9 @@ class Passes:
         skip = {number: blocks for number, (blocks, _) in start.partial.items()}
         return Rest(self.shards(plan), start.done, skip)
 
-    def blocks(self, plan: PassPlan) -> Iterator[Numbered]:
+    def blocks(self, plan: PassPlan) -> Iterator[Work]:
         """Like `rest`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"
         for number, shard in enumerate(self.sources[plan.split].blocks(seed, exact)):
-            yield number, shard, 0
-
-
-def pack_work(shards: list[Numbered], store: list[bool], stop: int | None = None) -> list[Work]:
-    """Shards in the form that a chain worker takes, and whether its host caches their records.
-
-    Args:
-        shards: number, shard, and blocks to skip of each.
-        store: for each.
-        stop: blocks from here on are not made.
-    """
-    return [
-        Work(number, shard, skip, keep, stop)
-        for (number, shard, skip), keep in zip(shards, store, strict=True)
-    ]
+            yield Work(number, shard)

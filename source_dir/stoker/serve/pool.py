@@ -13,21 +13,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
 from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
 from stoker.figures import count_of, size
 from stoker.hosts.topology import GROUP_LABEL, label
-from stoker.protocol import Shard
+from stoker.protocol import Shard, Work
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.items import Numbered
+from stoker.sizing.model import Scaler
 
 if TYPE_CHECKING:
-    from stoker.serve.attempt import Attempt
-    from stoker.serve.passes import Pass
+    from stoker.serve.passes import Attempt, Pass
 
 
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
@@ -44,7 +42,6 @@ MOVE_EVERY_S = 60.0
 class ChainHost:
     node: str
     slots: int
-    """Chain workers that run on it concurrently."""
     trains: bool = False
     name: str = ""
     scaled: bool = False
@@ -58,31 +55,25 @@ class Pool:
     hosts: dict[str, ChainHost] = field(default_factory=dict)
     avoided: set[str] = field(default_factory=set)
     """Nodes that missed a deadline; they get work only if there is no other."""
-    groups: tuple[str, ...] = ()
     helping: bool = False
     """Whether training hosts run chain workers in addition to preprocessing-only hosts."""
     hungry: bool = False
     """Whether chain workers on training hosts get work now."""
     wanted: dict[str, int] = field(default_factory=dict)
-    """Wanted chain workers by node."""
     slots: int = 0
     leaving: list[str] = field(default_factory=list)
     """Surplus chain workers of their hosts; they get no more work."""
     staffed: set[str] = field(default_factory=set)
-    """Nodes with running chain workers."""
     closing: frozenset[str] = frozenset()
-    """Nodes of hosts that are about to leave."""
     bound: set[str] = field(default_factory=set)
     """Chain workers with a state that no other has; they stay while their host does."""
     there: dict[str, str] = field(default_factory=dict)
     """Running chain workers: id → node."""
     gone: set[str] = field(default_factory=set)
-    """Chain workers that have ended."""
     _first: set[str] = field(default_factory=set)
     """Hosts that always preprocess: the preprocessing-only hosts, or all if there are none."""
     _since: float | None = None
     _moved: float = -MOVE_EVERY_S
-    """When chain workers were last found in the wrong place."""
 
     def update(
         self,
@@ -100,9 +91,8 @@ class Pool:
         if now - self._since >= (GROW_AFTER_S if hungry else SHRINK_AFTER_S):
             self.helping = hungry
         self._first = {n for n, host in self.hosts.items() if not host.trains} or set(self.hosts)
-        known = self.hosts.items()
-        wanted = {} if idle else {n: s.slots for n, s in known if self.helping or n in self._first}
-        self.wanted = wanted
+        working = [host for n, host in self.hosts.items() if self.helping or n in self._first]
+        self.wanted = {} if idle else {host.node: host.slots for host in working}
         self.slots = sum(self.wanted.values())
 
     def workers_are(self, there: Mapping[str, str], now: float) -> None:
@@ -134,7 +124,6 @@ class Pool:
         return [node for node, slots in self.wanted.items() for _ in range(slots - there[node])]
 
     def is_gone(self, node: str) -> bool:
-        """Whether a host was lost, or may not preprocess any more."""
         return node not in self.hosts and node not in self.closing
 
     def is_lost(self, process: str) -> bool:
@@ -164,34 +153,30 @@ def is_hungry(passes: Iterable[Pass], room: bool) -> bool:
 
 
 def chain_hosts(
-    nodes: Iterable[dict[str, Any]],
-    *,
-    groups: Iterable[str],
-    group_label: str,
-    own_group: str | None,
-    training: Counter[str],
-    resource: str = "",
+    config: Config, own_node: str, nodes: list[dict[str, Any]], training: Counter[str]
 ) -> list[ChainHost]:
-    """Which hosts preprocess, and with how many slots.
+    """Which of Ray's nodes preprocess, with how many slots; `training`: train workers by node.
 
     Hosts of a cluster that Stoker formed already declare only the cores left after those of train workers
     (one per GPU). On any other cluster, those cores are subtracted here.
     """
     alive = [n for n in nodes if n["Alive"]]
-    wanted = set(groups)
-    several = len({n.get("Labels", {}).get(group_label) for n in alive}) > 1
+    groups, scaling = [label(group) for group in config.data.preprocess_on], config.cluster.cpu_hosts
+    own_group = next((n["Labels"].get(GROUP_LABEL) for n in nodes if n["NodeID"] == own_node), None)
+    several = len({n.get("Labels", {}).get(GROUP_LABEL) for n in alive}) > 1
     found = []
     for node in alive:
         labels, resources = node.get("Labels", {}), node["Resources"]
-        group = labels.get(group_label)
-        if wanted and group not in wanted:
+        group = labels.get(GROUP_LABEL)
+        if groups and group not in groups:
             continue
         gpus = resources.get("GPU", 0)
         trains = bool(gpus or training[node["NodeID"]] or (several and group == own_group))
         reserve = 0 if group is not None else min(int(gpus), training[node["NodeID"]] or int(gpus))
         slots = max(int(resources.get("CPU", 0)) - reserve, min(1, int(resources.get("CPU", 0))))
         name = labels.get("stoker.host") or node.get("NodeManagerHostname", "")
-        found.append(ChainHost(node["NodeID"], slots, trains, name, bool(resources.get(resource, 0))))
+        scaled = bool(scaling.max and resources.get(scaling.resource))
+        found.append(ChainHost(node["NodeID"], slots, trains, name, scaled))
     return found
 
 
@@ -199,68 +184,34 @@ RENEW_S, EXPIRES_S = 10.0, 60.0
 """Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
 
 
-class Hosts:
-    """The current preprocessing hosts.
+class Elastic:
+    """Part of the service: which hosts get work, which are about to leave, and how many are requested.
 
-    Args:
-        config: `data.preprocess_on` restricts them.
-        own_node: this host's Ray node.
+    `scaler` decides that by what training and the chain workers have done; None: the number is fixed.
     """
 
-    def __init__(self, config: Config, own_node: str) -> None:
-        self.groups = [label(group) for group in config.data.preprocess_on]
-        self.own_node = own_node
-        scaling = config.cluster.cpu_hosts
-        self.resource = scaling.resource if scaling.max else ""
-
-    def __call__(self, training: Counter[str]) -> list[ChainHost]:
-        import ray
-
-        nodes = ray.nodes()
-        own: dict[str, str] = next((n["Labels"] for n in nodes if n["NodeID"] == self.own_node), {})
-        return chain_hosts(
-            nodes,
-            groups=self.groups,
-            group_label=GROUP_LABEL,
-            own_group=own.get(GROUP_LABEL),
-            training=training,
-            resource=self.resource,
-        )
-
-
-class Scaling(Protocol):
-    """Decides how many CPU hosts to request; see `stoker.sizing.model`."""
-
-    count: int
-    options: CpuHostsConfig
-
-    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
-        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
-
-    def made(self, records: float, seconds: float) -> None: ...
-    def look(self, now: float, own: int, joined: list[int], ended: bool) -> Any: ...
-    def missing(self, now: float) -> int: ...
-
-
-@dataclass
-class Scaled:
-    """A run whose number of CPU hosts changes.
-
-    It reports to `scaler` what training and the chain workers have done, and sends what `scaler` decides.
-    """
-
-    scaler: Scaling
-    request: HostRequest
-    chain: Mapping[str, ChainCosts]
-    known: list[str] = field(default_factory=list)
-    """Nodes of the hosts that were added, in the order in which they joined."""
-    _last: StepLogged | None = None
-    _made: tuple[int, float] = (0, 0.0)
-    """Records and seconds of all blocks so far."""
-    _sent: float = -RENEW_S
+    def __init__(
+        self,
+        event: Callable[[Event], None],
+        chain: Mapping[str, ChainCosts],
+        scaler: Scaler | None = None,
+        request: HostRequest | None = None,
+    ) -> None:
+        self._event, self._chain, self.scaler, self._request = event, chain, scaler, request
+        self.closing: set[str] = set()
+        """Nodes of hosts that are about to leave."""
+        self._draining: set[str] = set()
+        self._joined: list[str] = []
+        """Nodes of the hosts that were added, in the order in which they joined."""
+        self._let_go: list[str] = []
+        """Nodes of hosts that are no longer requested, also of those that have left."""
+        self._last: StepLogged | None = None
+        self._made: tuple[int, float] = (0, 0.0)
+        """Records and seconds of all blocks so far."""
+        self._sent = -RENEW_S
 
     def stepped(self, event: StepLogged) -> None:
-        if not (terms := event.terms_ms):
+        if self.scaler is None or not (terms := event.terms_ms):
             return
         before, self._last = self._last, event
         if before is None or event.step <= before.step:
@@ -272,45 +223,11 @@ class Scaled:
         late = terms["wait_production"] / (sum(terms.values()) or 1.0)
         self.scaler.stepped(samples, seconds, late * seconds)
 
-    def look(self, hosts: list[ChainHost], now: float, ended: bool) -> Any:
-        records, seconds = (
-            sum(getattr(c, name) for c in self.chain.values()) for name in ("records", "seconds")
-        )
-        before, self._made = self._made, (records, seconds)
-        if records > before[0]:
-            self.scaler.made(records - before[0], seconds - before[1])
-        scaled = {host.node: host for host in hosts if host.scaled}
-        self.known = [node for node in self.known if node in scaled]
-        self.known += [node for node in scaled if node not in self.known]
-        joined = [scaled[node].slots for node in self.known[: self.scaler.count]]
-        own = sum(host.slots for host in hosts if not host.scaled)
-        decision = self.scaler.look(now, own, joined, ended)
-        if decision is not None:
-            self._sent = -RENEW_S
-        return decision
-
     def send(self, now: float) -> None:
         """Send or renew the request; the service's lock is not held."""
-        if now - self._sent >= RENEW_S:
+        if self.scaler is not None and self._request is not None and now - self._sent >= RENEW_S:
             self._sent = now
-            self.request.send(self.scaler.count, EXPIRES_S)
-
-
-class Elastic:
-    """Part of the service; decides which hosts get work and which are about to leave.
-
-    Args:
-        event: receives each event.
-        scaled: None: the run does not change the number of its hosts.
-    """
-
-    def __init__(self, event: Callable[[Event], None], scaled: Scaled | None = None) -> None:
-        self._event, self._scaled = event, scaled
-        self.closing: set[str] = set()
-        """Nodes of hosts that are about to leave."""
-        self._draining: set[str] = set()
-        self._let_go: list[str] = []
-        """Nodes of hosts that are no longer requested, also of those that have left."""
+            self._request.send(self.scaler.count, EXPIRES_S)
 
     def split(
         self,
@@ -327,32 +244,41 @@ class Elastic:
                 self._event(Note(text=text))
         self._draining = draining
         self.closing = {host.node for host in hosts if host.node in draining}
-        if self._scaled is not None:
+        if self.scaler is not None:
             left = [host for host in hosts if host.node not in draining]
-            ended = attempt is not None and attempt.all_produced
-            self._scale(self._scaled, left, now, ended, bound)
+            self._scale(self.scaler, left, now, attempt is not None and attempt.all_produced, bound)
         staying = [host for host in hosts if host.node not in self.closing]
         if not staying:
             self.closing = set()  # the last ones work to their end
         return staying or hosts
 
     def _scale(
-        self, scaled: Scaled, hosts: list[ChainHost], now: float, ended: bool, bound: Collection[str]
+        self, scaler: Scaler, hosts: list[ChainHost], now: float, ended: bool, bound: Collection[str]
     ) -> None:
-        decision = scaled.look(hosts, now, ended)
+        records = sum(each.records for each in self._chain.values())
+        seconds = sum(each.seconds for each in self._chain.values())
+        before, self._made = self._made, (records, seconds)
+        if records > before[0]:
+            scaler.made(records - before[0], seconds - before[1])
+        slots = {host.node: host.slots for host in hosts if host.scaled}
+        self._joined = [node for node in self._joined if node in slots]
+        self._joined += [node for node in slots if node not in self._joined]
+        used = [slots[node] for node in self._joined[: scaler.count]]
+        decision = scaler.look(now, sum(host.slots for host in hosts if not host.scaled), used, ended)
         # The last hosts leave first: they have cached least.
-        unneeded = [node for node in scaled.known[scaled.scaler.count :] if node not in bound]
+        unneeded = [node for node in self._joined[scaler.count :] if node not in bound]
         self.closing |= set(unneeded)
         if decision is not None:
+            self._sent = -RENEW_S
             self._event(CpuHostsRequested(count=decision.count, reason=decision.reason))
         # Released hosts stay in the list, to distinguish them from lost ones.
-        left = [node for node in self._let_go if node not in scaled.known]
+        left = [node for node in self._let_go if node not in self._joined]
         if {*left, *unneeded} != {*self._let_go}:
             self._let_go = left + unneeded
             self._event(HostsClosing(nodes=self._let_go))
-        if missing := scaled.scaler.missing(now):
+        if missing := scaler.missing(now):
             text = (
-                f"requested {missing} CPU hosts, but only {len(scaled.known)} have joined: does the cluster"
+                f"requested {missing} CPU hosts, but only {len(self._joined)} have joined: does the cluster"
                 " have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?"
             )
             self._event(Note(text=text))
@@ -378,30 +304,28 @@ class CacheAffinity:
         return self.holders.get((split, shard.home), "") if shard.home else ""
 
     def take_work(
-        self, split: str, work: deque[Numbered], node: str, most: int, look: int = LOOK_AHEAD
-    ) -> tuple[list[Numbered], list[bool]]:
+        self, split: str, work: deque[Work], node: str, most: int, look: int = LOOK_AHEAD
+    ) -> list[Work]:
         """Take up to `most` shards: first those its host caches, then unassigned ones, then another host's.
 
-        Returns them and, for each, whether the host stores it in its cache (not if another host does).
+        Each tells whether the host stores it in its cache (not if another host does).
         """
-        taken: list[Numbered] = []
-        store: list[bool] = []
+        taken: list[Work] = []
         while work and len(taken) < most:
             at, foreign = self._best(split, work, node, look)
             if foreign and taken:
                 break
-            shard = work[at]
+            home = work[at].shard.home
+            store = not home or self.holders.setdefault((split, home), node) == node
+            taken.append(work[at]._replace(store=store))
             del work[at]
-            home = shard[1].home
-            taken.append(shard)
-            store.append(not home or self.holders.setdefault((split, home), node) == node)
-        return taken, store
+        return taken
 
-    def _best(self, split: str, work: deque[Numbered], node: str, look: int) -> tuple[int, bool]:
+    def _best(self, split: str, work: deque[Work], node: str, look: int) -> tuple[int, bool]:
         """Index of the next shard for a host, and whether another host caches it."""
         unheld = -1
-        for position, (_, shard, _) in enumerate(islice(work, look)):
-            holder = self.holder(split, shard)
+        for position, each in enumerate(islice(work, look)):
+            holder = self.holder(split, each.shard)
             if holder == node:
                 return position, False
             if not holder and unheld < 0:
@@ -409,7 +333,6 @@ class CacheAffinity:
         return max(unheld, 0), unheld < 0
 
     def hosts_are(self, nodes: Collection[str]) -> None:
-        """Update the live hosts; shards of lost hosts become unassigned."""
         self.holders = {home: node for home, node in self.holders.items() if node in nodes}
         self.usage = {node: usage for node, usage in self.usage.items() if node in nodes}
 

@@ -1,4 +1,4 @@
-"""A pass over one split of a recipe, and how its rows are given to train workers.
+"""The passes of a recipe: how they are produced, and how their rows are given to train workers.
 
 Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r takes the
 r-th batch_size of them. The rest at the end is divided evenly. For training, fewer rows than workers remain
@@ -11,18 +11,35 @@ same step, they do at the first step that none of them has requested yet.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stoker.errors import DataError
-from stoker.protocol import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
-from stoker.serve.accounting import EpochAccount
+from stoker.errors import DataError, explain
+from stoker.events import kinds
+from stoker.protocol import (
+    ID_COLUMN,
+    BadRecord,
+    BlockSlice,
+    CarriedAccount,
+    DataCursor,
+    Schema,
+    StepAssignment,
+)
+from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
-from stoker.serve.cursor import Trail
+from stoker.serve.cursor import Trail, arrival
 from stoker.serve.items import Held, ReadyBlock
-from stoker.serve.passes import Pass
+from stoker.serve.passes import Attempt, Pass, Passes, Shared
 
+PASSES_AHEAD = 2
+"""How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
+all epochs and take CPUs from training."""
+BLOCKS_AHEAD = 2
+"""Blocks of a recipe's dataset that may wait for preprocessing, per slot."""
 KEPT_STEPS = 4096
 """Steps before the slowest train worker's next one for which a position can be asked: more than it may have
 requested and not used."""
@@ -30,36 +47,23 @@ StepKey = tuple[int, bool, int]
 """(epoch, whether in the validation that follows its training, step of the pass)."""
 
 
-class Pace:
-    """The latest step that each rank has requested."""
+class Stop:
+    """A request that every rank sees from the same step on: the first that none has requested yet."""
 
     def __init__(self) -> None:
         self.asked: dict[int, StepKey] = {}
-
-    def ask(self, rank: int, epoch: int, step: int, val: bool = False) -> None:
-        """A rank requests a step."""
-        self.asked[rank] = (epoch, val, step)
-
-    def first_unasked(self) -> StepKey:
-        """The first step that no rank has requested; it may lie beyond the end of its pass."""
-        epoch, val, step = max(self.asked.values(), default=(0, False, -1))
-        return epoch, val, step + 1
-
-
-class Signal:
-    """A request that every rank sees from the same step on."""
-
-    def __init__(self) -> None:
+        """The latest step that each rank has requested."""
         self.since: StepKey | None = None
 
-    def request(self, pace: Pace) -> None:
-        """Make the request; a pending one stays as it is."""
-        if self.since is None:
-            self.since = pace.first_unasked()
+    def ask(self, rank: int, key: StepKey) -> bool:
+        """A rank requests a step; whether it must see the request."""
+        self.asked[rank] = key
+        return self.since is not None and key >= self.since
 
-    def due(self, epoch: int, step: int, val: bool = False) -> bool:
-        """Whether a rank that takes this step must see it."""
-        return self.since is not None and (epoch, val, step) >= self.since
+    def request(self) -> None:
+        if self.since is None:
+            epoch, val, step = max(self.asked.values(), default=(0, False, -1))
+            self.since = epoch, val, step + 1  # it may lie beyond the end of its pass
 
 
 def least_rows(remainder: str | int, batch_size: int) -> int:
@@ -77,22 +81,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one worker in one step."""
-
     slices: tuple[Slice, ...]
     padded: int = 0
-    """Number of repeated rows among them."""
 
 
 class Splitter:
-    """Takes blocks, returns shares.
-
-    Args:
-        workers: number of train workers.
-        batch_size: rows of each in a step.
-        equal: all workers get the same number of rows in each step.
-        remainder: `data.remainder`.
-    """
+    """Takes blocks, returns shares; with `equal`, all workers get the same number of rows in each step."""
 
     def __init__(self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop") -> None:
         self.workers, self.batch_size, self.equal = workers, batch_size, equal
@@ -105,22 +99,16 @@ class Splitter:
         self.ended = False
 
     def add(self, rows: int, skip: int = 0) -> int:
-        """Add a block; returns its number."""
         self.starts.append(self.rows)
         self.skipped.append(skip)
         self.rows += rows - skip
         return self.first + len(self.starts) - 1
 
     def forget(self, before: int) -> None:
-        """The blocks before this one are not needed any more."""
         gone = before - self.first
         if 2 * gone > len(self.starts):  # so that each is moved once, on average
             del self.starts[:gone], self.skipped[:gone]
             self.first = before
-
-    def end(self) -> None:
-        """Mark the stream as ended."""
-        self.ended = True
 
     @property
     def step_rows(self) -> int:
@@ -151,17 +139,11 @@ class Splitter:
             return None
         first = step * self.step_rows
         left = min(self.rows - first, self.step_rows)
-        if left == self.step_rows:
-            begin = first + rank * self.batch_size
-            return Share(self.slices(begin, begin + self.batch_size))
         each, over = divmod(left, self.workers)
-        if not self.equal:
+        if not self.equal or not self.pad:
+            over = 0 if self.equal else over  # left out, or one more for the first ranks
             begin = first + rank * each + min(rank, over)
-            rows = each + (rank < over)
-            return Share(self.slices(begin, begin + rows)) if rows else Share(())
-        if not self.pad:
-            begin = first + rank * each
-            return Share(self.slices(begin, begin + each))
+            return Share(self.slices(begin, begin + each + (rank < over)))
         each += over > 0
         begin, stop = first + rank * each, first + (rank + 1) * each
         own = self.slices(min(begin, self.rows), min(stop, self.rows))
@@ -171,7 +153,6 @@ class Splitter:
         return Share(own + again, padded=missing)
 
     def block_done(self, block: int, step: int) -> bool:
-        """Whether no step from `step` on needs this block."""
         return self._stop(block) <= step * self.step_rows
 
     def may_remain(self, block: int) -> bool:
@@ -183,7 +164,6 @@ class Splitter:
         return self.starts[after] if after < len(self.starts) else self.rows
 
     def slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
-        """The blocks and rows behind the row numbers begin … stop-1."""
         found: list[Slice] = []
         block = self.first + bisect_right(self.starts, begin) - 1
         while begin < stop:
@@ -203,8 +183,6 @@ Used = tuple[int, int, int]
 
 @dataclass(eq=False, kw_only=True)
 class RecipePass(Pass):
-    """Gives each rank its rows of each step, and accounts for all records."""
-
     splitter: Splitter
     account: EpochAccount
     total: int | None
@@ -215,7 +193,6 @@ class RecipePass(Pass):
     blocks: dict[int, ReadyBlock] = field(default_factory=dict)
     """Blocks still needed, by number."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Next step of each rank."""
     finished: dict[int, Used] = field(default_factory=dict)
     reconciled: bool = False
     slowest: int = 0
@@ -247,18 +224,7 @@ class RecipePass(Pass):
         super().clear()
         self.blocks.clear()
 
-    def reported(self, report: BlockReport, node: str) -> None:
-        """A chain worker on a node has made a block.
-
-        Raises:
-            DataError: it is not the next one of its shard.
-        """
-        self.account.take(report, node)
-        if self.trail is not None:
-            self.trail.report(report)
-
     def arrived(self, block: ReadyBlock) -> None:
-        """A block has arrived; its report came earlier."""
         rows = block.report.rows
         skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
         if skip < rows:
@@ -266,7 +232,6 @@ class RecipePass(Pass):
             self.held.add(block)
 
     def portion(self, step: int, rank: int) -> StepAssignment | None:
-        """A worker's rows of a step, which must be ready; None after its last."""
         share = self.splitter.share(step, rank)
         self.steps[rank] = step + 1
         if len(self.steps) == self.splitter.workers:
@@ -279,7 +244,6 @@ class RecipePass(Pass):
         return self.blocks[part.block].part(part.start, part.stop)
 
     def release(self) -> None:
-        """Drop the blocks that every worker has fetched."""
         if len(self.fetched) < self.splitter.workers:
             return
         step = min(self.fetched.values())
@@ -294,11 +258,7 @@ class RecipePass(Pass):
             self.trail.leave((self.slowest - KEPT_STEPS) * self.step_rows)
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
-        """Position of a training pass after some steps of this attempt.
-
-        Raises:
-            ValueError: it has not given out that many steps, or has forgotten them.
-        """
+        """Position of a training pass after some steps of this attempt, unless it has forgotten them."""
         if self.trail is None or not self.splitter.ready(steps - 1):
             raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")
         rows = steps * self.splitter.step_rows
@@ -309,19 +269,10 @@ class RecipePass(Pass):
         return position
 
     def unused(self) -> list[BlockSlice]:
-        """The rows that no worker takes."""
         rows = self.splitter.remainder
         return [self._rows(part) for part in self.splitter.slices(rows.start, rows.stop)]
 
     def reconcile(self, remaining: list[int]) -> dict[str, Any]:
-        """Close the account.
-
-        Returns:
-            The counts and the ids of the rows that no worker took.
-
-        Raises:
-            DataError: records were lost, duplicated or exchanged.
-        """
         used = list(self.finished.values())
         rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
         self.account.use(rows, padded, sum(u[1] for u in used), remaining)
@@ -332,11 +283,7 @@ class RecipePass(Pass):
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
     def cut(self, steps: int) -> dict[str, Any]:
-        """Book a training pass that a limit ends after these steps of this attempt; its place stays.
-
-        Raises:
-            DataError: the train workers used other rows than they were given.
-        """
+        """Book a training pass that a limit ends after these steps of this attempt; its place stays."""
         used = sum(rows - padded for rows, _, padded in self.finished.values())
         given = self.position(steps, 0).books.trained - self.account.carried.trained
         if used != given:
@@ -347,12 +294,209 @@ class RecipePass(Pass):
         return {"split": "train", **self.account.counts(self.total)}
 
 
-def ids_of(rows: list[BlockSlice], transport: Transport) -> list[int]:
-    """The record ids of some rows; fetches them, so no lock may be held.
+class Beginning(NamedTuple):
+    workers: int
+    epoch: int
+    position: DataCursor | None
 
-    Raises:
-        DataError: a block is not available.
-    """
+
+class RecipeAttempt(Attempt):
+    """One start of training: its passes, from production to reconciled accounts."""
+
+    def __init__(
+        self,
+        number: int,
+        workers: int,
+        passes: Passes,
+        totals: dict[str, int | None],
+        start: DataCursor,
+        shared: Shared,
+    ) -> None:
+        super().__init__(number, shared)
+        self.workers, self.passes, self.totals, self.start = workers, passes, totals, start
+        self.beginning: Beginning | None = None
+        self.ahead = False
+        """Whether it produces for train workers that have not begun it yet."""
+        self.lost_at: float | None = None
+        """When a train worker of the attempt before was lost; None once training has rows again."""
+        self.stop = Stop()
+        self.open: dict[tuple[str, int], RecipePass] = {}
+        """Passes being produced or consumed, in order; earlier ones are reconciled."""
+        self._last = False
+        self._coming = self._passes(start)
+        self._begun: set[tuple[str, int]] = set()
+        self._listing = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._open()
+
+    def recovered(self, asked: float) -> None:
+        """Training has its first rows after a loss, which it requested at this `time.monotonic()`."""
+        if self.lost_at is not None:
+            now = time.monotonic()
+            seconds, data_s = round(now - self.lost_at, 3), round(now - asked, 3)
+            self.event(kinds.Recovered(seconds=seconds, data_s=data_s))
+            self.lost_at = None
+
+    def _passes(self, start: DataCursor) -> Iterator[RecipePass]:
+        due = start.unvalidated
+        if due is not None and "val" in self.totals:
+            yield self._pass("val", due)
+            if due == start.epoch:
+                return  # train.max_steps has ended training within this epoch
+        for epoch in range(start.epoch, self.passes.config.train.epochs):
+            if epoch != start.epoch:
+                start = start.model_copy(
+                    update={
+                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
+                        "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
+                        "unvalidated": None,
+                    }
+                )  # fmt: skip
+            for split in self.totals:
+                yield self._pass(split, epoch, start if split == "train" else None)
+
+    def _pass(self, split: str, epoch: int, start: DataCursor | None = None) -> RecipePass:
+        config = self.passes.config
+        splitter = Splitter(
+            self.workers, config.train.batch_size, equal=split == "train", remainder=config.data.remainder
+        )
+        return RecipePass(
+            plan=self.passes.plan(split, epoch, start),
+            number=epoch,
+            exact=config.data.order == "exact",
+            has_shards=self.passes.has_shards(split),
+            splitter=splitter,
+            account=EpochAccount.since(split, epoch, start),
+            total=self.totals[split],
+            trail=Trail(start) if start else None,
+            stall_s=config.data.stall_timeout_s,
+        )
+
+    def _open(self) -> None:
+        while len(self.open) <= PASSES_AHEAD:
+            pass_ = next(self._coming, None)
+            if pass_ is None:
+                self._last = True
+                return
+            self.open[pass_.key] = pass_
+
+    def reconcile(self, pass_: RecipePass, remaining: list[int], cut_at: int | None = None) -> None:
+        """Close the account of a pass that every rank has used; a limit may have ended it after `cut_at`."""
+        try:
+            counts = pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at)
+            self.event(kinds.RecordsCounted(**counts))
+        except DataError as error:
+            self.fail(str(error))
+            return
+        if cut_at is not None:
+            return
+        if (keeping := self.shared.keeping) is not None:
+            figures = keeping.figures(*pass_.key, pass_.account.by_node)
+            self.event(kinds.CacheUsed(**figures))
+            if line := keeping.lacking(figures):
+                self.event(kinds.Note(text=line))
+        del self.open[pass_.key]
+        if self.planner is not None:
+            self.planner.close(pass_)
+        self._open()
+
+    def begun(self) -> list[Pass]:
+        new: list[Pass] = [each for each in self.open.values() if each.key not in self._begun]
+        for pass_ in new:
+            self._begun.add(pass_.key)
+            # In a thread, as there may be many shards, or listing is slow.
+            if not pass_.has_shards:
+                self._listing.submit(self._execute, pass_)
+                continue
+            start = self.start if pass_.key == ("train", self.start.epoch) else None
+            pass_.coming = self._listing.submit(self.passes.rest, pass_.plan, start)
+            pass_.coming.add_done_callback(lambda _: self._listed())
+        return new
+
+    def _listed(self) -> None:
+        with self.changed:
+            self.has_work.notify_all()
+
+    def _execute(self, pass_: Pass) -> None:
+        """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
+        try:
+            for shard in self.passes.blocks(pass_.plan):
+                with self.changed:
+                    pass_.work.append(shard)
+                    self.has_work.notify()
+                    while not self.over and len(pass_.work) > BLOCKS_AHEAD * max(self.shared.pool.slots, 1):
+                        self.changed.wait(1.0)
+                    if self.over:
+                        return
+        except Exception as error:
+            self.fail(explain(error))
+        with self.changed:
+            pass_.listing = False
+            self.has_work.notify_all()
+
+    def replace(self) -> None:
+        self.replaced = True
+        self._listing.shutdown(wait=False, cancel_futures=True)
+
+    def open_passes(self) -> list[RecipePass]:
+        return list(self.open.values())
+
+    @property
+    def all_produced(self) -> bool:
+        return self._last and all(each.ended for each in self.open.values())
+
+    def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
+        report, mine = block.report, self.open[pass_.key]
+        with self.changed:
+            rows = mine.splitter.rows
+            self.account(mine, block)
+            if report.rows:
+                mine.arrived(block)
+                if mine.trail is not None and not mine.trail.start.by_row:
+                    self.event(kinds.BlocksArrived(epoch=mine.account.epoch, blocks=[arrival(report)]))
+            self.changed.notify_all()
+            if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
+                self.ready.notify_all()
+
+    def produced(self, pass_: Pass) -> None:
+        mine = self.open[pass_.key]
+        with self.changed:
+            mine.splitter.ended = True
+            mine.account.check_budget(self.passes.config.data.bad_record_budget, mine.account.read)
+            rows, split = mine.splitter.rows, mine.account.split
+            if mine.account.carried.trained == 0 and not mine.splitter.has(0):
+                few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
+                raise DataError(f"the {split} split has {few if rows else 'no records'}")
+            self.event(kinds.PassProduced(split=split, epoch=mine.account.epoch))
+            self.changed.notify_all()
+            self.ready.notify_all()
+
+    def repeats(self, split: str, task: str) -> None:
+        self.event(kinds.WorkRepeated(split=split, work=task))
+
+    def refuse_deadly(self, split: str) -> None:
+        """Check now, not when the block arrives: its other records may be just as bad."""
+        deadly = self.suspects.of(split)
+        if deadly and (total := self.totals[split]) is not None:
+            budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
+            refuse_over_budget(len(deadly), total, f"{total} {split} records", budget, BadRecord(*first))
+
+    def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
+        split, epoch, report = pass_.account.split, pass_.account.epoch, block.report
+        pass_.account.take(report, block.node)
+        if pass_.trail is not None:
+            pass_.trail.report(report)
+        if report.schemas:
+            pass_.schema = self.passes.agree(split, report.schemas)
+        if not block.counted:
+            block.counted = True
+            self.shared.chain[split].take(report, block.node)
+        for bad in report.bad:
+            self.event(kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason))
+        pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)
+
+
+def ids_of(rows: list[BlockSlice], transport: Transport) -> list[int]:
+    """The record ids of some rows; fetches them, so no lock may be held."""
     found: list[int] = []
     for part in rows:
         columns, start, stop, _ = transport.rows(part)

@@ -16,13 +16,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from stoker.errors import DataError
-from stoker.protocol import Failure, ItemStart
+from stoker.protocol import Failure, Work
 from stoker.read.sources import reread_wait_s
-from stoker.serve.items import Item, Numbered
+from stoker.serve.items import Item
 from stoker.serve.pool import Pool, others
 
 if TYPE_CHECKING:
-    from stoker.serve.attempt import Attempt
+    from stoker.serve.passes import Attempt
 
 
 PLAIN_STARTS = 2
@@ -66,13 +66,13 @@ class Suspects:
     def of(self, split: str) -> dict[str, str]:
         return self.deadly.setdefault(split, {})
 
-    def starts(self, task: str, split: str, retry: int) -> ItemStart:
-        """How a task begins that was started before or must report its records."""
+    def starts(self, task: str, split: str, retry: int) -> tuple[float, bool]:
+        """How long a task waits that was started before, and whether it reports each record then."""
         suspect = self.tasks.get(task)
         if suspect is None:
             self.tasks[task] = suspect = Suspect(deaths=retry, unnamed=retry)
             if not retry:
-                return ItemStart(0.0, True)
+                return 0.0, True
         elif suspect.ended:
             suspect.ended = False
         else:
@@ -85,9 +85,11 @@ class Suspects:
             )
         suspect.key, suspect.doing = "", "starting"
         # A single death usually means a lost host: restart at once.
-        waits = suspect.unnamed + self._open_cases(split) - PLAIN_STARTS
+        quarantined = self.of(split)
+        open_cases = sum(n for (of, key), n in self._named.items() if of == split and key not in quarantined)
+        waits = suspect.unnamed + open_cases - PLAIN_STARTS
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
-        return ItemStart(wait_s, suspect.deaths >= PLAIN_STARTS or bool(self.of(split)))
+        return wait_s, suspect.deaths >= PLAIN_STARTS or bool(quarantined)
 
     def _blame(self, suspect: Suspect, split: str) -> None:
         if not suspect.key:
@@ -96,10 +98,6 @@ class Suspects:
         self._named[split, suspect.key] += 1
         if self._named[split, suspect.key] >= NAMED_DEATHS:
             self.of(split)[suspect.key] = REASON
-
-    def _open_cases(self, split: str) -> int:
-        """Deaths caused by records of a split that are not quarantined yet."""
-        return sum(n for (of, key), n in self._named.items() if of == split and key not in self.of(split))
 
     def begins(self, task: str, split: str, key: str) -> str:
         """A task is about to start a record: why it must not; empty: it may."""
@@ -135,7 +133,6 @@ GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
 without that information."""
 AVOID_S, LONGEST_AVOID_S = 120.0, 1920.0
 KNOWN = 101
-"""Number of block durations to remember."""
 
 
 def give_up_s(stall_s: float) -> float:
@@ -157,7 +154,6 @@ class Patience:
         self._seen.add((split, node))
 
     def deadline_s(self, split: str, node: str, late: int, stall_s: float) -> float:
-        """How long a task may take for its next result, in a pass that waits `stall_s`."""
         taken = self._taken.get(split)
         if not taken:
             return UNKNOWN_SHARE * stall_s * 2.0**late
@@ -182,17 +178,13 @@ class Recovery:
         self.attempt, self.pool = attempt, pool
         self.patience = Patience()
 
-    def what(self, split: str, shards: list[Numbered]) -> str:
+    def what(self, split: str, shards: list[Work]) -> str:
         if not shards:
             return split
-        names = []
-        for number, shard, _ in (shards[0], shards[-1]):
-            name = shard.called
-            names.append(name or f"number {number}")
-        return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
+        first, last = (each.shard.called or f"number {each.number}" for each in (shards[0], shards[-1]))
+        return f"{split} shard {first}" if len(shards) == 1 else f"{split} shards {first} … {last}"
 
     def failed(self, item: Item, failure: Failure) -> float:
-        """How long to wait before a retry."""
         item.failures += 1
         if not failure.may_pass:
             raise DataError(failure.text)

@@ -12,29 +12,28 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, explain
 from stoker.events.kinds import Event, HostCpu, Note
-from stoker.hosts.topology import NODE_LABEL, label
+from stoker.hosts.topology import NODE_LABEL
 from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.attempt import Attempt, Locks
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.blocks.client import Transport
-from stoker.serve.chain_worker import Leases, Operator
-from stoker.serve.items import Holdings, ReadyBlock
+from stoker.serve.chain_worker import Leases
+from stoker.serve.items import ReadyBlock
+from stoker.serve.passes import Attempt, Shared
 from stoker.serve.planner import Planner
-from stoker.serve.pool import ChainHost, Elastic, Hosts, Pool, Scaled, Scaling
-from stoker.serve.recovery import Suspects
+from stoker.serve.pool import CacheAffinity, Elastic, chain_hosts
 from stoker.serve.shards import Setup
+from stoker.sizing.model import Scaler
 
 LOOK_EVERY_S = 1.0
 CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
@@ -61,39 +60,35 @@ class ChainProcess(NamedTuple):
 
 
 class DataService(ABC):
-    """See the module. Zero CPUs, called from many threads.
+    """See the module. Runs on `node`, with zero CPUs, and is called from many threads.
 
-    `hosts` maps train workers by node to the current preprocessing hosts. At most `most_waiting` chain
-    workers wait here for work at once, as each takes a thread.
+    At most `most_waiting` chain workers wait here for work at once, as each takes a thread.
     """
 
     attempt: Attempt | None
 
     def __init__(
         self,
-        hosts: Callable[[Counter[str]], list[ChainHost]],
+        config: Config,
+        node: str,
         budget_bytes: int,
+        most_waiting: int,
+        scaler: Scaler | None,
         chain: dict[str, ChainCosts],
-        groups: Sequence[str] = (),
         cache: CacheSpec | None = None,
-        scaler: Scaling | None = None,
-        most_waiting: int = 64,
     ) -> None:
-        self.hosts, self.budget_bytes, self.chain = hosts, budget_bytes, chain
-        self.groups, self.most_waiting = tuple(groups), most_waiting
-        self.locks = Locks.new()
-        self.changed, self.has_work, self.ready = self.locks
+        self.config, self.node, self.chain, self.most_waiting = config, node, chain, most_waiting
+        keeping = CacheAffinity(cache.kind) if cache else None
+        self.shared = shared = Shared(self.event, budget_bytes, chain, keeping)
+        self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
+        self.pool, self.holdings, self.suspects = shared.pool, shared.holdings, shared.suspects
         self.attempt = None
         self.training: dict[int | str, str] = {}
         """Node of each rank, or of each job of a script."""
-        self.suspects = Suspects()
-        self.pool = Pool(groups=tuple(map(label, groups)))
-        self.scaled = Scaled(scaler, HostRequest(scaler.options.resource), chain) if scaler else None
-        self.elastic = Elastic(self.event, self.scaled)
+        request = HostRequest(scaler.options.resource) if scaler else None
+        self.elastic = Elastic(self.event, chain, scaler, request)
         self.leases: Leases | None = None
         self.setups: dict[str, Any] = {}
-        self.holdings = Holdings()
-        self.numbers = count()
         self.workers: dict[str, ChainProcess] = {}
         """Chain workers that hold a lease, by id."""
         self.over = False
@@ -126,10 +121,7 @@ class DataService(ABC):
 
     @cached_property
     def transport(self) -> Transport:
-        import ray
-
-        node = ray.get_runtime_context().get_node_id()
-        return Transport(self.servers, self.moved, node, pinned=False, timeout_s=UNUSED_ROWS_S)
+        return Transport(self.servers, self.moved, self.node, pinned=False, timeout_s=UNUSED_ROWS_S)
 
     def servers(self) -> Directory:
         return self.agents.directory()
@@ -167,7 +159,7 @@ class DataService(ABC):
         deadline = time.monotonic() + CLAIM_WAIT_S
         with self.changed, self._ends_the_attempt():
             self._seen(by)
-            while not self._leaves(by):
+            while not (self.over or by.worker not in self.workers or by.worker in self.pool.leaving):
                 planner = self._planner()
                 if planner is not None:
                     planner.advance()
@@ -193,9 +185,6 @@ class DataService(ABC):
     def _seen(self, by: Process) -> None:
         if (known := self.workers.get(by.worker)) is not None:
             self.workers[by.worker] = known._replace(by=by, seen=time.monotonic())
-
-    def _leaves(self, by: Process) -> bool:
-        return self.over or by.worker not in self.workers or by.worker in self.pool.leaving
 
     def upcoming(self, by: Process) -> Shard | None:
         """Chain worker's call: the shard to prepare while its last one is in use."""
@@ -236,15 +225,11 @@ class DataService(ABC):
             if self.attempt is not None:
                 self.attempt.fail(explain(error))
 
-    def holding(self) -> set[str]:
-        """Nodes that hold blocks which are still needed."""
-        return {block.node for block in self.holdings.all() if not block.lost}
-
     def emptied(self) -> set[str]:
         """Nodes of hosts that are about to leave and hold nothing that is needed."""
         with self.changed:
             closing = self.elastic.closing - self.pool.staffed
-            return closing and closing - self.holding()
+            return closing and closing - {block.node for block in self.holdings.all() if not block.lost}
 
     def agent_lost(self, node: str) -> None:
         with self.changed, self._ends_the_attempt():
@@ -269,18 +254,18 @@ class DataService(ABC):
         while True:
             self._look_now.clear()
             with self._ends_the_attempt():
-                hung = self._look_once({n["NodeID"] for n in ray.nodes() if n["Alive"]}, time.monotonic())
-                if self.scaled is not None:
-                    self.scaled.send(time.monotonic())
+                hung = self._look_once(ray.nodes(), time.monotonic())
+                self.elastic.send(time.monotonic())
                 if not self.over:
                     leases.look()
                 for handle in hung:
                     ray.kill(handle, no_restart=False)  # Ray starts another process, which goes on
             self._look_now.wait(LOOK_EVERY_S)
 
-    def _look_once(self, alive: set[str], now: float) -> list[Any]:
+    def _look_once(self, nodes: list[dict[str, Any]], now: float) -> list[Any]:
         """The handles of chain workers that hang."""
-        hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
+        alive, draining = {n["NodeID"] for n in nodes if n["Alive"]}, draining_nodes()
+        hosts = chain_hosts(self.config, self.node, nodes, Counter(self.training.values()))
         self._last_host = now if any(host.slots for host in hosts) else self._last_host
         with self.changed:
             self._refuse_no_host(now - self._last_host)
@@ -309,15 +294,12 @@ class DataService(ABC):
                 del self.workers[worker]
 
     def _lease_failed(self, error: BaseException) -> None:
-        if not self.over:
-            with self._ends_the_attempt():
-                raise error
+        if not self.over and self.attempt is not None:
+            self.attempt.fail(explain(error))
 
     def _rescue(self, draining: set[str]) -> None:
         """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""
-        import ray
-
-        head = ray.get_runtime_context().get_node_id()
+        head = self.node
         with self.changed:
             leaving = WeakSet(block for block in self.holdings.all() if block.node in draining - {head})
         for block in leaving:
@@ -337,7 +319,7 @@ class DataService(ABC):
 
     def _refuse_no_host(self, seconds: float) -> None:
         # A lost host may come back; hosts of other groups do not take over its group's work.
-        groups = ", ".join(self.groups)
+        groups = ", ".join(self.config.data.preprocess_on)
         which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
         if (attempt := self.attempt) is None:
             return
@@ -346,7 +328,7 @@ class DataService(ABC):
             if seconds > deadline:
                 attempt.stalled(pass_, f"no preprocessing host for {deadline:.0f} s: {which}")
 
-    def ray_data_stats(self) -> tuple[str, list[Operator]]:
+    def ray_data_stats(self) -> tuple[str, list[dict[str, Any]]]:
         """Driver's call at the end: Ray Data's statistics, as text and by operator. Ends all leases."""
         with self.changed:
             self.over = True
@@ -356,12 +338,12 @@ class DataService(ABC):
         self.leases.join(LEASES_END_S)
         return self.leases.statistics()
 
-    def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
+    def record_begins(self, split: str, task: str, key: str) -> str:
         """Chain worker's call when it reports its records: why one must not be started; empty: it may."""
         with self.changed:
             return self.suspects.begins(task, split, key)
 
-    def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
+    def task_does(self, split: str, task: str, what: str) -> None:
         with self.changed:
             self.suspects.does(task, what)
 
@@ -369,7 +351,7 @@ class DataService(ABC):
 def start_service(
     kind: type[DataService],
     config: Config,
-    scaler: Scaling | None,
+    scaler: Scaler | None,
     callers: int,
     options: dict[str, Any],
     **arguments: Any,
@@ -383,5 +365,5 @@ def start_service(
         num_cpus=0, max_concurrency=callers + 2 * cpus, label_selector={NODE_LABEL: node}, **options
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    hosts = Hosts(config, node)
-    return actor.remote(hosts=hosts, budget_bytes=budget, scaler=scaler, most_waiting=cpus, **arguments)
+    common = {"config": config, "node": node, "budget_bytes": budget, "most_waiting": cpus, "scaler": scaler}
+    return actor.remote(**common, **arguments)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.columns import columns_of
-from stoker.errors import STATED, FlakyReadError, root_cause, where_raised
-from stoker.protocol import BadRecord, BlockReport, Care, Failure, PassPlan, Record, Shard, Work
+from stoker.errors import STATED, root_cause, where_raised
+from stoker.protocol import BadRecord, BlockReport, Failure, PassPlan, Record, Shard, Work
 from stoker.read.arrow import content_of_struct, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
 from stoker.read.sources import Source, listing_of, one_by_one, record_id, reread_wait_s, seeded
@@ -86,16 +86,13 @@ def as_records(block: Any) -> list[Record]:
         for name in columns:
             mask = mask_of(block[name])
             if mask is not None:
-                values[name] = partial(_or_none, mask, values_of(block[name]))
+                value = values_of(block[name])
+                values[name] = lambda row, mask=mask, value=value: None if mask[row] else value(row)
             elif content_of_struct(block[name].type):
                 values[name] = values_of(block[name])
     count = len(next(iter(columns.values()))) if columns else 0
     rows = [{name: value(row) for name, value in values.items()} for row in range(count)]
     return [{**row, "key": _key(row)} for row in rows]
-
-
-def _or_none(mask: Any, value: Callable[[int], Any], row: int) -> Any:
-    return None if mask[row] else value(row)
 
 
 def _scalar(value: Any) -> Any:
@@ -113,39 +110,21 @@ def _key(row: dict[str, Any]) -> str:
     return content.hexdigest()
 
 
-ANSWER_S = 60.0
-
-
-class Witness:
-    """Reports each activity before it starts, so that the head knows it if the process dies."""
-
-    def __init__(self, coordinator: Any, care: Care, split: str) -> None:
-        self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
-
-    def at_record(self, key: str) -> str:
-        return str(self._ask("record_begins", key))
-
-    def says(self, what: str) -> None:
-        self._ask("task_does", what)
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        call = getattr(self._coordinator, method).remote(*self._of, *arguments)
-        return ray.get(call, timeout=ANSWER_S)
-
-
 class Guard:
-    """Keeps quarantined records (`known`: key → reason) out of the chain, and reports the others."""
+    """Keeps quarantined records (`known`: key → reason) out of the chain.
 
-    def __init__(self, known: Mapping[str, str], witness: Witness | None) -> None:
-        self._known, self._witness = known, witness
+    `tell` calls a method of the service with each activity before it starts, so that the head knows it if the
+    process dies; None: it need not.
+    """
+
+    def __init__(self, known: Mapping[str, str], tell: Callable[[str, str], Any] | None) -> None:
+        self._known, self._tell = known, tell
 
     def refuses(self, key: str) -> str:
         """Why a record must not be started; empty: it may."""
         if reason := self._known.get(key, ""):
             return reason
-        return self._witness.at_record(key) if self._witness else ""
+        return str(self._tell("record_begins", key)) if self._tell else ""
 
     def read(self, source: Source, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
         """The records of a shard; skips reading quarantined ones if the source supports that."""
@@ -158,8 +137,8 @@ class Guard:
         self, records: Iterator[Record | BadRecord], alone: Callable[[Record], Any], first: int
     ) -> Iterator[Record | BadRecord]:
         for number in count():
-            if self._witness:
-                self._witness.says(f"reading record {number} of its shard")
+            if self._tell:
+                self._tell("task_does", f"reading record {number} of its shard")
             record = next(records, None)
             if record is None:
                 return
@@ -170,17 +149,17 @@ class Guard:
             if reason := self.refuses(key):
                 yield BadRecord(key, reason)
                 continue
-            if self._witness:
+            if self._tell:
                 with contextlib.suppress(Exception):  # the chain raises it again
                     alone(copy.deepcopy(record))
             yield record
 
     def together(self, block: Iterable[Record | BadRecord]) -> Iterable[Record | BadRecord]:
-        if self._witness is None:
+        if self._tell is None:
             return block
         block = list(block)
         keys = [record.key if isinstance(record, BadRecord) else record["key"] for record in block]
-        self._witness.says(f"preprocessing the records {keys[0]} … {keys[-1]} together")
+        self._tell("task_does", f"preprocessing the records {keys[0]} … {keys[-1]} together")
         return block
 
 
@@ -201,35 +180,18 @@ class LoadedSplit(NamedTuple):
     cache: HostCache | None = None
 
 
-def refuse_flaky(report: BlockReport) -> None:
-    """Retry a shard on another host if a record cannot be read here and now.
-
-    Raises:
-        FlakyReadError: names the record.
-    """
-    for bad in report.bad:
-        if bad.passing:
-            raise FlakyReadError(f"record {bad.key} {bad.reason}")
-
-
 def open_split(setup: Any) -> LoadedSplit:
     import ray
 
     content: Setup = ray.get(setup)
     chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
-    return LoadedSplit(content.source, chain, _cache_of(content))
-
-
-def _cache_of(setup: Setup) -> HostCache | None:
-    import ray
-
-    if setup.cache is None:
-        return None
-    node = ray.get_runtime_context().get_node_id()
-    reserved = sum(
-        int(n["Resources"].get("object_store_memory", 0)) for n in ray.nodes() if n["NodeID"] == node
-    )
-    return HostCache(setup.cache.root(), setup.key, setup.cache, reserved)
+    cache = None
+    if content.cache is not None:
+        node = ray.get_runtime_context().get_node_id()
+        own = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
+        reserved = sum(int(resources.get("object_store_memory", 0)) for resources in own)
+        cache = HostCache(content.cache.root(), content.key, content.cache, reserved)
+    return LoadedSplit(content.source, chain, cache)
 
 
 def blocks_of(
@@ -240,7 +202,9 @@ def blocks_of(
     A quarantined record keeps its place in its block, so blocks keep their numbers and records whatever a
     `guard` keeps out of the chain.
     """
-    shard, order = work.shard, partial(order_within, plan, work.shard)
+    shard = work.shard
+    shuffled = partial(order_of, plan.seed, plan.epoch, f"{shard.called}:{shard.start}")
+    order: Callable[[], Any] = shuffled if plan.shuffle else lambda: None
     started = time.perf_counter()
     reading = None
     if loaded.cache:
@@ -254,8 +218,8 @@ def blocks_of(
         records = loaded.source.read(shard, order())
     records = seeded_reading(loaded.source, records, plan, work)
     if guard:
-        one = partial(_run_alone, loaded.chain, plan.epoch)
-        records = guard.watch(records, one, work.skip * plan.block_records)
+        alone = partial(run_chain, loaded.chain, plan.epoch)
+        records = guard.watch(records, lambda record: alone([record]), work.skip * plan.block_records)
     keep = reading.keep if reading else None
     nth, following, bad = 0, next(records, None), 0
     while following is not None and nth != work.stop:
@@ -266,7 +230,7 @@ def blocks_of(
         else:
             if guard:
                 block = guard.together(block)
-            columns, report = run_chain(loaded.chain, block, plan.epoch, keep)
+            columns, report = run_chain(loaded.chain, plan.epoch, block, keep)
             following = next(records, None)
             bad += len(report.bad)
             report.shard, report.nth, report.last = work.number, nth, following is None
@@ -276,10 +240,6 @@ def blocks_of(
         nth += 1
     if reading:
         reading.finished(whole=following is None and not bad and not work.skip)
-
-
-def order_within(plan: PassPlan, shard: Shard) -> Any:
-    return order_of(plan.seed, plan.epoch, f"{shard.called}:{shard.start}") if plan.shuffle else None
 
 
 def seeded_reading(
@@ -294,18 +254,13 @@ def seeded_reading(
     return seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
 
 
-def _run_alone(stages: Chain, epoch: int, record: Record) -> None:
-    run_chain(stages, [record], epoch)
-
-
 def run_chain(
     stages: Chain,
-    block: Iterable[Record | BadRecord],
     epoch: int,
+    block: Iterable[Record | BadRecord],
     keep: Callable[[Record], int] | None = None,
 ) -> tuple[dict[str, Any], BlockReport]:
-    """Run one block through the chain, on one core."""
-    use_one_thread()
+    use_one_thread()  # a stage may just have imported a library that has several
     return stages.run(block, epoch, keep)
 
 

@@ -92,7 +92,6 @@ class _Agent:
     call: Any
     since: float
     server: Server | None = None
-    """None until it has answered for the first time."""
 
 
 class Agents:

@@ -40,17 +40,13 @@ class Prefetcher(Generic[Given, Item]):
     """Threads that ask for the items of a pass in order and fetch several at once.
 
     Args:
-        name: of its threads.
         ask: called with a number, a count and `fetched`: what the service gives of up to so many items from
             that number on, as far as they are ready; None after the last item. All items before `fetched` are
             here, so their blocks may go. One call at a time.
         fetch: turns what the service gave, and when (`time.perf_counter()`), into the item.
-        threads: how many items to fetch at once.
         limit: how many items to ask for ahead of the consumer; may change.
         loaded: how many of them to fetch ahead.
-        first: number of the first item.
         wanted: how many items the consumer wants so far; see `want`.
-        left: each thread's last call.
     """
 
     def __init__(
@@ -124,7 +120,6 @@ class Prefetcher(Generic[Given, Item]):
         return taken
 
     def end(self, join_s: float = 0.0) -> None:
-        """Stop: the consumer needs no more items."""
         with self._changed:
             self._over = True
             self._loaded.clear()
@@ -211,11 +206,9 @@ class BufferPool:
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
-        self.allocated_bytes = 0
         self._free: defaultdict[int, deque[Any]] = defaultdict(deque)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An uninitialized C-ordered NumPy array."""
         import numpy as np
 
         dtype = np.dtype(dtype)
@@ -238,7 +231,6 @@ class BufferPool:
     def _allocate(self, size: int) -> Any:
         import torch
 
-        self.allocated_bytes += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned).numpy()
 
 
@@ -310,7 +302,6 @@ class BatchBuilder:
 
 
 def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: int) -> None:
-    """Refuse a block that does not match its report and the split's schema."""
     if difference := schema.difference(found):
         raise SchemaError(f"block {part.block} has other columns than its split: {difference}")
     if rows != part.of:

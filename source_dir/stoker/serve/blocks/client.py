@@ -50,12 +50,9 @@ does not have it."""
 
 @dataclass
 class HostLink:
-    """One host's block server, as its clients in this process know it."""
-
     server: Server
     idle: list[socket.socket] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
-    """Blocks that the server may remove."""
     avoided_until: float = 0.0
 
 
@@ -89,6 +86,8 @@ class RowRequest:
         return size
 
     def _take(self, header: dict[str, Any], batch: BatchBuilder, at: int) -> int:
+        import numpy as np
+
         rows, size = self.part.stop - self.part.start, 0
         arrays, text = header["columns"], header["text"]
         found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
@@ -102,17 +101,12 @@ class RowRequest:
         for name, _, _ in arrays:
             size += self._fill(batch.target(name, at, rows))
         for name, _, _, count in header["ragged"]:
-            size += self._take_ragged(batch, name, at, count)
+            offsets = np.empty(rows + 1, np.int64)
+            size += self._fill(offsets)
+            size += self._fill(batch.ragged(name, at, offsets, count))
         for name in found:
             batch.wrote(name, rows)
         return size
-
-    def _take_ragged(self, batch: BatchBuilder, name: str, at: int, values: int) -> int:
-        import numpy as np
-
-        offsets = np.empty(self.part.stop - self.part.start + 1, np.int64)
-        size = self._fill(offsets)
-        return size + self._fill(batch.ragged(name, at, offsets, values))
 
     def _fill(self, target: Any) -> int:
         if target.nbytes:
@@ -192,7 +186,6 @@ class DirectHosts:
 @dataclass
 class Fetched:
     columns: dict[str, Any]
-    """NumPy arrays, and lists of strings."""
     arrived: float
     """`time.perf_counter()` when the last byte arrived; the rest was slicing and copying."""
 
@@ -233,7 +226,6 @@ class Transport:
         return own
 
     def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
-        """The rows of all parts, in order."""
         batch = BatchBuilder(self.buffers, sum(part.stop - part.start for part in parts), schema)
         # Send requests to all hosts before reading from the first.
         asked = [self._ask(part) for part in parts]
@@ -304,7 +296,6 @@ class Transport:
         return size is not None
 
     def _learn(self) -> None:
-        """Ask for the block servers, but not all the time."""
         with self._lock:
             due = time.monotonic() >= self._ask_after
             if due:
@@ -398,12 +389,8 @@ def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
 def block_transport(service: Any, **options: Any) -> Transport:
     import ray
 
-    def directory() -> Directory:
-        answer: Directory = ray.get(service.servers.remote(), timeout=SERVICE_S)
-        return answer
+    def ask(method: str, *arguments: Any) -> Any:
+        return ray.get(getattr(service, method).remote(*arguments), timeout=SERVICE_S)
 
-    def moved(part: BlockSlice, missing: bool) -> BlockSlice | str:
-        answer: BlockSlice | str = ray.get(service.moved.remote(part, missing), timeout=SERVICE_S)
-        return answer
-
-    return Transport(directory, moved, ray.get_runtime_context().get_node_id(), **options)
+    node = ray.get_runtime_context().get_node_id()
+    return Transport(partial(ask, "servers"), partial(ask, "moved"), node, **options)

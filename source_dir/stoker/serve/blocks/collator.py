@@ -38,10 +38,7 @@ class CollateSpec(NamedTuple):
 
 
 class Collated(NamedTuple):
-    node: str = ""
-    block: str = ""
-    rows: int = 0
-    """Pages."""
+    pages: BlockSlice | None = None
     ids: Any = None
     keys: tuple[str, ...] = ()
     cpu_s: float = 0.0
@@ -69,7 +66,6 @@ class Collator:
 
         cpus = int(ray.cluster_resources().get("CPU", 1))
         self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
-        """Batches to make at the same time; more would only start more processes."""
         self._job = ray.put(CollateSpec(collate_of(config.recipe, config.params), config.seed, split, epoch))
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
@@ -78,20 +74,19 @@ class Collator:
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
         for last_try in (False, False, True):
-            made = self._made(parts, schema)
+            made, pages = self._made(parts, schema)
             produced = time.perf_counter()
-            batch = BlockSlice(made.block, 0, made.rows, made.node, made.rows)
             try:
-                (content,), arrived = self._transport.objects(batch)
+                (content,), arrived = self._transport.objects(pages)
                 break
             except DataError:  # its host was lost with it
                 if last_try:
                     raise
-        self._transport.drop(batch)
-        size = made.rows * PAGE
+        self._transport.drop(pages)
+        size = pages.of * PAGE
         return Arrived(content, made.ids, list(made.keys), size, produced, arrived, made.cpu_s)
 
-    def _made(self, parts: list[BlockSlice], schema: Schema) -> Collated:
+    def _made(self, parts: list[BlockSlice], schema: Schema) -> tuple[Collated, BlockSlice]:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -109,9 +104,9 @@ class Collator:
             raise DataError(f"collate: {root_cause(error)}") from error
         finally:
             self._hosts.done(node)
-        if made.failure:
+        if made.pages is None:
             raise SchemaError(made.failure)
-        return made
+        return made, made.pages
 
 
 def collate_on_host(
@@ -130,9 +125,9 @@ def collate_on_host(
         pages = pack([collated(job.collate, records, seed)])
     except SchemaError as error:
         return Collated(failure=str(error))
-    folder = transport.folder()
-    block = folder.write({PAGES: pages})
-    return Collated(folder.node, block, len(pages), ids, tuple(keys), time.process_time() - began)
+    folder, rows = transport.folder(), len(pages)
+    made = BlockSlice(folder.write({PAGES: pages}), 0, rows, folder.node, rows)
+    return Collated(made, ids, tuple(keys), time.process_time() - began)
 
 
 _transports: dict[str, Transport] = {}

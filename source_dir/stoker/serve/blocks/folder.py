@@ -61,7 +61,6 @@ class BlockFolder:
         self.roots = [parent / f"{PREFIX}{run}-{node[:12]}" for parent in parents]
 
     def write(self, columns: dict[str, Any]) -> str:
-        """Store a block; returns its name."""
         name, parts = secrets.token_hex(12), block_parts(columns)
         size = sum(map(len, parts))
         for root in self.roots[:-1]:
@@ -200,6 +199,10 @@ def _write(draft: Path, parts: list[Any], mode: str = "wb") -> str:
     return draft.stem
 
 
+Block = tuple[str, dict[str, Any]]
+"""Its name and columns."""
+
+
 class BlockServer(wire.Listener):
     """One per host and run, in the host's agent."""
 
@@ -209,19 +212,14 @@ class BlockServer(wire.Listener):
 
     def talk(self, connection: socket.socket) -> None:
         wire.set_timeouts(connection, IDLE_TIMEOUT_S)
-        latest: tuple[str, dict[str, Any]] = "", {}
+        latest: Block = "", {}
         while True:
             request = wire.receive_message(connection, wire.REQUEST_BYTES)
-            latest = self._answer(connection, latest, *_checked(request))
+            latest = self._answer(connection, latest, request)
 
-    def _answer(
-        self,
-        connection: socket.socket,
-        latest: tuple[str, dict[str, Any]],
-        done: list[str],
-        take: tuple[str, int, int] | None,
-    ) -> tuple[str, dict[str, Any]]:
+    def _answer(self, connection: socket.socket, latest: Block, request: dict[str, Any]) -> Block:
         """Send rows of a block; returns that block, of which the next request often wants more rows."""
+        done, take = _checked(request)
         self._folder.remove(done)
         if take is None:
             return "", {}

@@ -47,7 +47,6 @@ class Room:
     def __init__(self) -> None:
         self._pool = BufferPool(pinned=False)
         self._size = 0
-        """Bytes of the largest group so far."""
         self._flat: np.ndarray[Any, Any] | None = None
         self._end = 0
         self._parts: dict[int, tuple[int, int]] = {}
