@@ -127,10 +127,9 @@ def node(
 
 
 def hosts_of(
-    nodes: list[dict[str, Any]], *groups: str, own: str = "", training: Counter[str] | None = None
+    nodes: list[dict[str, Any]], own: str = "", training: Counter[str] | None = None
 ) -> dict[str, tuple[int, bool]]:
-    config = Config.model_validate({"recipe": "r", "data": {"preprocess_on": [*groups]}})
-    found = chain_hosts(config, own, nodes, training or Counter())
+    found = chain_hosts(Config(), own, nodes, training or Counter())
     return {host.node: (host.slots, host.trains) for host in found}
 
 
