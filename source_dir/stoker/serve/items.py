@@ -73,7 +73,8 @@ class Item:
             return []
         passed = [shard.number for shard in self.shards[:at]]
         del self.shards[:at]
-        self.shards[0] = self.shards[0]._replace(skip=report.nth + 1)
+        number, shard, _, store, stop = self.shards[0]
+        self.shards[0] = Work(number, shard, report.nth + 1, store, stop)
         if report.last:
             del self.shards[0]
         self.seconds += report.seconds
