@@ -389,8 +389,9 @@ def open_transport(service: Any, data: DataConfig, device: Any) -> Transport:
 def block_transport(service: Any, **options: Any) -> Transport:
     import ray
 
-    def ask(method: str, *arguments: Any) -> Any:
+    def from_service(method: str, *arguments: Any) -> Any:
         return ray.get(getattr(service, method).remote(*arguments), timeout=SERVICE_S)
 
     node = ray.get_runtime_context().get_node_id()
-    return Transport(partial(ask, "servers"), partial(ask, "moved"), node, **options)
+    servers, moved = partial(from_service, "servers"), partial(from_service, "moved")
+    return Transport(servers, moved, node, **options)
