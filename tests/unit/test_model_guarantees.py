@@ -19,7 +19,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.entry import driver
 from stoker.events.summary import Summary
-from stoker.serve.recipe_pass import Stop
+from stoker.serve.recipe_pass import AgreedStop
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 
@@ -309,7 +309,7 @@ def test_ranks_agree_on_the_step_of_a_validation_in_which_they_stop() -> None:
     for seed in range(200):
         chance = random.Random(seed)
         passes = [(e, val, s) for e in range(3) for val in (False, True) for s in range(chance.randint(1, 4))]
-        stop, at = Stop(), [0, 0, 0]
+        stop, at = AgreedStop(), [0, 0, 0]
         seen: list[list[Any]] = [[], [], []]
         while any(a < len(passes) for a in at):
             if chance.random() < 0.05:

@@ -47,7 +47,7 @@ StepKey = tuple[int, bool, int]
 """(epoch, whether in the validation that follows its training, step of the pass)."""
 
 
-class Stop:
+class AgreedStop:
     """A request that every rank sees from the same step on: the first that none has requested yet."""
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class RecipeAttempt(Attempt):
         """Whether it produces for train workers that have not begun it yet."""
         self.lost_at: float | None = None
         """When a train worker of the attempt before was lost; None once training has rows again."""
-        self.stop = Stop()
+        self.stop = AgreedStop()
         self.open: dict[tuple[str, int], RecipePass] = {}
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self._last = False

@@ -199,7 +199,7 @@ def _write(draft: Path, parts: list[Any], mode: str = "wb") -> str:
     return draft.stem
 
 
-Block = tuple[str, dict[str, Any]]
+NamedBlock = tuple[str, dict[str, Any]]
 """Its name and columns."""
 
 
@@ -212,12 +212,12 @@ class BlockServer(wire.Listener):
 
     def talk(self, connection: socket.socket) -> None:
         wire.set_timeouts(connection, IDLE_TIMEOUT_S)
-        latest: Block = "", {}
+        latest: NamedBlock = "", {}
         while True:
             request = wire.receive_message(connection, wire.REQUEST_BYTES)
             latest = self._answer(connection, latest, request)
 
-    def _answer(self, connection: socket.socket, latest: Block, request: dict[str, Any]) -> Block:
+    def _answer(self, connection: socket.socket, latest: NamedBlock, request: dict[str, Any]) -> NamedBlock:
         """Send rows of a block; returns that block, of which the next request often wants more rows."""
         done, take = _checked(request)
         self._folder.remove(done)
