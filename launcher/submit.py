@@ -6,17 +6,18 @@ import errno
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
 
 if __package__ in (None, ""):
     # Run as a file: make the `launcher` package importable.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launcher.packages import refuse_absent
+    from launcher import refuse_absent
 
     refuse_absent()
     from stoker.hosts import early
 
     early.begin_for(sys.argv[1:])
+
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
