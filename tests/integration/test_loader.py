@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,28 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
         gc.collect()
     assert ray.get_actor(name, namespace="stoker") == service
     assert ray.get(service.state.remote("none", PassProgress()), timeout=60)[0] > 0
+
+
+class Owner:
+    """Of a loader with its own `collate_fn`, as trainers are."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(
+            Records(), 6, num_workers=2, persistent_workers=True, collate_fn=self.collate
+        )
+
+    def collate(self, records: list[Any]) -> int:
+        return len(records)
+
+
+def test_a_pass_whose_loader_is_let_go_of_ends_though_its_work_refers_to_the_loader() -> None:
+    owner = Owner()
+    batches = iter(owner.loader)
+    assert next(batches) == 6
+    gone = weakref.ref(batches)
+    del owner, batches
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:

@@ -112,12 +112,16 @@ def _join(address: str) -> None:
     import ray
 
     host, _, port = address.rpartition(":")
-    try:
-        if port.isdigit() and "//" not in address:  # Ray itself would retry for minutes
+    refused = f"stoker.DataLoader: no Ray cluster answers at {address}"
+    if port.isdigit() and "//" not in address:
+        try:  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise UsageError(f"{refused}: {error}") from None
+    try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{refused}: {error}") from None
 
 
 def _start() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from stoker.loader.makers import finalize
+from stoker.loader.makers import BatchTime, finalize
 from stoker.loader.work import Failed, LoadRequest
 from stoker.protocol import Shard
 
@@ -44,8 +44,7 @@ class Kept:
     """Names these copies, which have `served` so many passes."""
     served: int = 0
     copies: dict[int, Any] = field(default_factory=dict)
-    batch_s: float | None = None
-    """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
+    batch_time: BatchTime = field(default_factory=BatchTime)
 
     def content(self, where: Any, modules: Any, work: Any, stays: bool) -> tuple[Any, Any]:
         """What to send; begins new copies if the content is another than in the pass before.

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -70,6 +71,14 @@ def finalize(of: Any, call: Callable[..., Any], *arguments: Any) -> weakref.fina
     return weakref.finalize(of, lambda: call(*arguments) if os.getpid() == process else None)
 
 
+@dataclass
+class BatchTime:
+    """What a loader has learnt. A maker holds nothing else of it, or no pass would be let go of."""
+
+    seconds: float | None = None
+    """Smoothed seconds that a chain worker takes to make a batch; None before the first one."""
+
+
 class ClusterMaker:
     """See the module. A thread asks for blocks, fetches and unpacks them ahead of the script.
 
@@ -93,7 +102,7 @@ class ClusterMaker:
                 finalize(loader, forget, service, split).atexit = False
         self._service, self._key, self._stall_s = service, key, loader.stall_timeout_s
         self._transport = transport.for_pass(self._stall_s, "stall_timeout_s")
-        self._kept, self.watch = kept, PassTimer()
+        self._batch_time, self.watch = kept.batch_time, PassTimer()
         pinned = loader.pin_memory and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pinned else None
         iterable = isinstance(loader.dataset, IterableDataset)
@@ -149,7 +158,7 @@ class ClusterMaker:
         return cast(Arrival, self._prefetcher.take(0.0))
 
     def pace(self, least: int) -> tuple[int, int]:
-        slots, batch_s = max(self._slots, 1), self._kept.batch_s
+        slots, batch_s = max(self._slots, 1), self._batch_time.seconds
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
             return 1, least
@@ -192,8 +201,8 @@ class ClusterMaker:
         repeat(said)
         self._transport.finish_pass()  # release the block: no other batch is in it
         each = seconds / max(len(batches), 1)
-        self._confirmed, before = True, self._kept.batch_s
-        self._kept.batch_s = each if before is None else 0.8 * before + 0.2 * each
+        self._confirmed, before = True, self._batch_time.seconds
+        self._batch_time.seconds = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:
             return batches
         torch.cuda.set_device(self._device)
