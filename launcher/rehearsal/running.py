@@ -234,7 +234,10 @@ class RehearsalRun:
             for name in self.results:
                 keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
         remove(folder)
-        report = {
+        (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
+
+    def report(self) -> dict[str, Any]:
+        return {
             "exit_code": self._code,
             "status": self.status(),
             "failure_reason": self.failure_reason,
@@ -243,7 +246,6 @@ class RehearsalRun:
             "clashes": self.clashes,
             "hosts": [vars(result) for result in self.results.values()],
         }
-        (self.run_dir / "rehearsal.json").write_text(json.dumps(report, indent=1))
 
     def _verdict(self, folder: Path) -> int:
         """The job's exit code: the head's, else that of a host whose failure fails the job on its service."""

@@ -80,11 +80,13 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     code = (
         "import importlib, json, pickle, sys\n"
         "from stoker.protocol import PassPlan, Work\n"
+        "from stoker.read.sources import seed_globals\n"
         "from stoker.serve.shards import LoadedSplit, blocks_of\n"
         "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = PassPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, shard)\n"
         "assert 'torch' not in sys.modules\n"
+        "seed_globals('a record before')\n"
         "importlib.invalidate_caches()\n"
         "columns, _ = next(blocks_of(LoadedSplit(source, chain), plan, work))\n"
         "print(json.dumps(columns['t'].tolist()))\n"

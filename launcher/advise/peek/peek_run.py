@@ -47,8 +47,6 @@ from stoker.serve.passes import Passes
 from stoker.serve.recipe_pass import RecipePass, Splitter
 from stoker.serve.shards import DatasetSource, Guard, LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
-from stoker.train.feed import as_tensors
-from stoker.train.state import count_records, loss_value
 
 SHOWN = 20
 
@@ -351,6 +349,8 @@ class Rebuild:
 
     def _part(self, rank: int, slices: list[BlockSlice], named: dict[str, Reference]) -> RankBatch:
         """Assemble a batch as the transport does."""
+        from stoker.train.feed import as_tensors  # imports PyTorch
+
         made = [(part, *self._make(named[part.block])) for part in slices]
         collate = self.loaded.chain.collate
         if collate:
@@ -387,6 +387,8 @@ def losses(
 ) -> list[list[float]]:
     """The loss of each record on its own, per part, in evaluation mode."""
     import torch
+
+    from stoker.train.state import count_records, loss_value
 
     torch.manual_seed(config.seed)
     model = recipe.model()

@@ -298,9 +298,10 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
     botocore itself checks types and lower limits only.
     """
     for path, message, value in _walk(body, "CreateTrainingJobRequest"):
-        remedy = nearest_of(re.sub(r"\[\d+\]", "", path), REMEDIES)
+        whole = re.sub(r"\[\d+\]", "", path)
+        remedy, key = nearest_of(whole, REMEDIES), nearest_of(path, keys) or nearest_of(whole, keys) or path
         got = "" if value is None else f" (got {reprlib.repr(value)})"
-        yield f"{nearest_of(path, keys) or path}: {message}{got}{f'; {remedy}' if remedy else ''}"
+        yield f"{key}: {message}{got}{f'; {remedy}' if remedy else ''}"
 
 
 def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -286,16 +286,15 @@ def seed_torch(seed: int) -> None:
     if generator is not None:
         generator.manual_seed(seed)
     else:
-        _WhenLoaded.seed = seed
-        if _WhenLoaded not in sys.meta_path:
-            sys.meta_path.insert(0, _WhenLoaded)
+        _when_loaded.seed = seed
+        if _when_loaded not in sys.meta_path:
+            sys.meta_path.insert(0, _when_loaded)
 
 
 class _WhenLoaded(MetaPathFinder):
     seed = 0
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
         _forget_torch()
@@ -305,15 +304,18 @@ class _WhenLoaded(MetaPathFinder):
 
             def load_and_seed(module: Any) -> None:
                 load(module)
-                module.default_generator.manual_seed(cls.seed)
+                module.default_generator.manual_seed(self.seed)
 
             spec.loader.exec_module = load_and_seed  # type: ignore[method-assign]
         return spec
 
 
+_when_loaded = _WhenLoaded()
+
+
 def _forget_torch() -> None:
     with suppress(ValueError):  # another thread may have done so
-        sys.meta_path.remove(_WhenLoaded)
+        sys.meta_path.remove(_when_loaded)
 
 
 def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:

@@ -298,15 +298,15 @@ def sweep_drafts(folder: Path) -> None:
 
 def _abandoned(draft: Path) -> bool:
     age_s = time.time() - max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
+    descriptor = os.open(draft, os.O_RDONLY)
     try:
-        return not _is_locked(draft, os.O_RDONLY) and age_s > UNLOCKED_S
+        return not _is_locked(descriptor) and age_s > UNLOCKED_S
     except OSError:
         return age_s > UNKNOWN_S
 
 
-def _is_locked(path: Path, flags: int) -> bool:
-    """OSError: the file system has no locks."""
-    descriptor = os.open(path, flags)
+def _is_locked(descriptor: int) -> bool:
+    """Closes it. OSError: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -371,6 +371,6 @@ def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
 
 def _left_behind(folder: Path, age_s: float) -> bool:
     try:
-        return not _is_locked(folder / OWNER, os.O_RDWR)
+        return not _is_locked(os.open(folder / OWNER, os.O_RDWR))
     except FileNotFoundError:
         return age_s > LEFT_AFTER_S

@@ -183,8 +183,6 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
 
     Batch norm cannot if it sees one pixel of each channel, as in the last stages of a network.
     """
-    from stoker.train.evaluation import fails_alone
-
     train, total, sample = config.train, data.totals["train"], data.samples.get("train")
     if total is None or sample is None:
         return
@@ -193,6 +191,8 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
         ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
         if last_batch(config.data.remainder, size, total, workers) != 1 or ends_before:
             return
+    from stoker.train.evaluation import fails_alone  # imports PyTorch
+
     del data.samples["train"]  # tried once
     if not (reason := fails_alone(config, data.recipe, workers, *sample)):
         return

@@ -237,8 +237,8 @@ def checkpoint_content(
 
 def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
     """Load a checkpoint into model, optimiser and the rest; returns each rank's part. Collective."""
-    weights, state = (content.weights, content.state) if content else ({}, {})
-    strategies.load_full_state(worker.model, worker.optimizer, weights, state.get("optimizer"))
+    weights, state = (content.weights, content.state) if content else ({}, {"optimizer": None})
+    strategies.load_full_state(worker.model, worker.optimizer, weights, state["optimizer"])
     if worker.ema is not None:
         # A checkpoint without averaged weights: averaging starts from its weights.
         averaged = content.ema if content else None
