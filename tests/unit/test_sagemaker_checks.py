@@ -120,6 +120,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("subnets=[subnet-1]", "security_groups", "together"),
     ("security_groups=[sg-1]", "subnets", "together"),
     ("subnets=[vpc-1]; security_groups=[sg-1]", "subnets", "begin with subnet-"),
+    ("subnets=[subnet-a b]; security_groups=[sg-1]", "subnets", "has a form that SageMaker rejects"),
     ("subnets=[subnet-1]; security_groups=[default]", "security_groups", "begin with sg-"),
     ("subnets=[subnet-1]; security_groups=[sg-1, sg-2, sg-3, sg-4, sg-5, sg-6]", "security_groups", "at most 5"),
     ("network_isolation=true; params.data=s3://b/train", "params.data", "sagemaker.channels.data.uri"),
