@@ -27,7 +27,7 @@ API = {
     "In a notebook": ("launcher.notebook.run", "launcher.notebook.RunResult"),
     "Recipes": ("stoker.recipe.Recipe",),
     "Data and transforms": tuple(
-        f"stoker.{room}.{name}" for room, names in stoker.data._EXPORTS.items() for name in names
+        f"stoker.{room}.{name}" for room, names in stoker.data._EXPORTS.items() for name in names.split()
     ),
 }
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./|docs/iam|iam/|ray/)[^)]*)\)")
