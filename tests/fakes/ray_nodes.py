@@ -86,7 +86,8 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def fork_server(environment: dict[str, str], folder: Path) -> Iterator[str]:
+def forked_from(environment: dict[str, str], folder: Path) -> Iterator[dict[str, str]]:
+    """Variables of nodes whose workers are forked from one process; none on a Ray that cannot fork them."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
@@ -95,11 +96,11 @@ def fork_server(environment: dict[str, str], folder: Path) -> Iterator[str]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    assert server is not None
     try:
-        yield server.socket
+        yield {forks.SOCKET_VARIABLE: server.socket} if server else {}
     finally:
-        server.stop()
+        if server:
+            server.stop()
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def ray_nodes(
     stack = contextlib.ExitStack()
     try:
         if forked:
-            nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment, scratch))
+            nodes.environment |= stack.enter_context(forked_from(environment, scratch))
         for index, group in enumerate(groups):
             head = (
                 "--head", f"--port={gcs_port}",
