@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from itertools import islice
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from streaming import Train, flat
 
-from benchmarks.storm.hosts import anonymous_mb
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.events.kinds import TrainWorkerLost
@@ -181,27 +179,3 @@ def test_a_stop_reaches_all_ranks_in_the_same_step(ray_cluster: None) -> None:
     next(steps)
     assert [p.stop for p in train.portions] == [""] * 6 + ["enough"] * 2
     train.close()
-
-
-def test_small_blocks_leave_the_coordinators_memory_once_they_were_taken(ray_cluster: None) -> None:
-    """Ray keeps the value of a small object for ever if its owner lets go of it before a borrower."""
-    config = Config.model_validate(
-        {
-            "recipe": "timed:Timed",
-            "params": {"records": 400, "kb": 6},
-            "data": {"block_records": 10},
-            "train": {"epochs": 20, "batch_size": 20},
-        }
-    )
-    train = Train(config)
-    process = train.ray.get(train.coordinator.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
-    used = []
-    for epoch in range(20):
-        ids = []
-        for step in train.steps("train", epoch):
-            ids += step
-            train.portions.clear()
-        train.reconcile("train", epoch, ids)
-        used.append(anonymous_mb(process))
-    train.close()
-    assert used[-1] - used[4] < 18, "15 epochs of 2.4 MB each have passed through it"

@@ -28,7 +28,6 @@ from alike import equal
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from benchmarks.storm.hosts import anonymous_mb
 from stoker import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -369,26 +368,6 @@ class Large(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((1024, 2048), float(index))
-
-
-class Small(Records):
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.06)  # so that each batch is a block of its own
-        return torch.full((12 * 1024,), float(index))
-
-
-def test_small_batches_leave_the_services_memory_once_they_were_taken() -> None:
-    """Ray keeps the value of a small object for ever if its owner lets go of it before a borrower."""
-    from stoker.loader import connection
-
-    used = []
-    for n, batch in enumerate(DataLoader(Small(1_100), batch_size=1)):
-        assert float(batch[0, 0]) == n
-        if n in (300, 1_050):
-            service = ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker")
-            process = ray.get(service.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
-            used.append(anonymous_mb(process))
-    assert used[1] - used[0] < 20, "35 MB have passed through it"
 
 
 class Copies(Records):

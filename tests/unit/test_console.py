@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from launcher.job import open_job
 from launcher.places.sagemaker.training_job import METRICS, metrics_of
-from launcher.submit import app
 from stoker.config import redaction
 from stoker.config.loading import load
 from stoker.config.schema import refuse_missing
@@ -131,22 +129,6 @@ def test_a_recipes_own_metrics_are_graphed_and_a_scripts_are_not(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert metrics_of(open_job(load(None, ["name=own", "script=train.py"]))) == METRICS
-
-
-DIGITS = str(Path(__file__).resolve().parents[2] / "source_dir/configs/digits.yaml")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--dashboard", "--on", "rehearsal"], "--dashboard: is not supported with --on rehearsal"),
-        (["--dashboard", "--on", "sagemaker"], "--dashboard: is not supported with --on sagemaker"),
-        (["cluster.dashboard=true", "--on", "rehearsal"], "cluster.dashboard: only for local runs"),
-    ],
-)
-def test_elsewhere_than_here_it_is_refused(arguments: list[str], said: str) -> None:
-    shown = CliRunner().invoke(app, ["run", DIGITS, "--dry-run", *arguments])
-    assert isinstance(shown.exception, UsageError) and said in str(shown.exception)
 
 
 def test_without_its_packages_one_line_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

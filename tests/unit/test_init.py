@@ -165,13 +165,3 @@ def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
     with pytest.raises(UsageError, match=r"train\.py could be .* choose the folder with --source-dir"):
         open_job(load("jobs/job.yaml"))
     assert open_job(load("jobs/job.yaml"), Path("jobs")).source_dir == here / "jobs"
-
-
-def test_a_job_of_the_removed_lightning_recipe_is_told_the_way(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = "name: lit\nrecipe: stoker.train.lightning_recipe:LightningRecipe\nparams: {module: 'lit:Lit'}\n"
-    (here / "job.yaml").write_text(job)
-    code, errors, _ = type_command(["job.yaml", "--dry-run"], capsys)
-    assert code == 2
-    assert [line for line in errors if "recipe: " in line and "--kind lightning" in line] == errors

@@ -118,10 +118,3 @@ def test_one_that_comes_all_the_same_is_told_in_terms_of_the_job(tmp_path: Path)
     assert isinstance(made.error, UsageError)
     assert "a batch of 1 record came" in str(made.error) and "data.remainder=2" in str(made.error)
     assert torch.is_tensor(made.worker.model[0].weight)
-
-
-@pytest.mark.parametrize("value", ["foo", "0", "-1", "2.5"])
-def test_what_remainder_cannot_mean_is_one_error(tmp_path: Path, value: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load(None, ["params.data=x", f"data.remainder={value}"])
-    assert len(caught.value.problems) == 1 and "must be drop, pad or a number" in str(caught.value)

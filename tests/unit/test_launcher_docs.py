@@ -12,7 +12,7 @@ import boto3
 import pytest
 import yaml
 
-from stoker.config.places import CpuHostsConfig, SageMakerConfig
+from stoker.config.places import CpuHostsConfig
 from tests.fakes.aws import moto_server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -165,13 +165,3 @@ def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPat
         used = {word.lstrip("-").partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
         assert used <= options, used - options
     assert any(f"=={ray_version()}" in command for command in config["setup_commands"])
-
-
-def test_example_configuration_in_the_console_guide_is_valid() -> None:
-    text = (DOCS / "console.md").read_text()
-    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    keys: dict[str, Any] = {}
-    for example in examples:
-        keys |= SageMakerConfig.model_validate(example["sagemaker"]).model_dump(exclude_unset=True)
-    assert len(examples) == 2
-    assert [each["ChannelName"] for each in keys["request"]["InputDataConfig"]] == ["flowers"]

@@ -103,37 +103,6 @@ def test_batches_and_the_scripts_own_draws_are_those_of_torch(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "after", "epoch", "own"),
-    list(itertools.product(KINDS, (0, 1, 4, "end"), (0, 1), (False, True))),
-)
-def test_a_pass_goes_on_where_it_stood(kind: str, after: int | str, epoch: int, own: bool) -> None:
-    def loader() -> DataLoader:
-        generator = torch.Generator().manual_seed(9) if own else None
-        return DataLoader(Records(), num_workers=2, **samplers(kind, 0, 1, generator))
-
-    torch.manual_seed(1)
-    first = loader()
-    whole = [list(first) for _ in range(3)]
-
-    torch.manual_seed(1)
-    second = loader()
-    given = [list(second) for _ in range(epoch)]
-    iterator = iter(second)
-    part = list(iterator) if after == "end" else [next(iterator) for _ in range(int(after))]
-    state, drawn = second.state_dict(), torch.get_rng_state()
-
-    torch.manual_seed(77)
-    third = loader()
-    third.load_state_dict(state)
-    torch.set_rng_state(drawn)  # as a script does that goes on from its checkpoint
-    part += [] if after == "end" else list(third)
-    given.append(part)
-    given += [list(third) for _ in range(3 - len(given))]
-    assert equal(given, whole)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
     ("workers", "size", "drop"), list(itertools.product((1, 2, 3, 5), (None, 1, 4), (False, True)))
 )
 def test_workers_of_an_iterable_dataset_take_turns_as_torchs_do(
@@ -157,20 +126,6 @@ def in_turns(workers: int, size: int | None, drop: bool) -> list[Any]:
         streams.append([batch[0] if size is None else torch.stack(batch) for batch in cut])
     rounds = itertools.zip_longest(*streams)
     return [batch for each in rounds for batch in each if batch is not None]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("workers", "after"), list(itertools.product((1, 3), range(0, 12, 2))))
-def test_an_iterable_pass_goes_on_where_it_stood(workers: int, after: int) -> None:
-    arguments = {"batch_size": 2, "num_workers": workers}
-    whole = list(DataLoader(Stream(), **arguments))
-    after = min(after, len(whole))
-    loader = DataLoader(Stream(), **arguments)
-    iterator = iter(loader)
-    part = [next(iterator) for _ in range(after)]
-    again = DataLoader(Stream(), **arguments)
-    again.load_state_dict(loader.state_dict())
-    assert equal(part + list(again), whole)
 
 
 def test_records_fetched_together_are_the_same() -> None:

@@ -15,7 +15,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -113,6 +121,10 @@ def arguments(kind: str) -> dict[str, Any]:
     if kind == "batches":
         sampler = BatchSampler(RandomSampler(Numbers(), generator=generator), 5, drop_last=True)
         return {"batch_sampler": sampler, "generator": generator}
+    if kind == "global batches":
+        return {"batch_sampler": BatchSampler(RandomSampler(Numbers()), 5, drop_last=True)}
+    if kind == "weighted":
+        return {"batch_size": 4, "sampler": WeightedRandomSampler(range(1, 24), 17)}
     if kind in ("positions", "yielded"):
         return {"batch_size": 4, "sampler": Positions() if kind == "positions" else Yielded()}
     if kind == "eager":
@@ -122,7 +134,10 @@ def arguments(kind: str) -> dict[str, Any]:
     return {"batch_size": 4}
 
 
-KINDS = ("in order", "shuffled", "global", "batches", "positions", "yielded", "dropping", "eager", "stream")
+KINDS = (
+    *("in order", "shuffled", "global", "batches", "global batches", "weighted"),
+    *("positions", "yielded", "dropping", "eager", "stream"),
+)
 
 
 def loader(of: type[Any], kind: str, workers: int, persistent: bool) -> Any:

@@ -128,14 +128,6 @@ def test_undecoded_images_of_hugging_face_are_their_bytes() -> None:
     assert np.array_equal(columns["image__hwc"][0], pixels(1))
 
 
-def test_tensors_of_mixed_channels_and_layouts_become_one_layout() -> None:
-    grey, colour = torch.full((1, 16, 16), 9, dtype=torch.uint8), torch.from_numpy(pixels(1)).permute(2, 0, 1)
-    records = [{"key": str(i), "image": image} for i, image in enumerate((grey, colour, pixels(2)))]
-    columns, report = Chain(as_stages([DecodeImage()]), 0).run(records, 0)
-    assert not report.bad
-    assert np.array_equal(columns["image__hwc"], np.stack([np.full((16, 16, 3), 9), pixels(1), pixels(2)]))
-
-
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/own-images.md"
 
 

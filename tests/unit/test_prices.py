@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.config.loading import load
-from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import cost_row, run_cost
 from stoker.events.runs import shape_of
@@ -21,12 +19,6 @@ class TestWhichPrices:
         assert known.usd_per_hour(None, group="office") == 0.5
         assert known.usd_per_hour(None, group="lab") is None
         assert known.label.endswith("own prices for ml.g5.xlarge, office)")
-
-    def test_mistyped_own_prices_are_refused(self) -> None:
-        with pytest.raises(
-            UsageError, match=r"sagemaker\.prices\.ml\.g5\.xlarge: .*greater than or equal to 0"
-        ):
-            load(None, ["sagemaker.prices={ml.g5.xlarge: -1}"])
 
 
 def summary_of(*hosts: tuple[str, str | None]) -> Summary:

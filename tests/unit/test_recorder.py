@@ -1,18 +1,24 @@
-"""summary.json over several starts of one run."""
+"""What the head takes down of a run: its events, and summary.json over several starts."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from recorded import record
 
+from stoker.config.schema import Config
+from stoker.data import read_range
+from stoker.events import kinds
 from stoker.events.bottleneck import verdict
 from stoker.events.console import Console, report
 from stoker.events.kinds import HostCpu, event_of
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
+from stoker.serve.actor import Coordinator
+from stoker.serve.passes import Passes
 
 STEP = {
     "event": "step",
@@ -106,3 +112,28 @@ def test_cpu_use_counts_from_the_first_step_on(tmp_path: Path) -> None:
         {"host": "here", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
         {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
     ]
+
+
+def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stoker.serve.service.Agents", lambda *_, **__: None)  # actors on hosts
+    config = Config.model_validate({"recipe": "r"})
+    passes = Passes(config, {"train": read_range(8)}, {})
+    service = {"config": config, "node": "head", "budget_bytes": 0, "most_waiting": 1, "scaler": None}
+    coordinator = Coordinator(passes, {"train": 8}, passes.identity("f"), **service)
+    began = round(time.time(), 3)
+    coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))
+    coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))
+    for epoch, shard in ((2, 0), (2, 1), (3, 0)):
+        coordinator.event(kinds.BlocksArrived(epoch=epoch, blocks=[[shard, 0, 8, 5]]))
+    assert coordinator.training == {1: "n"} and coordinator.published() == "c"
+    events = coordinator.drain()
+    assert all(event["time"] >= began for event in events)
+    assert [{name: event[name] for name in event if name != "time"} for event in events] == [
+        {"event": "train_worker", "rank": 1, "node": "n"},
+        {"event": "checkpoint", "path": "c", "epoch": 2, "step": 4},
+        {"event": "blocks", "epoch": 2, "blocks": [[0, 0, 8, 5], [1, 0, 8, 5]]},
+        {"event": "blocks", "epoch": 3, "blocks": [[0, 0, 8, 5]]},
+    ]
+    assert coordinator.drain() == []

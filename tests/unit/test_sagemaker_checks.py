@@ -198,19 +198,6 @@ def test_wrong_request_is_refused_in_one_line(changes: str, key: str, remedy: st
     assert len(problems) <= 2, f"one mistake, many complaints: {problems}"
 
 
-def test_all_problems_at_once() -> None:
-    problems = refusal(
-        {
-            "sagemaker.role": "null",
-            "sagemaker.max_retries": "99",
-            "sagemaker.cpu.count": "0",
-            "sagemaker.environment": "{HF_TOKEN: x}",
-        }
-    )
-    for key in ("sagemaker.role", "sagemaker.max_retries", "sagemaker.cpu.count", "HF_TOKEN"):
-        assert any(key in line for line in problems), problems
-
-
 def test_right_request_field_by_field() -> None:
     job = make_job(
         {

@@ -104,11 +104,6 @@ def test_arguments_after_two_dashes_replace_those_of_the_file(tmp_path: Path) ->
     assert load(path, own).config.args == ["--lr", "2"]
 
 
-def test_a_recipe_takes_no_arguments() -> None:
-    with pytest.raises(UsageError, match="args require a script"):
-        load(None, ['args=["--lr"]'])
-
-
 def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: Path) -> None:
     words = ["--hf-token", "hf_abc123defgh", "--api-key=k-12345678", "--epochs", "3"]
     resolved = job_of("train.py", arguments=words)
