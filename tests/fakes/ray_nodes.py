@@ -24,6 +24,10 @@ from stoker.ray_compat import COMMAND_LINE
 LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
 """What workers find imported; Stoker itself comes with each job."""
 
+IN_ITS_PLACE = 'mount --bind "$0" "$1" && shift && exec "$@"'
+"""For a process with its own mounts: the first folder in the place of the second. Old versions of Ray give
+all nodes the head's temporary folder."""
+
 
 @dataclass
 class RayNodes:
@@ -48,10 +52,22 @@ class RayNodes:
             f"--labels=stoker.group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",
             f"--dashboard-agent-listen-port={free_port()}",
-            # Nodes that share a folder unpack the same job over each other.
-            f"--temp-dir={self.scratch}/{index}",
+            f"--temp-dir={self.scratch}/0",
             *(head or (f"--address={self.gcs}",)),
         ]  # fmt: skip
+        own = self.scratch / str(index)
+        own.mkdir()
+        if index:  # nodes that share the folder unpack the same job over each other
+            command = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                IN_ITS_PLACE,
+                str(own),
+                f"{self.scratch}/0",
+                *command,
+            ]
         # Two nodes of one machine that start at once wait for each other for ever.
         self.processes[index] = started(command, self.environment, self.scratch / f"{index}.log")
         return index
