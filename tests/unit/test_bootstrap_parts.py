@@ -102,8 +102,8 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     opened.close()
 
 
-def reached(port: int) -> Head:
-    head = Head("127.0.0.1", port)
+def reached(port: int, name: str = "algo-2") -> Head:
+    head = Head("127.0.0.1", port, name)
     head.reach(time.monotonic() + 60, lambda: None)
     return head
 
@@ -116,7 +116,8 @@ def test_a_host_learns_when_ray_is_ready_and_how_the_job_ends(door: Door) -> Non
     with pytest.raises(ClusterError, match="was not ready before the timeout"):
         early.ready(time.monotonic() + 0.1, nothing)
     door.tell({"ready": {"timm": "1.0"}})
-    for head in (early, late := reached(door.port)):
+    reached(door.port, "algo-3").close()  # and comes again
+    for head in (early, late := reached(door.port, "algo-3")):
         assert head.ready(time.monotonic() + 60, nothing) == {"timm": "1.0"}
         head.check()
     door.end(3, hosts=2, grace_s=60)
@@ -130,11 +131,11 @@ def test_neither_side_of_the_door_believes_a_wrong_token(door: Door, monkeypatch
     door.tell({"ready": {}})
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
     with pytest.raises(ClusterError, match=r"closed the connection: is its token that of this host\?"):
-        Head("127.0.0.1", door.port).reach(time.monotonic(), nothing)
-    assert not door._hosts
+        Head("127.0.0.1", door.port, "algo-2").reach(time.monotonic(), nothing)
+    assert not door.gone(0.0)
     monkeypatch.setattr(wire, "GREETING_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="cannot reach"):
-        Head("127.0.0.1", silent.getsockname()[1]).reach(time.monotonic(), nothing)
+        Head("127.0.0.1", silent.getsockname()[1], "algo-2").reach(time.monotonic(), nothing)
 
 
 def test_a_host_that_has_been_at_the_door_and_is_gone_is_known_until_it_is_back(door: Door) -> None:
@@ -284,7 +285,7 @@ def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> 
 def test_names_that_resolve_late_are_waited_for(door: Door) -> None:
     answers = [socket.gaierror(), socket.gaierror(), "127.0.0.1"]
     with mock.patch.object(socket, "gethostbyname", side_effect=answers):
-        head = Head("algo-1", door.port)
+        head = Head("algo-1", door.port, "algo-2")
         head.reach(time.monotonic() + 60, nothing)
     assert head.address == "127.0.0.1"
 
@@ -301,7 +302,7 @@ def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(answer: Any
         mock.patch.object(socket, "gethostbyname", side_effect=answer),
         pytest.raises(ClusterError, match=says),
     ):
-        Head("algo-1", 1).reach(time.monotonic() + 0.5, nothing)
+        Head("algo-1", 1, "algo-2").reach(time.monotonic() + 0.5, nothing)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ class Door(wire.Listener):
     def __init__(self, address: str, port: int) -> None:
         self._lock = threading.Lock()
         self._told: list[dict[str, Any]] = []
-        self._hosts: list[socket.socket] = []
         self._lines: dict[str, socket.socket] = {}
+        """By host, its last connection: a host may come again."""
         self._gone: dict[str, float] = {}
         super().__init__(address, port, SECRET)
 
@@ -62,7 +62,6 @@ class Door(wire.Listener):
         with self._lock:
             for message in self._told:
                 wire.send_message(connection, message)
-            self._hosts.append(connection)
             self._lines[host] = connection
             self._gone.pop(host, None)
         with contextlib.suppress(OSError):
@@ -77,21 +76,21 @@ class Door(wire.Listener):
     def tell(self, message: dict[str, Any]) -> None:
         with self._lock:
             self._told.append(message)
-            for connection in self._hosts:
+            for connection in self._lines.values():
                 with contextlib.suppress(OSError):
                     wire.send_message(connection, message)
 
     def end(self, code: int, hosts: int, grace_s: float) -> None:
         """Tell how the job ends, once so many hosts have come or some seconds have passed."""
         deadline = time.monotonic() + grace_s
-        while len(self._hosts) < hosts and time.monotonic() < deadline:
+        while len(self._lines) < hosts and time.monotonic() < deadline:
             time.sleep(0.1)
         self.close()
         self.tell({"end": code})
 
 
 class Head:
-    def __init__(self, name: str, port: int, own: str = "") -> None:
+    def __init__(self, name: str, port: int, own: str) -> None:
         self.name, self.port, self.own, self.address = name, port, own, ""
         self._line = socket.socket()
 
