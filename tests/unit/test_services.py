@@ -57,7 +57,7 @@ def test_the_heads_cause_is_written_before_another_host_learns_of_its_end(
         (code / "job.yaml").write_text(f"recipe: recipes.digits:Digits\ncluster: {{port: {port}}}\n")
         environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml")}
         head = subprocess.Popen([sys.executable, code / "train.py"], env=environment)
-        seen = Head("127.0.0.1", port + 1)
+        seen = Head("127.0.0.1", port + 1, "")
         seen.reach(time.monotonic() + 120, lambda: None)
         with pytest.raises(HeadLost):
             seen.ready(time.monotonic() + 120, lambda: None)
