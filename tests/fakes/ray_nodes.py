@@ -25,8 +25,8 @@ LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startsw
 """What workers find imported; Stoker itself comes with each job."""
 
 IN_ITS_PLACE = 'mount --bind "$0" "$1" && shift && exec "$@"'
-"""For a process with its own mounts: the first folder in the place of the second. Old versions of Ray give
-all nodes the head's temporary folder."""
+"""For a process with its own mounts: the first folder in the place of the second. Ray without forked workers may
+be old and give all nodes the head's temporary folder, where they unpack the same job over each other."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ class RayNodes:
 
     def start(self, group: str, *head: str) -> int:
         index, self.started = self.started, self.started + 1
+        alone = forks.SOCKET_VARIABLE not in self.environment
         # Workers of a cluster as users have it import everything anew: tests/fakes/autoscaled.py.
         command = [
             sys.executable, "-c", COMMAND_LINE, "start", "--block",
