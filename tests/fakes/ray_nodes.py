@@ -25,8 +25,8 @@ LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startsw
 """What workers find imported; Stoker itself comes with each job."""
 
 IN_ITS_PLACE = 'mount --bind "$0" "$1" && shift && exec "$@"'
-"""For a process with its own mounts: the first folder in the place of the second. Ray without forked workers may
-be old and give all nodes the head's temporary folder, where they unpack the same job over each other."""
+"""For a process with its own mounts: the first folder in the place of the second. An old Ray, whose
+workers are not forked, gives all nodes the head's temporary folder: they unpack one job over each other."""
 
 
 @dataclass
@@ -53,22 +53,13 @@ class RayNodes:
             f"--labels=stoker.group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",
             f"--dashboard-agent-listen-port={free_port()}",
-            f"--temp-dir={self.scratch}/0",
+            f"--temp-dir={self.scratch}/{0 if alone else index}",
             *(head or (f"--address={self.gcs}",)),
         ]  # fmt: skip
-        own = self.scratch / str(index)
-        own.mkdir()
-        if index:  # nodes that share the folder unpack the same job over each other
-            command = [
-                "unshare",
-                "--mount",
-                "sh",
-                "-c",
-                IN_ITS_PLACE,
-                str(own),
-                f"{self.scratch}/0",
-                *command,
-            ]
+        if alone and index:
+            own, of_head = self.scratch / str(index), self.scratch / "0"
+            own.mkdir()
+            command = ["unshare", "--mount", "sh", "-c", IN_ITS_PLACE, str(own), str(of_head), *command]
         # Two nodes of one machine that start at once wait for each other for ever.
         self.processes[index] = started(command, self.environment, self.scratch / f"{index}.log")
         return index
