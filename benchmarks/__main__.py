@@ -26,6 +26,7 @@ ALL = (
     "slow_samples",
     "heterogeneous",
     "s3",
+    "small_objects",
     "checkpointing",
     "cache",
 )

@@ -67,7 +67,7 @@ def run() -> list[Measure]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         file = Path(folder) / "shard.tar"
         crcs = write(file)
-        with served(file) as ports, ray_nodes(SLOTS):
+        with served("far_s3", str(file), str(SHARDS)) as ports, ray_nodes(SLOTS):
             wake_all_slots(SLOTS, sys.modules[__name__])
             found: dict[str, list[float]] = {}
             for number in range(ROUNDS):
@@ -110,9 +110,9 @@ def write(file: Path) -> dict[str, int]:
 
 
 @contextmanager
-def served(file: Path) -> Iterator[dict[str, int]]:
-    """Run server and link in separate processes and point S3 clients here at the link; yields the ports."""
-    command = [sys.executable, "-m", "benchmarks.far_s3", str(file), str(SHARDS)]
+def served(server: str, *arguments: str) -> Iterator[dict[str, int]]:
+    """Run a benchmark's server and point S3 clients here at its link; yields the ports."""
+    command = [sys.executable, "-m", f"benchmarks.{server}", *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)
     client = {

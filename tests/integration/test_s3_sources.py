@@ -15,6 +15,7 @@ from damage import records, tar_of
 
 from stoker.data import read_any, read_images
 from stoker.errors import UsageError
+from stoker.storage import filesystems
 from tests.fakes.aws import moto, moto_server, served
 
 BUCKET = "stoker-data"
@@ -103,6 +104,62 @@ def test_images_come_from_s3_by_content_and_with_their_labels_in_a_file(s3: dict
         [shard] = source.shards(10, None)
         found = [*source.for_workers().read(shard, None)]
         assert found == [{"key": k, "image": jpeg, "label": label} for k, label in labels.items()]
+
+
+PHOTOS = "stoker-photos"
+JPEG = b"\xff\xd8\xff\xe0"
+
+
+def test_each_image_is_requested_once_whatever_becomes_of_the_answer(
+    s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first requests for an image, a third are refused, a third are cut short; the rest is whole."""
+    client, app, asked = boto3.client("s3"), moto(), Counter[tuple[str, str]]()
+    client.create_bucket(Bucket=PHOTOS)
+    expected = {f"{n % 3}/a b+{n}~ä.jpg": JPEG + f"{n}".encode() * 2000 for n in range(90)}
+    for key, content in expected.items():
+        client.put_object(Bucket=PHOTOS, Key=f"train/{key}", Body=content)
+
+    def spoilt(environ: dict[str, Any], start_response: Any) -> Any:
+        key, method = environ["PATH_INFO"].encode("latin-1").decode(), environ["REQUEST_METHOD"]
+        asked[method, key] += 1
+        if not harm or not key.endswith(".jpg") or asked[method, key] > 1:
+            return app(environ, start_response)
+        if sum(key.encode()) % 3 == 0:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        whole = b"".join(app(environ, start_response))
+        return [whole[:-1] if sum(key.encode()) % 3 == 1 else whole]
+
+    with served(spoilt) as environment:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", environment["AWS_ENDPOINT_URL"])
+        for harm in (False, True):
+            source = read_images(f"s3://{PHOTOS}", "train")
+            assert source is not None and source.far
+            asked.clear()
+            [shard] = source.shards(100, None)
+            records = [*source.for_workers().read(shard, None)]
+            assert {record["key"]: record["image"] for record in records} == expected
+            if not harm:
+                assert asked == Counter(("GET", f"/{PHOTOS}/train/{key}") for key in expected)
+        assert sum(asked.values()) > 90 + 60, "requests were spoilt"
+
+
+@pytest.mark.parametrize("most", [0, 2, 4000])
+@pytest.mark.parametrize("at_once", [1, 3, 16])
+def test_a_bucket_that_is_listed_in_parts_has_the_same_files(
+    most: int, at_once: int, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, bucket = boto3.client("s3"), f"stoker-listing-{most}-{at_once}"
+    client.create_bucket(Bucket=bucket)
+    folders = ["a", "a/b", "a/b/c", "b", "c.jpg", "d/e/f/g/h"]
+    keys = [f"top/{folder}/{n}" for folder in folders for n in range(3)] + ["top/c", "top/a.jpg", "topmost/x"]
+    for key in [*keys, "top/empty/", "top/a/b/"]:
+        client.put_object(Bucket=bucket, Key=key, Body=b"" if key.endswith("/") else b"1")
+    monkeypatch.setattr(filesystems, "MOST_LISTED", most)
+    monkeypatch.setattr(filesystems, "LISTS", at_once)
+    found = [file.path for file in filesystems.list_files(f"s3://{bucket}/top")]
+    assert found == sorted(f"{bucket}/{key}" for key in keys if key.startswith("top/"))
 
 
 DAMAGED = "stoker-damage"

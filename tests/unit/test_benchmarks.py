@@ -17,13 +17,24 @@ import torch
 from PIL import Image
 from whole_way import Way
 
-from benchmarks import end_to_end, epoch_gap, gpu, harness, s3, shapes, slow_samples
+from benchmarks import (
+    end_to_end,
+    epoch_gap,
+    far_objects,
+    gpu,
+    harness,
+    s3,
+    shapes,
+    slow_samples,
+    small_objects,
+)
 from benchmarks.harness import Measure
 from benchmarks.jobs import RECIPES
 from benchmarks.limits import NETWORK, RECEIVER, SWEEP, Row, measures
 from benchmarks.loaders.work import Consumer, files_of, longest_gap, pillow, rate, slope, write_folder
 from stoker.config.schema import Config
-from stoker.data import read_webdataset
+from stoker.data import read_images, read_webdataset
+from stoker.read.far_files import READS
 from stoker.read.sources import ID_MODULUS, record_id
 from stoker.recipe import load_recipe
 from stoker.serve.opening import pads_of
@@ -131,7 +142,7 @@ def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(s3, "SHARDS", 3)
     monkeypatch.setattr(s3, "TOTAL", 150)
     crcs = s3.write(tmp_path / "shard.tar")
-    with s3.served(tmp_path / "shard.tar"):
+    with s3.served("far_s3", str(tmp_path / "shard.tar"), "3"):
         source = read_webdataset(f"s3://{s3.BUCKET}", "train")
         assert source is not None
         source.check()
@@ -144,6 +155,20 @@ def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch
         s3.check(SimpleNamespace(rows=len(records), id_sum=ids + 1), sums, crcs)
     with pytest.raises(RuntimeError, match="wrong contents"):
         s3.check(SimpleNamespace(rows=len(records), id_sum=ids), [*sums[:-1], 0], crcs)
+
+
+def test_small_objects_are_listed_and_requested_once_and_the_server_counts_that() -> None:
+    with s3.served("far_objects", "3") as ports:
+        source = read_images(f"s3://{far_objects.BUCKET}", "train")
+        assert source is not None and source.count() == 3 * far_objects.EACH
+        shards = source.shards(100, None)
+        images = [record["image"] for shard in shards[:2] for record in source.read(shard, None)]
+        found = small_objects.counts(ports["link"])
+    assert images == [far_objects.CONTENT] * 200
+    assert found["GET"] == found["keys"] == 200 and found["most of a key"] == 1 and "HEAD" not in found
+    assert found["most open"] <= READS + 10, "those of pyarrow, which listed"
+    [share, asked, *_] = small_objects.rows(15.0, 1.0, {**found, "HEAD": 200})
+    assert (share.ratio, share.met, asked.ours, asked.met) == (0.5, False, 2.0, False)
 
 
 def row(name: str, ours: float) -> Measure:

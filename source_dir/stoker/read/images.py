@@ -22,6 +22,7 @@ from stoker.config.values import Texts, read_yaml
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.protocol import BadRecord, Record, Shard
+from stoker.read.far_files import FarFiles, content_of
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, note_on_unread, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.sources import IndexedShards, IndexedSource, Source, read_again
@@ -390,6 +391,8 @@ class ImageFolderSource(IndexedSource):
 
     def _hold(self, files: list[Any], labels: list[Any]) -> None:
         self.root = filesystem_of(self.folder)[1]
+        self.far = not is_local(self.root)
+        self.files_afar = FarFiles(self.folder)
         self.sizes = [f.size or 0 for f in files]
         paths = [f.path[len(self.root) :].strip("/") for f in files]
         self.files = list(zip(paths, labels, strict=True))
@@ -429,14 +432,21 @@ class ImageFolderSource(IndexedSource):
         return light
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        filesystem, _ = filesystem_of(self.folder)
-        for path, label in shard.items:
-            load = partial(_content, filesystem, f"{shard.path}/{path}")
-            content = read_again(path, load, far=not is_local(shard.path))
+        paths = [path for path, _ in shard.items]
+        contents = self.files_afar.read(paths) if self.far else self._contents(shard.path, paths)
+        for (path, label), content in zip(shard.items, contents, strict=True):
             if isinstance(content, BadRecord):
                 yield content
                 continue
             yield {"key": path, "image": content, "label": self.label(label)}
+
+    def _contents(self, root: str, paths: list[str]) -> Iterator[bytes | BadRecord]:
+        filesystem, _ = filesystem_of(self.folder)
+        for path in paths:
+            yield read_again(path, partial(content_of, filesystem, f"{root}/{path}"))
+
+    def prepare(self, shard: Shard) -> None:
+        self.files_afar.expect([path for path, _ in shard.items])
 
     def label(self, label: Any) -> Any:
         if not isinstance(label, tuple):
@@ -454,12 +464,6 @@ class LabelledImages(ImageFolderSource):
         self.several = any(isinstance(label, tuple) for _, label in labels.splits["train"])
         files, numbers = zip(*labels.splits[split], strict=True)
         self._hold([*files], [*numbers])
-
-
-def _content(filesystem: Any, path: str) -> bytes:
-    with filesystem.open_input_file(path) as file:
-        content: bytes = file.readall()
-    return content
 
 
 def read_images(

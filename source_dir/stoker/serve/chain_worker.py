@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.errors import FlakyReadError, OverError, root_cause
 from stoker.protocol import BlockReport, Claim, Made, Process, Reply, Work
-from stoker.read.sources import Source
+from stoker.read.sources import IndexedSource, Source
 from stoker.serve.blocks.folder import here
 from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, open_split
 
@@ -95,8 +95,12 @@ class ChainWorker:
         far = getattr(loaded.source, "far", False) and not (loaded.cache or guard)
         for number, work in enumerate(claim.work, 1):
             blocks = self._blocks(loaded, claim, work, guard)
+            short = far and isinstance(loaded.source, IndexedSource)
+            if short:  # as a shard may be one block, the next one is fetched behind it
+                loaded.source.prepare(work.shard)
+                self._prepare(loaded.source, claim.work[number:])
             for nth, (columns, report) in enumerate(blocks):
-                if far and nth == 0:
+                if far and nth == 0 and not short:
                     self._prepare(loaded.source, claim.work[number:])
                 if not care.last_try and (passing := [bad for bad in report.bad if bad.passing]):
                     raise FlakyReadError(f"record {passing[0].key} {passing[0].reason}")

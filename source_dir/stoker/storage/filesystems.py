@@ -7,6 +7,8 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,10 @@ from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
+LISTS = 16
+"""Requests in flight while a bucket is listed."""
+MOST_LISTED = 4000
+"""More folders than this have few files each and are listed as one."""
 OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
 """Where Databricks and Vertex AI mount object storage."""
 OBJECT_FUSE = ("gcsfuse", "mountpoint-s3", "s3fs", "goofys", "blobfuse", "rclone")
@@ -44,12 +50,10 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
     if scheme == "file":
         return fs.LocalFileSystem(), rest
     if scheme == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         options: dict[str, Any] = {}
-        if endpoint:
+        if endpoint := endpoint_of_s3():
             options["scheme"], _, options["endpoint_override"] = endpoint.partition("://")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        if region:
+        if region := region_of_s3():
             options["region"] = region
         retry = fs.AwsDefaultS3RetryStrategy(max_attempts=S3_ATTEMPTS)
         return fs.S3FileSystem(retry_strategy=retry, **options), rest.rstrip("/")
@@ -58,6 +62,15 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
         return google_filesystem(), uri.rstrip("/")
     raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path, s3:// or gs://")
+
+
+def endpoint_of_s3() -> str | None:
+    """The server that stands in for AWS's, as their own clients find it."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def region_of_s3() -> str | None:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
 def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
@@ -176,11 +189,34 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
     if isinstance(filesystem, fs.LocalFileSystem):
         return [*walk(folder)] if recursive else _entries(folder)
     try:
+        if recursive and isinstance(filesystem, fs.S3FileSystem):
+            return _below_in_parts(filesystem, folder)
         found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
     except OSError as error:
         text = error.strerror or " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
     return found
+
+
+def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
+    """What is below a folder of S3, which lists 1,000 keys at a time: several folders at once."""
+    from pyarrow import fs
+
+    def listed(folder: str, recursive: bool = True) -> list[Any]:
+        found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+        return found
+
+    found: list[Any] = []
+    folders = [folder]
+    with ThreadPoolExecutor(LISTS) as pool:
+        while 0 < len(folders) < LISTS:
+            level = [info for part in pool.map(partial(listed, recursive=False), folders) for info in part]
+            below = [info.path for info in level if not info.is_file]
+            if len(below) > MOST_LISTED:
+                break
+            found += level
+            folders = below
+        return found + [info for part in pool.map(listed, folders) for info in part]
 
 
 def filesystem_of_files(files: list[Any]) -> Any:
