@@ -47,6 +47,8 @@ SHAPES: dict[str, Any] = {
     "half": torch.randn(5).half(),
     "bool": torch.tensor([True, False]),
     "complex": torch.randn(2, dtype=torch.complex64),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "imaginary part of a conjugate": torch.tensor([1 + 2j]).conj().imag,
     "uint8 image": torch.randint(0, 255, (3, 8, 8), dtype=torch.uint8),
     **{str(dtype): torch.arange(4).to(dtype) for dtype in NEW},
     "sparse": torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
@@ -101,6 +103,13 @@ def test_an_object_arrives_as_it_was(name: str) -> None:
 def test_all_of_them_at_once_and_in_order() -> None:
     found = unpack(pack(list(SHAPES.values())))
     assert all(map(same, SHAPES.values(), found))
+
+
+def test_attributes_of_a_tensor_arrive() -> None:
+    tensor = torch.ones(2)
+    tensor.weight = 0.5  # type: ignore[attr-defined]
+    (found,) = unpack(pack([tensor]))
+    assert same(found, torch.ones(2)) and found.weight == 0.5
 
 
 def test_strides_of_dense_tensors_stay() -> None:
