@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "POLL_S", 0.02)
+    monkeypatch.setattr(worker, "ORDER_S", 0.1)
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ class Ranks:
     def __init__(self, child: Callable[..., Child], *texts: str) -> None:
         self.supervisor = Supervisor("train.py", len(texts))
         self.lock = threading.Lock()  # an actor takes one call after the other
+        self.calls = [0] * len(texts)
         self.children = [child(text, rank) for rank, text in enumerate(texts)]
         self.pool = ThreadPoolExecutor(len(texts))
         self.orders = [self.pool.submit(self._watch, rank) for rank in range(len(texts))]
@@ -64,9 +66,10 @@ class Ranks:
     def _watch(self, rank: int) -> RankCommand:
         one = self.children[rank]
 
-        def tell(output: str = "", end: Exit | None = None) -> RankCommand:
+        def tell(output: str, events: list[dict[str, Any]], end: Exit | None) -> RankCommand:
             with self.lock:
-                return self.supervisor.report("a", rank, output, one.events(), end)
+                self.calls[rank] += 1
+                return self.supervisor.report("a", rank, output, events, end)
 
         return worker.watch(one, "train.py", rank, tell)
 
@@ -104,6 +107,16 @@ def test_what_ranks_print_and_log_arrives_whole_and_the_run_is_complete(child: C
     logged = [(event["rank"], event["step"]) for event in ranks.events("metrics")]
     assert logged == [(0, step) for step in range(1, 2001)], "of rank 0 alone"
     assert len(ranks.events("complete")) == 1
+
+
+def test_a_script_that_says_nothing_is_not_reported_more_often_than_orders_are_due(
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "ORDER_S", 0.5)
+    ranks = Ranks(child, "import time\ntime.sleep(2)\n")
+    began = time.monotonic()
+    assert ranks.end() == [RankCommand(over=True)]
+    assert 2 <= ranks.calls[0] <= (time.monotonic() - began) / 0.5 + 2
 
 
 def test_a_failing_rank_ends_the_others_and_all_tell_its_reason(

@@ -38,7 +38,7 @@ from stoker.train.stopping import modes
 if TYPE_CHECKING:
     from stoker.entry.fit import Work
 
-POLL_S = 0.2
+POLL_S = 0.5
 STOP_DEADLINE_S = 90.0
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
@@ -176,7 +176,7 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2
             tracking.take(host_changes(tracking.summary, scaling))
-        time.sleep(POLL_S)
+        fit.wait(POLL_S)
 
 
 def conclude(fit: Fit, summary: Summary) -> int:

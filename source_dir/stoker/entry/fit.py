@@ -44,9 +44,13 @@ class Fit:
     @property
     def alive(self) -> bool:
         """Afterwards `error` holds the cause of a failure."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; whether it is alive."""
         import ray
 
-        if not self._ended and ray.wait([self._call], timeout=0)[0]:
+        if not self._ended and ray.wait([self._call], timeout=seconds)[0]:
             self._ended = True
             try:
                 self.error = ray.get(self._call)

@@ -33,7 +33,8 @@ from stoker.session import (
 )
 from stoker.storage.checkpoint_store import Cleaner
 
-POLL_S = 0.2
+POLL_S, ORDER_S = 0.2, 1.0
+"""Interval of looking at the script, and of asking for orders while there is nothing to tell."""
 STOP_S = 60.0
 """Time from SIGTERM to SIGKILL; the driver gives up after 90 s, SageMaker after 120 s."""
 SOON_S = 10.0
@@ -70,8 +71,8 @@ def run_script(settings: dict[str, Any]) -> None:
     folder = Path(settings["folder"] or SOURCE_FOLDER / SCRIPT_FOLDER)
     child = Child([sys.executable, str(path), *config.args], environment(settings), folder)
 
-    def tell(output: str = "", end: Exit | None = None) -> RankCommand:
-        call = supervisor.report.remote(os.environ[ATTEMPT_VARIABLE], rank, output, child.events(), end)
+    def tell(output: str, events: list[dict[str, Any]], end: Exit | None) -> RankCommand:
+        call = supervisor.report.remote(os.environ[ATTEMPT_VARIABLE], rank, output, events, end)
         order: RankCommand = ray.get(call, timeout=ANSWER_S)
         return order
 
@@ -91,15 +92,16 @@ def run_dir_on(node: str, settings: dict[str, Any]) -> str:
 def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
     asked_at: float | None = None
     end: Exit | None = None
-    killed = ""
+    killed, order, told = "", RankCommand(), -ORDER_S
     while True:
         code = child.poll() if end is None else None
-        output = child.output()
+        output, events = child.output(), child.events()
         if code is not None and end is None:
             line = last_error(child.tail, script) if code == UNCAUGHT else ""
             end = Exit(rank, code, asked_at is not None, line)
             output += killed
-        order: RankCommand = tell(output, end)
+        if output or events or end is not None or time.monotonic() - told >= ORDER_S:
+            order, told = tell(output, events, end), time.monotonic()
         if order.over:
             return order
         if end is None and order.stop:
