@@ -26,6 +26,7 @@ from stoker.config.schema import Config
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
+from stoker.read.far_files import FarFiles
 from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
@@ -104,6 +105,29 @@ def test_a_pass_is_the_same_with_and_without_it(form: str, kind: Any, digits: Pa
         assert not sum(report.costs["DecodeImage"].cpu_s for _, report in later)
     # A run that goes on in the middle of shards drops the same groups.
     assert same(run_pass(source, 1, cache, skip=1), [g for g in expected[1] if g[1].nth >= 1])
+
+
+def test_of_images_far_away_those_that_are_not_kept_are_fetched_ahead(
+    digits: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = opened(digits / "images")
+    expected = [run_pass(source, epoch, None) for epoch in range(2)]
+    asked: list[int] = []
+    expect = FarFiles.expect
+
+    def noted(files: FarFiles, paths: list[str]) -> None:
+        asked.append(len(paths))
+        expect(files, paths)
+
+    monkeypatch.setattr(FarFiles, "expect", noted)
+    source.far = True
+    cache = HostCache(root, "k", CacheSpec("memory", "test", 500 * 4096))
+    assert same(run_pass(source, 0, cache), expected[0])
+    assert sum(count for count in asked if count > 1) == source.count()
+    asked.clear()
+    assert same(run_pass(source, 1, cache), expected[1])
+    kept = sum(report.kept + report.found for _, report in run_pass(source, 1, cache))
+    assert asked.count(1) == 2 * (1437 - kept), "one by one, as they were fetched ahead"
 
 
 @pytest.mark.parametrize("form", ["images", "webdataset"])

@@ -88,6 +88,9 @@ class HostCache:
     def usage(self) -> tuple[int, int]:
         return self._books.read()
 
+    def has(self, key: str) -> bool:
+        return self._path(key).exists()
+
     def load(self, key: str) -> KeptRecord | None:
         content = self._content(self._path(key))
         if content is None:
@@ -292,6 +295,9 @@ class CachedReader:
     def __iter__(self) -> Iterator[Record | BadRecord]:
         listing = listing_of(self.source, self.shard)
         if listing is not None:
+            if self.source.far:
+                absent = [item for key, alone in listing if not self.cache.has(key) for item in alone.items]
+                self.source.prepare(Shard(self.shard.path, items=tuple(absent)))
             yield from map(self._as_listed, one_by_one(self.source, listing, self._load, self.refuses))
             return
         done = 0
