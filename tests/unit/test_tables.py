@@ -277,6 +277,8 @@ def write(folder: Path, statistics: bool = True, **columns: Any) -> str:
 
 
 INTS = pa.array([1, 2, None, 4, 5, 6, None, 8])
+PAIRS = [[1, 2], [3, 4], None, [5, 6], [7, 8], [9, 0], [1, None], [3, 4]]
+TENSORS = pa.array(PAIRS, pa.list_(pa.int64(), 2)).cast(pa.fixed_shape_tensor(pa.int64(), (2,)))
 COLUMNS = {
     "int": INTS,
     "float": INTS.cast(pa.float32()),
@@ -284,6 +286,7 @@ COLUMNS = {
     "list": pa.array([[1.0], [2.0], None, [4.0], [5.0], [6.0], [None], [8.0]], pa.list_(pa.float32())),
     "nested": pa.array([[[1]], [[2]], [None], [[4]], [[5]], [[6]], [[None]], [[8]]]),
     "image": pa.array([{"bytes": None if i in (2, 6) else b"x", "path": None} for i in range(8)]),
+    "tensor": TENSORS,
     "struct": pa.array([None if i in (2, 6) else {"a": None} for i in range(8)]),
     "all null": pa.nulls(8),
 }
@@ -333,6 +336,12 @@ def test_quarantine_books_the_record(tmp_path: Path) -> None:
         BadRecord("train-0.parquet:6", "column x is NULL"),
     ]
     assert len(found) == 8
+
+
+def test_rows_beside_a_tensor_that_is_null_or_holds_one_keep_their_values(tmp_path: Path) -> None:
+    found = records(read_parquet(write(tmp_path, x=TENSORS), "train", nulls={"x": "quarantine"}))
+    values = [None if isinstance(record, BadRecord) else record["x"].tolist() for record in found]
+    assert values == [None if i in (2, 6) else pair for i, pair in enumerate(PAIRS)]
 
 
 def test_keep_gives_nan_or_says_which_values_are_valid(tmp_path: Path) -> None:

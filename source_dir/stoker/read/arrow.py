@@ -28,9 +28,11 @@ def values_of(column: Any) -> Callable[[int], Any]:
     kind = column.type
     if isinstance(kind, pa.FixedShapeTensorType | pa.ExtensionType):
         array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+        there = array.is_valid().to_numpy(zero_copy_only=False)
+        place, array = there.cumsum() - 1, array.drop_null()  # Arrow converts no array with NULLs
         shaped = hasattr(array, "to_numpy_ndarray")
         tensors = array.to_numpy_ndarray() if shaped else array.to_numpy(zero_copy_only=False)
-        return lambda row: tensors[row]
+        return lambda row: tensors[place[row]] if there[row] else None
     # Chunks of more than 2 GB together cannot be combined.
     array = column.chunk(0) if column.num_chunks == 1 else column
     if content_of_struct(kind) == "bytes":
@@ -180,7 +182,7 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
     import pyarrow as pa
     from pyarrow import compute
 
-    if isinstance(array.type, pa.ExtensionType):
+    if isinstance(array.type, pa.BaseExtensionType):  # Arrow's own are no pa.ExtensionType
         array = array.storage
     kind = array.type
     mask = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
