@@ -46,6 +46,8 @@ class F1(Accuracy):
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
+        if not ((target >= 0) & (target <= 1)).all():
+            raise ValueError("target holds other values than 0 and 1; see CheckLabel(…, multi_label=True)")
         found, wanted = preds > 0, target > 0.5
         both = 2 * (found & wanted).sum()
         self.counts += torch.stack([both, found.sum() + wanted.sum()])

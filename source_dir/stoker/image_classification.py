@@ -198,8 +198,8 @@ class ImageClassification(Recipe):
         # The source of a CSV file has named the columns.
         renamed = {new: old for new, old in columns.items() if new != old and self.labels is None}
         chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
-        if self.num_classes and not self.multi_label:
-            chain.append(CheckLabel(self.num_classes, self.names))
+        if self.num_classes:
+            chain.append(CheckLabel(self.num_classes, self.names, self.multi_label))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:
                 chain.append(ShrinkLarger(self.reduce_to))

@@ -12,12 +12,14 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from damage import preprocessed, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
+from stoker.accuracy import F1
 from stoker.config.loading import load
 from stoker.data import read_parquet
 from stoker.entry.job_checks import open_all
@@ -364,6 +366,23 @@ def test_columns_of_other_names_are_refused_with_the_line_to_write_and_read_with
 def test_labels_that_are_neither_integers_nor_text_are_refused(label: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"column label (is|holds) .*; labels must be integers or text"):
         opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))
+
+
+@pytest.mark.parametrize("odd", [[1, -1, 0], [2, 0, 1], [float("nan"), 0, 1], [0.5, 0, 1]])
+def test_several_labels_are_a_vector_of_0_and_1_or_the_record_is_quarantined(
+    odd: list[float], tmp_path: Path
+) -> None:
+    labels = [odd, [1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]]
+    table = pa.table({"image": PNGS, "label": pa.array(labels, pa.list_(pa.float32()))})
+    _, data = opened(write(tmp_path, table), num_classes=3, multi_label=True)
+    [(columns, report)] = preprocessed(data, "train", 4)
+    assert columns["label"].tolist() == labels[1:]
+    [bad] = report.bad
+    assert f"label holds {next(x for x in odd if x not in (0, 1))}" in bad.reason
+    with pytest.raises(ValueError, match="holds other values than 0 and 1"):
+        F1().update(torch.zeros(1, 3), torch.tensor([[1, -1, 0]]))
+    with pytest.raises(UsageError, match=r"label of shape \(3,\) is not a vector of 4 zeros and ones"):
+        opened(tmp_path, num_classes=4, multi_label=True)
 
 
 def write_partitions(root: Path, folders: dict[str, list[int]], **more: Any) -> str:

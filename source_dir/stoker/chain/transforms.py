@@ -67,17 +67,21 @@ class DecodeImage(RecordTransform):
 class CheckLabel(RecordTransform):
     """Quarantines a record whose `label` is not an integer in 0 … classes-1.
 
-    With the `names` of the classes, a label that is text becomes the number of its name.
+    With the `names` of the classes, a label that is text becomes the number of its name. With `multi_label`,
+    the label must be a vector with a 0 or 1 for each class.
     """
 
     random = False
 
-    def __init__(self, classes: int, names: Sequence[str] = ()) -> None:
-        self.classes = classes
+    def __init__(self, classes: int, names: Sequence[str] = (), multi_label: bool = False) -> None:
+        self.classes, self.multi_label = classes, multi_label
         self.numbers = {name: number for number, name in enumerate(names)}
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         label = column_value(record, "label")
+        if self.multi_label:
+            self._check_vector(label)
+            return record
         if isinstance(label, str) and self.numbers:
             if label not in self.numbers:
                 raise ValueError(f"label {label!r} is not one of the {len(self.numbers)} classes")
@@ -88,6 +92,19 @@ class CheckLabel(RecordTransform):
         if not 0 <= number < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
         return {**record, "label": number}
+
+    def _check_vector(self, label: Any) -> None:
+        import numpy as np
+
+        vector = np.asarray(label)
+        if vector.shape != (self.classes,):
+            raise ValueError(
+                f"label of shape {vector.shape} is not a vector of {self.classes} zeros and ones"
+            )
+        if (odd := vector[(vector != 0) & (vector != 1)]).size:
+            raise ValueError(
+                f"label holds {odd[0]}; write 1 for each class of the record and 0 for the others"
+            )
 
 
 class Rename(RecordTransform):
