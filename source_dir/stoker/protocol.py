@@ -335,6 +335,8 @@ class Plan(BaseModel):
     fingerprint: str
     unstable: str = ""
     """Why the fingerprint cannot identify the records; empty: it can."""
+    validation: str | None = None
+    """The same of the validation split; empty: there is none; None: not known, as in earlier checkpoints."""
     homes: int = 0
     bucket_by: str | None = None
     """Column whose length orders the rows of a block."""

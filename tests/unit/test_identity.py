@@ -31,7 +31,9 @@ from stoker.read.host_cache import CacheSpec, HostCache
 from stoker.read.identity import agree, identity_of
 from stoker.read.sources import Source
 from stoker.serve.cursor import refuse_other_data
-from stoker.serve.opening import open_data
+from stoker.serve.opening import Data, open_data, plan_of
+from stoker.serve.passes import Passes, Shared
+from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 
 pytestmark = pytest.mark.long
@@ -211,8 +213,8 @@ def shards(folder: Path) -> Source:
     return opened(folder)
 
 
-def opened(folder: Path) -> Source:
-    source = read_any(str(folder), "train")
+def opened(folder: Path, split: str = "train") -> Source:
+    source = read_any(str(folder), split)
     assert source is not None
     source.check()
     return source
@@ -236,6 +238,27 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
         changed = opened(copied)
         assert not agree(text, identity_of(changed).text)
         refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed).text))
+
+
+def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(tmp_path: Path) -> None:
+    def planned(folder: Path) -> tuple[Passes, Plan]:
+        data = Data({split: opened(folder, split) for split in ("train", "val")}, {}, {})
+        passes = Passes(Config.model_validate({"train": {"epochs": 2}}), data.sources, {})
+        return passes, plan_of(passes, data)
+
+    images(tmp_path / "data")
+    shutil.copytree(tmp_path / "data/train", tmp_path / "data/val")
+    passes, plan = planned(tmp_path / "data")
+    shared = Shared(lambda _: None, 0, {})
+    attempt = RecipeAttempt(0, 1, passes, {"train": 40, "val": 40}, DataCursor(epoch=0, plan=plan), shared)
+    saved = [attempt.open["train", epoch].position(0, 0) for epoch in range(2)]
+    _, moved = planned(Path(shutil.copytree(tmp_path / "data", tmp_path / "moved")))
+    (tmp_path / "data/val/cat/3.jpg").rename(tmp_path / "data/val/dog/30.jpg")
+    _, changed = planned(tmp_path / "data")
+    for position in saved:
+        refuse_other_data(position, moved)
+        with pytest.raises(UsageError, match="the validation data has changed"):
+            refuse_other_data(position, changed)
 
 
 def plan(text: str) -> Plan:

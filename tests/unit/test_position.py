@@ -169,6 +169,17 @@ def test_other_data_or_another_order_are_refused_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_other_validation_data_is_refused_where_the_checkpoint_names_its_own() -> None:
+    saved = DataCursor(epoch=0, plan=PLAN.model_copy(update={"validation": "v~1"}))
+    earlier = DataCursor.model_validate({"epoch": 0, "plan": PLAN.model_dump(exclude={"validation"})})
+    for now, how in (("w~1", "v, now w"), ("v~2", "names, sizes"), ("", "v, now none")):
+        plan = PLAN.model_copy(update={"validation": now})
+        refuse_other_data(earlier, plan)
+        with pytest.raises(UsageError, match=f"the validation data has changed .*{how}"):
+            refuse_other_data(saved, plan)
+    refuse_other_data(saved, saved.plan.model_copy(update={"validation": "v~1~2"}))
+
+
 def test_what_may_differ_between_the_two_runs() -> None:
     other = PLAN.model_copy(update={"order": "exact", "block_records": 9})
     refuse_other_data(DataCursor(epoch=0, plan=PLAN), other)

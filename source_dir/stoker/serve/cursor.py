@@ -22,15 +22,9 @@ from stoker.serve.items import Numbers
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
-    if not agree(position.plan.fingerprint, plan.fingerprint):
-        before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (position.plan, plan))
-        how = f"fingerprint {before}, now {now}"
-        if before == now:
-            how = "names, sizes and counts agree, but not what the records hold"
-        raise UsageError(
-            f"resume: the training data has changed since the checkpoint was written ({how}); restore it,"
-            " or start a new run"
-        )
+    _refuse_changed("training", position.plan.fingerprint, plan.fingerprint)
+    if position.plan.validation is not None and plan.validation is not None:
+        _refuse_changed("validation", position.plan.validation, plan.validation)
     unstable = position.plan.unstable or plan.unstable
     if unstable and "exact" in (position.plan.order, plan.order):
         raise UsageError(
@@ -45,6 +39,19 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
                 f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
                 " the order of the records would change"
             )
+
+
+def _refuse_changed(kind: str, saved: str, found: str) -> None:
+    if agree(saved, found):
+        return
+    before, now = (text.partition(SEPARATOR)[0] or "none" for text in (saved, found))
+    how = f"fingerprint {before}, now {now}"
+    if before == now:
+        how = "names, sizes and counts agree, but not what the records hold"
+    raise UsageError(
+        f"resume: the {kind} data has changed since the checkpoint was written ({how}); restore it,"
+        " or start a new run"
+    )
 
 
 def fresh(epoch: int, plan: Plan, by_row: bool) -> DataCursor:

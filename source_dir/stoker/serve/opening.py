@@ -13,7 +13,7 @@ from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
-from stoker.protocol import DataCursor, Pad, Schema
+from stoker.protocol import DataCursor, Pad, Plan, Schema
 from stoker.read.host_cache import CacheSpec
 from stoker.read.identity import Identity, identity_of
 from stoker.read.sources import Source, drawing
@@ -21,6 +21,7 @@ from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_
 from stoker.serve.shards import DatasetSource
 
 if TYPE_CHECKING:
+    from stoker.serve.passes import Passes
     from stoker.sizing.model import Scaler
 
 
@@ -200,6 +201,12 @@ def refuse_other_classes(data: Data) -> None:
         )
 
 
+def plan_of(passes: Passes, data: Data) -> Plan:
+    identity = data.identity("train")
+    validation = data.identity("val").text if "val" in data.sources else ""
+    return passes.identity(identity.text, identity.unstable, validation)
+
+
 def start_coordinator(
     config: Config,
     data: Data,
@@ -228,8 +235,7 @@ def start_coordinator(
         most = None if config.data.cache_gb is None else int(config.data.cache_gb * 1e9)
         cache = CacheSpec(config.data.cache, secrets.token_hex(6), most, config.data.cache_folder)
     passes = Passes(config, data.sources, chains, cache, kept, schemas)
-    identity = data.identity("train")
-    plan = passes.identity(identity.text, identity.unstable)
+    plan = plan_of(passes, data)
     if position is not None:
         refuse_other_data(DataCursor.model_validate(position), plan)
     coordinator = start_service(

@@ -347,7 +347,9 @@ class RecipeAttempt(Attempt):
                 start = start.model_copy(
                     update={
                         "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
-                        "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
+                        "plan": self.passes.identity(
+                            start.plan.fingerprint, start.plan.unstable, start.plan.validation
+                        ),
                         "unvalidated": None,
                     }
                 )  # fmt: skip
