@@ -128,6 +128,14 @@ def test_columns_of_which_exactly_one_holds_1_are_one_label(tmp_path: Path) -> N
     assert (found, names, notes) == ({"train": TRAIN, "val": VAL}, ["cat", "dog", "eel"], [])
 
 
+def test_minus_1_beside_0_in_the_columns_of_classes_is_refused(tmp_path: Path) -> None:
+    csv = PER_CLASS.replace("b,1,1,0", "b,1,-1,0")
+    with pytest.raises(UsageError, match=r"1 row with -1 in the column .* write 0 or 1, .*line 3, b"):
+        opened(folder(tmp_path, csv))
+    withheld = csv.replace("b,1,-1,0,train", "b,-1,-1,-1,test")  # of a split that is not read
+    assert "images/b.png" not in read(folder(tmp_path, withheld))[0]["train"]
+
+
 def test_the_loss_of_several_labels_is_binary_and_its_metric_counts_all_of_them() -> None:
     recipe = ImageClassification(data=".", labels="x.csv", multi_label=True, num_classes=3)
     logits = torch.tensor([[2.0, -1.0, 0.5], [-3.0, 1.0, -0.5]])

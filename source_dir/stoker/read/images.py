@@ -40,8 +40,9 @@ LABELS = ("label", "labels", "class", "classes", "class_name", "category", "targ
 SPLITS = ("split", "set", "subset", "partition")
 SEPARATORS = "|;,"
 """What probably separates several labels in one cell."""
+_MINUS, _ZERO = ("-1", "-1.0"), ("0", "0.0", "False", "FALSE", "false")
 _SIGNS = {
-    **dict.fromkeys(("0", "0.0", "-1", "-1.0", "False", "FALSE", "false"), False),
+    **dict.fromkeys((*_MINUS, *_ZERO), False),
     **dict.fromkeys(("1", "1.0", "True", "TRUE", "true"), True),
 }
 _COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
@@ -63,6 +64,7 @@ class LabelRow:
     labels: list[str]
     id: str
     split: str
+    cells: list[str]
     file: Any = None
 
 
@@ -105,6 +107,12 @@ def read_labels(
     used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
     sums = per_class and any(len(row.labels) != 1 for row in used)
     several = multi_label or bool(separator) or columns.lists or sums
+    if per_class:
+        signs = [{row.cells[i] for i in columns.labels} for row in used]
+        minus = [row.where for row, mine in zip(used, signs, strict=True) if not mine.isdisjoint(_MINUS)]
+        if minus and not set().union(*signs).isdisjoint(_ZERO):
+            what = "with -1 in the column of a class, where others have 0; write 0 or 1, or remove the rows"
+            wrong[what] += minus
     names = [header[i] for i in columns.labels] if per_class else _names(used, wrong, class_names or [])
     number = {name: label for label, name in enumerate(names)}
     for row in used:
@@ -228,7 +236,7 @@ def _rows(
                 ].append(f"{where}: {cell}")
         labels = [text for text in labels if text and text.lower() != "nan"]
         split = "train" if columns.split is None else cells[columns.split]
-        found.append(LabelRow(where, labels, cells[columns.id], split))
+        found.append(LabelRow(where, labels, cells[columns.id], split, cells))
     return found
 
 
