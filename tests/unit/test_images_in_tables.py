@@ -538,6 +538,14 @@ def test_a_column_split_without_a_name_for_training_is_refused(tmp_path: Path) -
         opened(tmp_path / "all.parquet")
 
 
+@pytest.mark.parametrize("values", [[0, 0, 0, 0, 1, 1], [False] * 4 + [True] * 2])
+def test_a_column_split_that_is_not_text_is_refused(values: list[Any], tmp_path: Path) -> None:
+    table = pa.table({"image": PNGS, "label": LABELS, "split": values})
+    parquet.write_table(table, tmp_path / "all.parquet")
+    with pytest.raises(UsageError, match=r"column split is (int64|bool); write train and val into it"):
+        opened(tmp_path / "all.parquet")
+
+
 def test_tables_with_versions_are_not_read_as_a_heap_of_files(tmp_path: Path) -> None:
     """Their folders hold files that are deleted in the newest version."""
     deltalake = pytest.importorskip("deltalake")

@@ -36,7 +36,9 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
     """The rows of one table that its column `split` gives to a split; all for training without one."""
     table = read(columns=["split"])
     kind = table.column_types().get("split")
-    if kind is None or not is_text(kind):
+    if kind is not None and not is_text(kind):
+        raise UsageError(f"{table.folder}: column split is {kind}; write train and val into it, or rename it")
+    if kind is None:
         source: Source | None = read(columns=columns) if split == "train" else None
         return source
     values = {"NULL" if value is None else value for value in table.label_values("split")}
