@@ -23,10 +23,13 @@ class Accuracy:
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores (records, classes, …) or class indices, and class indices (records, …)."""
-        found = preds.argmax(1) if preds.ndim == target.ndim + 1 else preds
-        if found.shape != target.shape:
+        scores = preds.ndim == target.ndim + 1
+        found = preds.argmax(1) if scores else preds
+        refuse_other_shape(found, target, preds)
+        if (scores and preds.shape[1] < 2) or not (is_whole(found) and is_whole(target)):
             raise ValueError(
-                f"preds of shape {tuple(preds.shape)} do not fit target of shape {tuple(target.shape)}"
+                f"preds of shape {tuple(preds.shape)} and target are no classes; return scores of two or more"
+                " classes, or class indices, or define metrics(), for example with BinaryAccuracy"
             )
         self.counts += torch.stack([(found == target).sum(), self.counts.new_tensor(target.numel())])
 
@@ -46,8 +49,20 @@ class F1(Accuracy):
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
+        refuse_other_shape(preds, target, preds)
         if not ((target >= 0) & (target <= 1)).all():
             raise ValueError("target holds other values than 0 and 1; see CheckLabel(…, multi_label=True)")
         found, wanted = preds > 0, target > 0.5
         both = 2 * (found & wanted).sum()
         self.counts += torch.stack([both, found.sum() + wanted.sum()])
+
+
+def refuse_other_shape(found: Tensor, target: Tensor, preds: Tensor) -> None:
+    if found.shape != target.shape:
+        raise ValueError(
+            f"preds of shape {tuple(preds.shape)} do not fit target of shape {tuple(target.shape)}"
+        )
+
+
+def is_whole(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool((values % 1 == 0).all())

@@ -340,3 +340,24 @@ def test_scores_and_classes_count_as_in_torchmetrics(more: tuple[int, ...]) -> N
 def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(ValueError, match=r"preds of shape \(4, 1\) do not fit target of shape \(4, 4\)"):
         Accuracy().update(torch.zeros(4, 1), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("preds", "target"),
+    [
+        ([3.5, -2.0, 4.0], [1, 0, 1]),
+        ([[3.5], [-2.0], [4.0]], [1, 0, 1]),
+        ([[3.5], [-2.0], [4.0]], [[1.0], [0.0], [1.0]]),
+        ([[0.5, 0.1], [0.2, 0.3]], [0.3, 1.0]),
+        ([[0.5, 0.1], [0.2, 0.3]], [[0.9, 0.1], [0.0, 1.0]]),
+    ],
+)
+def test_outputs_that_are_no_classes_have_no_accuracy(preds: list[Any], target: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"define metrics\(\)"):
+        Accuracy().update(torch.tensor(preds), torch.tensor(target))
+
+
+def test_classes_written_as_floats_have_an_accuracy() -> None:
+    accuracy = Accuracy()
+    accuracy.update((torch.tensor([3.5, -2.0, 4.0, 1.0]) > 0).float(), torch.tensor([1, 0, 0, 1]))
+    assert accuracy.compute() == 0.75
