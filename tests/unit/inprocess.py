@@ -92,8 +92,15 @@ class Run:
         return [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in told]
 
 
-def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **sections: Any) -> Run:
-    """Train from the newest checkpoint in `folder`, or from nothing, to the end or an error.
+def start(
+    folder: Path,
+    data: Data,
+    recipe: Any = None,
+    has_val: bool = True,
+    resume: Path | None = None,
+    **sections: Any,
+) -> Run:
+    """Train from the newest checkpoint in `folder`, or in `resume`, or from nothing, to the end or an error.
 
     Only for use with the fixture `no_cluster`.
     """
@@ -104,6 +111,8 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
     keeper = CheckpointManager(worker, open_store(str(folder)))
     run = Run(worker, keeper, head)
     found = checkpoint.newest_valid(keeper.store, lambda text: head.log.remote(Note(text=text)))
+    if found is None and resume is not None:
+        found = checkpoint.newest_valid(open_store(str(resume)))
     if found is not None:
         found = checkpoint.awaiting(found, config.train.max_steps)
     build(worker, records=sum(len(batch["y"]) for batch in data("train", 0).batches))

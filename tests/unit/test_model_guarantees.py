@@ -74,6 +74,28 @@ def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, v
     assert summary.metrics.best["val/loss"] == losses[2]
 
 
+def test_a_run_from_another_runs_checkpoint_calls_best_what_its_model_is(tmp_path: Path) -> None:
+    def worse(feed: Batches) -> None:
+        if feed.split == "val":
+            feed.batches[0]["y"] += 9
+
+    start(tmp_path / "a", plain, train=TRAIN)
+    before = checkpoint.newest_valid(open_store(str(tmp_path / "a")))
+    run = start(tmp_path / "b", spoilt(plain, worse), resume=tmp_path / "a", train={**TRAIN, "epochs": 5})
+    after = checkpoint.newest_valid(run.keeper.store)
+    assert run.error is None and before is not None and after is not None
+    live, resumed = Summary(), Summary()
+    resuming.fill_summary(live, before, tmp_path / "b", own=False)
+    assert (live.epochs, live.metrics.best) == (3, {}) and "val/loss" in live.metrics.last
+    for metrics in run.metrics:
+        live.metrics.take(metrics)
+    resuming.fill_summary(resumed, after, tmp_path / "b")
+    about = json.loads((tmp_path / "b/model/model.json").read_text())
+    assert len(run.metrics) == 2 and about["metrics"]["val/loss"] > 9
+    for summary in (live, resumed):
+        assert summary.metrics.best["val/loss"] == about["metrics"]["val/loss"]
+
+
 def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     shelf = checkpoint.Retention(store, newest=1, top_k=2)

@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from stoker.checkpoints.format import Content
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.events.summary import Summary
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
@@ -73,6 +75,25 @@ def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
         start, _ = plan(tmp_path / "new", f"checkpoint.resume={path}")
         assert started_from(start) == str(expected)
         assert start[0].where == str(tmp_path / "new/checkpoints"), "new ones go to the new run"
+
+
+def test_only_the_runs_own_epochs_are_among_the_best(tmp_path: Path) -> None:
+    def best(folder: Path) -> dict[str, float]:
+        place = RunPlace("local", folder, folder / "checkpoints", folder / "model", False)
+        config, summary = load(None, [f"checkpoint.resume={old}"]).config, Summary()
+        data = SimpleNamespace(recipe=None, sources={})
+        resuming.find_start(config, place, data, 1, summary, print)
+        assert summary.epochs == 2 and summary.metrics.last["val/acc1"] == 0.5
+        return {name: value for name, value in summary.metrics.best.items() if name == "val/acc1"}
+
+    values = [1.0, 0.5]
+    history = [{"epoch": n, "metrics": {"val/acc1": value}, "books": []} for n, value in enumerate(values)]
+    old = save(tmp_path / "old/checkpoints", 5, history=history, pending=None)
+    assert best(tmp_path / "old") == {"val/acc1": 1.0}
+    assert best(tmp_path / "new") == {}
+    history[0]["elsewhere"] = True
+    save(tmp_path / "new/checkpoints", 7, history=history, pending=None)
+    assert best(tmp_path / "new") == {"val/acc1": 0.5}
 
 
 def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:

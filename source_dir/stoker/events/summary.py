@@ -142,10 +142,13 @@ class Metrics(SummaryPart):
     modes: dict[str, str] = {}
     """min or max, for metrics of which the configuration says what is better."""
 
-    def take(self, metrics: dict[str, Any]) -> None:
-        """Add an epoch's metrics; values that are not finite numbers do not count."""
+    def take(self, metrics: dict[str, Any], competes: bool = True) -> None:
+        """Add an epoch's metrics; values that are not finite numbers do not count.
+
+        `competes`: whether it may be best, because the model may be of this epoch.
+        """
         self.last = finite(metrics)
-        for name, value in self.last.items():
+        for name, value in self.last.items() if competes else ():
             if name.startswith(("val/", "train/")):
                 mode = self.modes.get(name) or ("min" if less_is_better(name) else "max")
                 pick = min if mode == "min" else max

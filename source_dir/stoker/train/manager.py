@@ -53,7 +53,8 @@ class CheckpointManager:
         self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
         """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
-        has cut short stands there again once it is complete."""
+        has cut short stands there again once it is complete. `elsewhere`: trained by the run whose checkpoint
+        this one started from."""
         self.resumed: Checkpoint | None = None
         self.pending: dict[str, Any] | None = None
         """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
@@ -199,9 +200,10 @@ class CheckpointManager:
         ranks = restore_state(worker, content)
         progress = carried_progress(worker, meta, ranks)
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
-        self.history, self.resumed, self._last = list(meta["history"]), saved, saved
+        self.resumed, self._last = saved, saved
         self.pending, worker.kept = saved.pending, saved.name
-        self._completes = strategies.from_rank(saved.store.where == self.store.where)
+        self._completes = own = strategies.from_rank(saved.store.where == self.store.where)
+        self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
         if self.early_stopping:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and saved.store.where == self.store.where:

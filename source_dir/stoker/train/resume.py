@@ -42,7 +42,7 @@ def find_start(
     if start is not None:
         start = awaiting(start, config.train.max_steps)
         check_same_run(config, workers, start, log)
-        fill_summary(summary, start, place.run_dir)
+        fill_summary(summary, start, place.run_dir, own=start.store.where == store.where)
     return store, start
 
 
@@ -166,11 +166,14 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
             )
 
 
-def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
-    """Add the figures of earlier epochs, so that the summary covers the whole run."""
+def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path, own: bool = True) -> None:
+    """Add the figures of earlier epochs, so that the summary covers the whole run.
+
+    `own`: whether the checkpoint is in this run's folder; only its own epochs compete for the model.
+    """
     for entry in start.meta["history"]:
         summary.epochs = entry["epoch"] + 1
-        summary.metrics.take(entry["metrics"])
+        summary.metrics.take(entry["metrics"], competes=own and not entry.get("elsewhere"))
         for books in entry["books"]:
             summary.records.add(books)
     for books in start.pending["books"] if start.pending else []:
