@@ -147,6 +147,7 @@ class ImageClassification(Recipe):
             refuse_absent_columns(self.data, types, params, getattr(source, "hints", dict)())
         if named := names_in(self.data, source, self.label_column):
             names_in(self.data, self.read("val"), self.label_column, named)
+            self._refuse_other_order(named, types)
         names = self.names or named
         labels = distinct_labels(
             self.data, source, self.label_column, numbers=not (names or self.num_classes)
@@ -182,6 +183,19 @@ class ImageClassification(Recipe):
         elif labels is None and not (names or self.num_classes):
             raise UsageError("params.num_classes: is required, because the data does not list its classes")
         return self._found(len(names) or (labels[-1] + 1 if labels else 0), names)
+
+    def _refuse_other_order(self, stored: list[str], types: dict[str, Any]) -> None:
+        """Other names may be translations; a name of the data must be that of the same class."""
+        from stoker.read.arrow import is_text
+
+        mapped = type(self).preprocess is not ImageClassification.preprocess
+        if mapped or is_text(types.get(self.label_column)):
+            return
+        if any(n in stored and stored.index(n) != i for i, n in enumerate(self.names)):
+            raise UsageError(
+                f"params.class_names: the classes of column {self.label_column} are {', '.join(stored[:20])},"
+                " in this order"
+            )
 
     def _found(self, count: int, names: list[str]) -> dict[str, Any]:
         """Parameters for this many classes in the data, with these names if the source itself has none."""

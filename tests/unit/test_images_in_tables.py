@@ -312,6 +312,11 @@ def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(tmp
     params, data = opened(write(tmp_path, table))
     assert (params["num_classes"], params["class_names"]) == (3, ["a", "b", "c"])
     assert trained(data) == WHOLE
+    for swapped in (["b", "a", "c"], ["c", "x", "y"]):
+        with pytest.raises(UsageError, match="the classes of column label are a, b, c, in this order"):
+            opened(tmp_path, class_names=swapped)
+    for fitting in (["a", "b", "c"], ["eins", "zwei", "drei"], ["a", "zwei", "c"]):
+        assert opened(tmp_path, class_names=fitting)[0]["class_names"] == fitting
     features["label"]["names"] = ["b", "a", "c"]
     other = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     for split in ("val", "train"):
