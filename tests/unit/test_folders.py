@@ -168,6 +168,25 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
     assert len(records(tables, "val")) == 3
 
 
+@pytest.mark.parametrize(
+    ("folders", "says"),
+    [
+        (["2023/cat", "2023/dog", "2024/cat", "2024/dog"], "are 2023, 2024, not cat, dog in them; if those"),
+        (["cat/images", "dog/images"], ""),
+        (["cat/x", "cat/y", "dog/z"], ""),
+        (["cat", "cat/a", "cat/b", "dog/a", "dog/b"], ""),
+        (["big dog", "bigdog"], "classes that look alike: 'big dog', 'bigdog'"),
+    ],
+)
+def test_folders_that_may_be_the_classes_are_named(folders: list[str], says: str, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for folder in folders:
+            (tmp_path / split / folder).mkdir(parents=True)
+            (tmp_path / split / folder / "1.png").write_bytes(PNG)
+    notes = [note for split in ("train", "val") for note in read_images(str(tmp_path), split).notes]  # type: ignore[union-attr]
+    assert [says in note for note in notes] == [True] * bool(says)
+
+
 def with_links(root: Path) -> None:
     images(splits="data/train")(root)
     (root / "far/deep").mkdir(parents=True)

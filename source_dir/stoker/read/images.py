@@ -360,6 +360,19 @@ def alike(names: list[str]) -> tuple[str, ...]:
     return (f"classes that look alike: {', '.join(map(repr, same[:6]))}",) if same else ()
 
 
+def deeper(folder: str, paths: list[str]) -> tuple[str, ...]:
+    """A line on folders that repeat below those of the classes: `2023/cat/1.jpg`, `2024/cat/2.jpg`."""
+    if not all(path.count("/") > 1 for path in paths):
+        return ()
+    below = {tuple(path.split("/", 2)[:2]) for path in paths}
+    count = Counter(inner for _, inner in below)
+    outer, again = sorted({outer for outer, _ in below}), sorted(n for n in count if count[n] > 1)
+    if len(again) < 2:  # such as images/ in each class of Tiny ImageNet
+        return ()
+    classes = f"the classes are {', '.join(outer[:6])}, not {', '.join(again[:6])} in them"
+    return (f"{folder}: {classes}; if those are, move their images into {folder}/<class>/",)
+
+
 class ImageFolderSource(IndexedSource):
     """`folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
 
@@ -389,6 +402,8 @@ class ImageFolderSource(IndexedSource):
         if empty := [f"{name}/" for name in child_folders(folder) if name not in {*found}]:
             self.noting(f"{folder}: {', '.join(empty)} holds no image and is no class")
         self.names = found if classes is None else classes
+        if classes is None:
+            self.noting(*alike(found), *deeper(folder, relative))
         label_of = {name: label for label, name in enumerate(self.names)}
         if unknown := [name for name in found if name not in label_of]:
             raise UsageError(
