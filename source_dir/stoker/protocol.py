@@ -114,10 +114,21 @@ class Process(NamedTuple):
     """Another one in each process of the actor."""
 
 
+class SplitSetup(NamedTuple):
+    """Service → chain worker: how to open a split."""
+
+    reference: Any
+    """Ray's reference of its Setup."""
+    needed: frozenset[str]
+    """The splits that may be claimed again; others that it has open go."""
+
+
 class Reply(NamedTuple):
     """Service → chain worker: what comes next."""
 
     claim: Claim | None = None
+    setup: SplitSetup | None = None
+    """For a claim of a split that it does not have open."""
     go_on: bool = True
     """Whether to continue with the work, or with the lease."""
     unused: Sequence[str] = ()

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
-from stoker.loader.makers import ClusterMaker, ProcessMaker, drop_service, end_passes_before_ray
+from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
 from stoker.read.sources import restore_generators, states
@@ -160,15 +160,9 @@ class DataLoader(TorchDataLoader[Item]):
         pages = self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps)
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages, self.kept.copies)
-        import ray
-
         connection.connect(self.address)
         end_passes_before_ray()
-        try:
-            return ClusterMaker(self, pages)
-        except ray.exceptions.RayActorError:
-            drop_service()  # it was ending with its last script
-            return ClusterMaker(self, pages)
+        return ClusterMaker(self, pages)
 
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where the script runs, the modules that it has loaded again, and its workers' work."""

@@ -24,7 +24,7 @@ from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.pass_timer import PassProgress
 from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard, Work
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.chain_worker import MOST_LOADED
+from stoker.serve.chain_worker import MOST_LOADED, LastBlock
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Attempt, Pass, Shared
 from stoker.serve.planner import Planner
@@ -37,7 +37,7 @@ ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
-JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
+JOBS_EVERY_S, ENDS_WITHIN_S, ENTER_S = 5.0, 30.0, 120.0
 RECENT_S = 10.0
 """A pass of which no batch was taken for so long does not count as training."""
 STREAM_AHEAD = 4
@@ -281,19 +281,20 @@ class LoaderService(DataService):
     def _used(self) -> set[str]:
         return {split.partition("/")[0] for split in self._open()}
 
-    def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Passes over one loader share its Setup; dataset copies of finished passes are dropped."""
-        with self.changed:
-            references, _ = super().setup(split.partition("/")[0], loaded)
-            needed = {*self._open(), *self._copies}
-            return references, [each for each in loaded if "/" in each and each not in needed]
+    def copies(self) -> set[str]:
+        """As the base's: each pass has a copy of the dataset, unless workers are persistent."""
+        return {*self._open(), *self._copies}
 
-    def enter(self, me: Any, job: str) -> None:
+    def enter(self, me: Any, node: str, job: str) -> None:
         """Called by scripts first: registers the job whose end terminates this detached actor."""
         with self.changed:
-            if not self._jobs and not self._over:
+            # Until this actor is killed: the script then starts another one.
+            self.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
+            if not self._jobs:
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
             self._jobs.add(job)
+            self.training[job] = node
+        self.start_engine(me)
 
     def open(
         self,
@@ -307,6 +308,8 @@ class LoaderService(DataService):
         node: str,
         job: str,
         told: str,
+        shards: list[tuple[int, Shard, int]],
+        total: int | None,
     ) -> tuple[int, list[str]] | None:
         """Called by scripts: open a pass; returns as `state`, or None: `register` the loader first.
 
@@ -317,14 +320,13 @@ class LoaderService(DataService):
             streams: workers of an iterable dataset; 0 if map-style.
             keeps: whether the copies serve later passes, too.
             told: the file through which the script sends events to the run; empty: outside a job.
+            shards: its first work; this and `total` as in `submit`.
         """
         with self.changed:
             if not self._knows(split.partition("/")[0], loader):
                 return None
             if node == self.node:
                 self._events = told
-            # Until this actor is killed: the script then starts another one.
-            self.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
             self._job_of[key] = job
             attempt = self.attempt
             if attempt is None or attempt.over:
@@ -332,7 +334,6 @@ class LoaderService(DataService):
                 # Scripts may still be fetching these.
                 self._given_before = [each.given for each in attempt.passes.values()] if attempt else []
                 self.attempt = attempt = LoaderAttempt(number, self.shared, self._copies)
-            self.training[job] = node
             self._busy = time.monotonic()
             if keeps:
                 self._copies.setdefault(split, {})
@@ -340,7 +341,7 @@ class LoaderService(DataService):
                 for earlier in [key for key, each in attempt.passes.items() if each.plan.split == split]:
                     self.close(earlier)
             attempt.open(key, split, streams, stall_s)
-            self.has_work.notify_all()
+            attempt.submit(key, shards, total)
         self.start_engine(me)
         return self.state(key, PassProgress())
 
@@ -425,15 +426,14 @@ class LoaderService(DataService):
                 self.attempt.close(key)
             self.ready.notify_all()
 
-    def claim(self, by: Process) -> Reply:
+    def claim(self, by: Process, loaded: list[str], last: LastBlock) -> Reply:
         with self.changed:
             self.ready.notify_all()
-        return super().claim(by)
+        return super().claim(by, loaded, last)
 
-    def block_made(self, by: Process, number: int, made: Made) -> Reply:
-        with self.changed:
-            self.chain[""].take(made.report, by.node)
-        return super().block_made(by, number, made)
+    def _made(self, by: Process, number: int, made: Made) -> bool:
+        self.chain[""].take(made.report, by.node)
+        return super()._made(by, number, made)
 
 
 def service_of(group: str) -> Any:
@@ -448,7 +448,8 @@ def service_of(group: str) -> Any:
         "lifetime": "detached",
     }
     service = start_service(LoaderService, config, scaler, 64, shared)
-    service.enter.remote(service, ray.get_runtime_context().get_job_id())
+    context = ray.get_runtime_context()
+    ray.get(service.enter.remote(service, context.get_node_id(), context.get_job_id()), timeout=ENTER_S)
     return service
 
 

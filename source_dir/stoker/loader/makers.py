@@ -88,64 +88,88 @@ class ClusterMaker:
     """
 
     def __init__(self, loader: Any, pages: tuple[Any, Any]) -> None:
-        import ray
-
-        from stoker.loader.loader_service import forget
-
-        service, transport = service_of_script()
-        kept, name, key = loader.kept, loader.kept.name, secrets.token_hex(8)
-        split = name if loader.persistent_workers else f"{name}/{key}"
-        if loader._keeps:
-            kept.served_by(service)
-            split = f"{name}/{kept.token}"
-            if not kept.served:
-                finalize(loader, forget, service, split).atexit = False
-        self._service, self._key, self._stall_s = service, key, loader.stall_timeout_s
-        self._transport = transport.for_pass(self._stall_s, "stall_timeout_s")
-        self._batch_time, self.watch = kept.batch_time, PassTimer()
+        self._loader, self._key = weakref.ref(loader), secrets.token_hex(8)
+        self._stall_s = loader.stall_timeout_s
+        self._batch_time, self.watch = loader.kept.batch_time, PassTimer()
         pinned = loader.pin_memory and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pinned else None
-        iterable = isinstance(loader.dataset, IterableDataset)
-        streams = max(1, loader.num_workers) if iterable else 0
-        context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
-        node, job = context.get_node_id(), context.get_job_id()
-        about = (service, key, split, loader._id, streams, loader._keeps, self._stall_s, node, job, told)
-        setup = Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
-        try:
-            while not self._look(service.open.remote(*about)):
-                ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
-        except BaseException:
-            self.leave()  # an interrupt, for example
-            raise
+        name, iterable = loader.kept.name, isinstance(loader.dataset, IterableDataset)
+        self._setup = name, Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
         self._confirmed = False
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
         self._wanted = 0
-        self._prefetcher = Prefetcher(
+        self._prefetcher: Prefetcher[Arrival, Arrival] | None = None
+        """None until the pass is open."""
+        self._join(loader)
+
+    def _join(self, loader: Any) -> None:
+        import ray
+
+        from stoker.loader.loader_service import forget
+
+        self._job = job = service_of_script()
+        self._service, kept = job.service, loader.kept
+        self._transport = job.transport.for_pass(self._stall_s, "stall_timeout_s")
+        split = kept.name if loader.persistent_workers else f"{kept.name}/{self._key}"
+        if loader._keeps:
+            kept.served_by(job.service)
+            split = f"{kept.name}/{kept.token}"
+            if not kept.served:
+                finalize(loader, forget, job.service, split).atexit = False
+        streams = max(1, loader.num_workers) if isinstance(loader.dataset, IterableDataset) else 0
+        context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
+        whose = self._key, split, loader._id, streams, loader._keeps, self._stall_s
+        self._about = job.service, *whose, context.get_node_id(), context.get_job_id(), told
+
+    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        if self._prefetcher is None:
+            self._prefetcher = self._open(shards, total)
+            _MAKERS.add(self)
+        else:
+            self._service.submit.remote(self._key, shards, total)
+
+    def _open(self, shards: list[tuple[int, Shard, int]], total: int | None) -> Prefetcher[Arrival, Arrival]:
+        import ray
+
+        try:
+            self._begin(shards, total)
+        except ray.exceptions.RayActorError:  # the service has ended since the pass before
+            _services.clear()
+            self._join(self._loader())
+            self._begin(shards, total)
+        return Prefetcher(
             "stoker-batches",
             self._ask,
             self._fetch,
             threads=1,  # the service drops what it gave when it is asked again
             limit=LOADED + ASKED_AT_ONCE,
             loaded=LOADED,
-            wanted=0,
+            wanted=self._wanted,
             left=self.leave,
         )
-        _MAKERS.add(self)
 
-    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        self._service.submit.remote(self._key, shards, total)
+    def _begin(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        import ray
+
+        try:
+            while not self._look(self._service.open.remote(*self._about, shards, total)):
+                ray.get(self._service.register.remote(*self._setup), timeout=ANSWER_S)
+        except BaseException:
+            self.leave()  # an interrupt, for example
+            raise
 
     def want(self, place: BlockPlace) -> None:
         self._places[self._wanted] = place
         self._wanted += 1
-        self._prefetcher.want()
+        if self._prefetcher is not None:
+            self._prefetcher.want()
 
     def wait(self, deadline: float | None) -> None:
         began = time.monotonic()
         until = min(began + self._stall_s, math.inf if deadline is None else deadline)
         with suppress(LateError):
-            if self._prefetcher.wait(until - began):
+            if self._opened.wait(until - began):
                 return
         now = time.monotonic()
         if deadline is not None and now >= deadline:
@@ -155,10 +179,14 @@ class ClusterMaker:
         raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
 
     def get(self) -> Arrival:
-        return cast(Arrival, self._prefetcher.take(0.0))
+        return cast(Arrival, self._opened.take(0.0))
+
+    @property
+    def _opened(self) -> Prefetcher[Arrival, Arrival]:
+        return cast("Prefetcher[Arrival, Arrival]", self._prefetcher)  # a pass begins with work
 
     def pace(self, least: int) -> tuple[int, int]:
-        slots, batch_s = max(self._slots, 1), self._batch_time.seconds
+        slots, batch_s = max(self._job.slots, 1), self._batch_time.seconds
         least = max(least, LEAST_PER_SLOT * slots)
         if batch_s is None:
             return 1, least
@@ -171,11 +199,12 @@ class ClusterMaker:
         return first, max(least, first * slots)
 
     def close(self, join_s: float = 0.0) -> None:
-        self._prefetcher.end(join_s)
+        if self._prefetcher is not None:
+            self._prefetcher.end(join_s)
 
     @property
     def alive(self) -> bool:
-        return self._prefetcher.alive
+        return self._opened.alive
 
     def _ask(self, first: int, most: int, _: int) -> list[Arrival]:
         import ray
@@ -218,7 +247,7 @@ class ClusterMaker:
         self._figures_due = time.monotonic() + FIGURES_EVERY_S
         answer = ray.get(told, timeout=ANSWER_S)
         if answer is not None:
-            self._slots, notes = answer
+            self._job.slots, notes = answer
             for note in notes:
                 logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
         return answer is not None
@@ -238,11 +267,21 @@ def _errors_for_the_script() -> Iterator[None]:
         raise RuntimeError(f"DataLoader: {where_raised(error)}") from None
 
 
-_services: dict[tuple[str, str], tuple[Any, Transport]] = {}
+@dataclass
+class JobService:
+    """A script's LoaderService and the transport of its blocks, kept from pass to pass."""
+
+    service: Any
+    transport: Transport
+    slots: int = 0
+    """How many chain workers it had when it last told."""
 
 
-def service_of_script() -> tuple[Any, Transport]:
-    """Script, connected: the job's LoaderService and the transport of its blocks, kept from pass to pass."""
+_services: dict[tuple[str, str], JobService] = {}
+
+
+def service_of_script() -> JobService:
+    """Script, connected."""
     import ray
 
     from stoker.loader.loader_service import service_of
@@ -251,15 +290,14 @@ def service_of_script() -> tuple[Any, Transport]:
     if here not in _services:
         refuse_old_ray()
         _services.clear()
-        service = service_of(here[1])
+        try:
+            service = service_of(here[1])
+        except ray.exceptions.RayActorError:  # it was ending with its last script
+            service = service_of(here[1])
         # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
         # torch's pinned memory tracks such copies.
-        _services[here] = service, block_transport(service, pinned=False, timeout_s=600.0)
+        _services[here] = JobService(service, block_transport(service, pinned=False, timeout_s=600.0))
     return _services[here]
-
-
-def drop_service() -> None:
-    _services.clear()
 
 
 _MAKERS: weakref.WeakSet[ClusterMaker] = weakref.WeakSet()
@@ -274,7 +312,7 @@ def end_passes() -> None:
     deadline = time.monotonic() + END_S
     for maker in running:
         maker.close(max(deadline - time.monotonic(), 0))
-    drop_service()
+    _services.clear()
 
 
 @functools.cache

@@ -65,8 +65,10 @@ def repeat(said: Said) -> None:
             getattr(sys, name).write(text)
 
 
+_known: set[str] = set()
+"""Names of all modules that were seen."""
 _specs: dict[str, Any] = {}
-"""The specification of each module; loading one again makes a new one."""
+"""The specification of each own module; loading one again makes a new one."""
 _times: dict[str, int] = {}
 _done: dict[str, int] = {}
 """How often it has loaded modules again."""
@@ -75,17 +77,21 @@ _done: dict[str, int] = {}
 def reloaded() -> dict[str, int]:
     """How often each of its own modules was loaded again since its first loader."""
     libraries = (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2] / "stoker"))
-    for name, module in list(sys.modules.items()):
-        spec, before = getattr(module, "__dict__", _specs).get("__spec__"), _specs.get(name)
-        if before is spec:
-            continue
-        _specs[name] = spec
-        if before is None:
-            continue
+    for name in sys.modules.keys() - _known:
+        _known.add(name)
+        spec = _spec(name)
         origin = str(getattr(spec, "origin", None))
         if origin.endswith(".py") and not origin.startswith(libraries):
-            _times[name] = _times.get(name, 0) + 1
+            _specs[name] = spec
+    for name, before in _specs.items():
+        spec = _spec(name)
+        if spec is not before and spec is not None:
+            _specs[name], _times[name] = spec, _times.get(name, 0) + 1
     return dict(_times)
+
+
+def _spec(name: str) -> Any:
+    return getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
 
 
 def reload(times: dict[str, int]) -> None:

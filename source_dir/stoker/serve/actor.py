@@ -35,6 +35,7 @@ class Coordinator(DataService):
         super().__init__(chain=chain, cache=passes.cache, **service)
         self.passes, self.totals, self.plan = passes, totals, plan
         self.by_row = not passes.has_shards("train")
+        self.executes_datasets = not all(map(passes.has_shards, totals))
         self.trainings = -1
         self.stop_reason = ""
         self.last_checkpoint = ""

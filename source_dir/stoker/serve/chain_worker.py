@@ -17,10 +17,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import FlakyReadError, OverError, root_cause
-from stoker.protocol import BlockReport, Claim, Made, Process, Reply, Work
+from stoker.protocol import BlockReport, Claim, Made, Process, Reply, SplitSetup, Work
+from stoker.ray_compat import look_at_tasks_every
 from stoker.read.sources import IndexedSource, Source
 from stoker.serve.blocks.folder import here
 from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, open_split
@@ -28,6 +29,8 @@ from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, open_
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
 
+LastBlock = tuple[int, Made] | None
+"""The last block of a claim, with the claim's number, until it is reported."""
 ANSWER_S = 120.0
 MADE = ("rows", "bytes", "wall_s")
 MOST_LOADED = 8
@@ -56,37 +59,38 @@ class ChainWorker:
         began = time.process_time()
         try:
             self._ask("begin_lease", self._me, ray.get_runtime_context().current_actor)
-            while (reply := self._next()).go_on:
-                if reply.claim is not None:
-                    self._work(reply.claim)
-                elif reply.wait_s:
-                    time.sleep(reply.wait_s)
+            last = None
+            while (reply := self._next(last)).go_on:
+                last = self._work(reply, reply.claim) if reply.claim is not None else None
+                time.sleep(reply.wait_s)
         except (OverError, ray.exceptions.RayActorError):
             pass  # the run is over
         made, self._made = self._made, dict.fromkeys(MADE, 0.0)
         return pa.Table.from_pylist([{"tasks": 1, "cpu_s": time.process_time() - began, **made}])
 
-    def _next(self) -> Reply:
-        reply: Reply = self._ask("claim", self._me)
+    def _next(self, last: LastBlock) -> Reply:
+        reply: Reply = self._ask("claim", self._me, list(self._loaded), last)
         self._folder.recycle(reply.unused)
         return reply
 
-    def _work(self, claim: Claim) -> None:
+    def _work(self, reply: Reply, claim: Claim) -> LastBlock:
         import ray
 
         try:
             time.sleep(claim.wait_s)
-            self._make(claim)
+            return self._make(reply, claim)
         except (OverError, ray.exceptions.RayActorError):
             raise
         except Exception as error:
             if isinstance(root_cause(error), ray.exceptions.RayActorError):
                 raise root_cause(error) from error
             self._ask("item_failed", self._me, claim.number, failure_of(error))
+        return None
 
-    def _make(self, claim: Claim) -> None:
-        split, care = claim.plan.split, claim.care
-        loaded = self._loaded.pop(split, None) or self._load(split)
+    def _make(self, reply: Reply, claim: Claim) -> LastBlock:
+        """Report all blocks but the last one, which is reported with the next claim."""
+        split, care, last = claim.plan.split, claim.care, None
+        loaded = self._loaded.pop(split, None) or self._load(cast(SplitSetup, reply.setup))
         self._loaded[split] = loaded
         for oldest in list(self._loaded)[:-MOST_LOADED]:
             del self._loaded[oldest]
@@ -104,10 +108,14 @@ class ChainWorker:
                     self._prepare(loaded.source, claim.work[number:])
                 if not care.last_try and (passing := [bad for bad in report.bad if bad.passing]):
                     raise FlakyReadError(f"record {passing[0].key} {passing[0].reason}")
-                if not self._report(claim, columns, report, loaded):
+                made = self._written(columns, report, loaded)
+                if report.last and number == len(claim.work):
+                    last = claim.number, made  # what follows it may still fail
+                elif not self._report(claim, made):
                     if getattr(loaded.source, "stays", False):
                         self._streams[split, work.number] = claim.plan.seed, report.nth + 1, blocks
-                    return
+                    return None
+        return last
 
     def _blocks(self, loaded: LoadedSplit, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
         if work.stop is None:
@@ -120,15 +128,15 @@ class ChainWorker:
             loaded = loaded._replace(source=loaded.source.apart())
         return blocks_of(loaded, claim.plan, work, guard)
 
-    def _report(
-        self, claim: Claim, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit
-    ) -> bool:
+    def _written(self, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit) -> Made:
         file = self._folder.write(columns) if columns else ""
-        made = Made(report, file, loaded.cache.usage if loaded.cache else None)
-        reply: Reply = self._ask("block_made", self._me, claim.number, made)
-        self._folder.recycle(reply.unused)
         for name, more in zip(MADE, (report.records, report.bytes_out, report.seconds), strict=True):
             self._made[name] += more
+        return Made(report, file, loaded.cache.usage if loaded.cache else None)
+
+    def _report(self, claim: Claim, made: Made) -> bool:
+        reply: Reply = self._ask("block_made", self._me, claim.number, made)
+        self._folder.recycle(reply.unused)
         return reply.go_on
 
     def _prepare(self, source: Source, left: list[Work]) -> None:
@@ -137,13 +145,11 @@ class ChainWorker:
             with contextlib.suppress(OSError):  # reading it will raise the same again
                 source.prepare(shard)
 
-    def _load(self, split: str) -> LoadedSplit:
-        known = {*self._loaded, *(of for of, _ in self._streams)}
-        references, over = self._ask("setup", split, sorted(known))
-        for each in over:
-            self._loaded.pop(each, None)
-        self._streams = {place: rest for place, rest in self._streams.items() if place[0] not in over}
-        loaded = open_split(*references)
+    def _load(self, setup: SplitSetup) -> LoadedSplit:
+        for over in {*self._loaded, *(of for of, _ in self._streams)} - setup.needed:
+            self._loaded.pop(over, None)
+        self._streams = {place: rest for place, rest in self._streams.items() if place[0] in setup.needed}
+        loaded = open_split(setup.reference)
         if share := getattr(loaded.source, "share", None):
             share(self._folder)
         return loaded
@@ -160,6 +166,8 @@ class ChainWorker:
 CPUS = 0.5
 """CPUs that a chain worker requests from Ray. Less than 1, so that a host can also take the workers of a lost
 host until their leases are ended; `Pool` decides how many run."""
+STARTING_LOOK_S, WORKING_LOOK_S = 0.1, 1.0
+"""How often Ray Data looks at the leases while workers start, which it gives them one by one, and later."""
 START_S = 180.0
 """Workers that have not reported after this time are started again."""
 TEXTS = 20
@@ -184,18 +192,21 @@ class Leases:
                     starting[node] -= 1
                     return
 
-    def look(self) -> None:
+    def look(self, alone: bool) -> None:
+        """Start the workers that are missing; `alone`: no other dataset is executed in this process."""
         now = time.monotonic()
         with self._lock:
             self._starting = [
                 each for each in self._starting if now - each[0] < START_S and each[1].total() > 0
             ]
             starting = sum((nodes for _, nodes in self._starting), Counter[str]())
-            places = self._pool.missing(starting)
-            if not places:
-                return
-            begun = now, Counter(places)
-            self._starting.append(begun)
+            begun = now, Counter(places := self._pool.missing(starting))
+            if places:
+                self._starting.append(begun)
+        patient = alone and not (starting or places)
+        look_at_tasks_every(WORKING_LOOK_S if patient else STARTING_LOOK_S)
+        if not places:
+            return
         thread = threading.Thread(target=self._execute, args=(begun, places), name="leases", daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()

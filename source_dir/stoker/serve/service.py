@@ -21,13 +21,13 @@ from stoker.config.schema import Config
 from stoker.errors import DataError, explain
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.hosts.topology import NODE_LABEL
-from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard
+from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard, SplitSetup
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.blocks.agents import Agents
 from stoker.serve.blocks.client import Transport
-from stoker.serve.chain_worker import Leases
+from stoker.serve.chain_worker import LastBlock, Leases
 from stoker.serve.items import ReadyBlock
 from stoker.serve.passes import Attempt, Shared
 from stoker.serve.planner import Planner
@@ -66,6 +66,8 @@ class DataService(ABC):
     """
 
     attempt: Attempt | None
+    executes_datasets = False
+    """Whether recipes' own datasets are executed in this process."""
 
     def __init__(
         self,
@@ -115,7 +117,8 @@ class DataService(ABC):
             self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
-        self._look_now.set()
+        if not self.pool.slots:  # chain workers are to start, now
+            self._look_now.set()
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()
 
@@ -155,10 +158,13 @@ class DataService(ABC):
             if new and self.leases is not None:
                 self.leases.entered(by.node)
 
-    def claim(self, by: Process) -> Reply:
+    def claim(self, by: Process, loaded: list[str], last: LastBlock) -> Reply:
+        """Chain worker's call: what to make, given the splits that it has open and the last block it made."""
         deadline = time.monotonic() + CLAIM_WAIT_S
         with self.changed, self._ends_the_attempt():
             self._seen(by)
+            if last is not None:
+                self._made(by, *last)
             while not (self.over or by.worker not in self.workers or by.worker in self.pool.leaving):
                 planner = self._planner()
                 if planner is not None:
@@ -167,7 +173,8 @@ class DataService(ABC):
                 many = self._waiting >= self.most_waiting
                 if claim is not None or many or time.monotonic() >= deadline:
                     wait_s = LATER_S if many and claim is None else 0.0
-                    return Reply(claim, unused=self.holdings.unused(by.node), wait_s=wait_s)
+                    setup = self._setup(claim.plan.split, loaded) if claim is not None else None
+                    return Reply(claim, setup, unused=self.holdings.unused(by.node), wait_s=wait_s)
                 self._wait_for_work()
             if (planner := self._planner()) is not None:
                 planner.ended(by)
@@ -192,21 +199,29 @@ class DataService(ABC):
             planner = self._planner()
             return planner.upcoming(by) if planner else None
 
-    def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Chain worker's call: a reference of a split's Setup, and which loaded splits it may drop."""
-        return [self.setups[split]], []
+    def _setup(self, split: str, loaded: list[str]) -> SplitSetup | None:
+        if split in loaded:
+            return None
+        return SplitSetup(self.setups[split.partition("/")[0]], frozenset(self.setups) | self.copies())
+
+    def copies(self) -> set[str]:
+        """Splits that share the Setup of the name before their slash, but are opened anew."""
+        return set()
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
-        go_on = False
+        """Chain worker's call: a block that others follow."""
         with self.changed:
             self._seen(by)
+            go_on = False
             with self._ends_the_attempt():
-                planner = self._planner()
-                if planner is not None:
-                    go_on = planner.reported(by, number, made)
-                else:
-                    self.holdings.discard(by.node, made.file)
+                go_on = self._made(by, number, made)
             return Reply(go_on=go_on, unused=self.holdings.unused(by.node))
+
+    def _made(self, by: Process, number: int, made: Made) -> bool:
+        if (planner := self._planner()) is not None:
+            return planner.reported(by, number, made)
+        self.holdings.discard(by.node, made.file)
+        return False
 
     def item_failed(self, by: Process, number: int, failure: Failure) -> None:
         with self.changed, self._ends_the_attempt():
@@ -257,7 +272,7 @@ class DataService(ABC):
                 hung = self._look_once(ray.nodes(), time.monotonic())
                 self.elastic.send(time.monotonic())
                 if not self.over:
-                    leases.look()
+                    leases.look(not self.executes_datasets)
                 for handle in hung:
                     ray.kill(handle, no_restart=False)  # Ray starts another process, which goes on
             self._look_now.wait(LOOK_EVERY_S)
