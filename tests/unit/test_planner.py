@@ -381,3 +381,18 @@ def test_a_process_that_is_started_again_goes_on_with_what_it_had_not_delivered(
     assert again.ask() and again.todo == left
     assert not first.step(), "what the process that died has sent comes too late"
     assert head.delivered == [(0, 0)]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_process_that_works_on_for_a_pass_given_up_is_ended_unless_it_has_copies_of_a_dataset(
+    bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Head([5], "any", hosts=1, budget=10_000)
+    worker = Worker(head, "h0")
+    look(head)
+    assert worker.ask()
+    monkeypatch.setattr(head.attempt, "bound", lambda: {worker.me.worker} if bound else set())
+    with head.attempt.changed:
+        head.planner.abandon(head.planner.active[worker.me.worker].pass_)
+        assert head.planner.look(time.monotonic()) == []
+        assert head.planner.look(time.monotonic() + 60) == ([] if bound else [worker.me.worker])

@@ -75,7 +75,9 @@ class Planner:
         overdue, hung = self.recovery.overdue(self.active, self.again, now)
         for worker in overdue:
             self._take_back(worker, 0.0)
-        late = [worker for worker, due in self._abandoned.items() if now > due]
+        # Those that have copies of a dataset end only if its next pass waits too long.
+        due = [worker for worker, at in self._abandoned.items() if now > at]
+        late = [worker for worker in due if worker not in self.pool.bound]
         for worker in late:
             del self._abandoned[worker]
         return hung + late
@@ -83,14 +85,8 @@ class Planner:
     def claim(self, by: Process) -> Claim | None:
         """Work for a chain worker that has none, or none any more; None: there is none now."""
         self._abandoned.pop(by.worker, None)
-        before = self.active.get(by.worker)
-        if before is not None and before.by.token == by.token:
-            self._done(by.worker)
-        elif before is not None:
-            before.died = before.node == by.node  # otherwise its host was lost, and Ray has restarted it here
-            if not before.died:
-                self.attempt.repeats(before.pass_.plan.split, before.name)
-            self._take_back(by.worker, 0.0)
+        self.ended(by)
+        self.begins(by)
         item = self._next(by)
         return None if item is None else self._given(item, by)
 
@@ -282,8 +278,21 @@ class Planner:
             self.attempt.deliver(pass_, block)
 
     def ended(self, by: Process) -> None:
-        if by.worker in self.active:
+        """A process asks for more, or leaves: it has made what it had."""
+        item = self.active.get(by.worker)
+        if item is not None and item.by.token == by.token:
             self._done(by.worker)
+
+    def begins(self, by: Process) -> None:
+        """A process works on nothing yet: what its worker still has was broken off, and is made again."""
+        item = self.active.get(by.worker)
+        if item is None:
+            return
+        # On another host: that of before was lost, and Ray has restarted it here.
+        item.died = item.by.token != by.token and item.node == by.node
+        if not item.died:
+            self.attempt.repeats(item.pass_.plan.split, item.name)
+        self._take_back(by.worker, 0.0)
 
     def _done(self, worker: str) -> None:
         item = self.active.pop(worker)

@@ -152,11 +152,14 @@ class DataService(ABC):
         return NOT_NEEDED
 
     def begin_lease(self, by: Process, handle: Any) -> None:
-        with self.changed:
+        """Chain worker's call: from now on, its process is this one."""
+        with self.changed, self._ends_the_attempt():
             new = by.worker not in self.workers
             self.workers[by.worker] = ChainProcess(by, handle, time.monotonic())
             if new and self.leases is not None:
                 self.leases.entered(by.node)
+            if (planner := self._planner()) is not None:
+                planner.begins(by)
 
     def claim(self, by: Process, loaded: list[str], last: LastBlock) -> Reply:
         """Chain worker's call: what to make, given the splits that it has open and the last block it made."""
@@ -165,7 +168,7 @@ class DataService(ABC):
             self._seen(by)
             if last is not None:
                 self._made(by, *last)
-            while not (self.over or by.worker not in self.workers or by.worker in self.pool.leaving):
+            while self._knows_process(by) and not (self.over or by.worker in self.pool.leaving):
                 planner = self._planner()
                 if planner is not None:
                     planner.advance()
@@ -178,7 +181,8 @@ class DataService(ABC):
                 self._wait_for_work()
             if (planner := self._planner()) is not None:
                 planner.ended(by)
-            self.workers.pop(by.worker, None)
+            if self._knows_process(by):
+                del self.workers[by.worker]
             return Reply(go_on=False)
         return Reply(wait_s=LATER_S)
 
@@ -190,8 +194,13 @@ class DataService(ABC):
             self._waiting -= 1
 
     def _seen(self, by: Process) -> None:
-        if (known := self.workers.get(by.worker)) is not None:
-            self.workers[by.worker] = known._replace(by=by, seen=time.monotonic())
+        if self._knows_process(by):
+            self.workers[by.worker] = self.workers[by.worker]._replace(seen=time.monotonic())
+
+    def _knows_process(self, by: Process) -> bool:
+        """Whether a chain worker's process is its present one: calls of one that has died arrive late."""
+        known = self.workers.get(by.worker)
+        return known is not None and known.by.token == by.token
 
     def upcoming(self, by: Process) -> Shard | None:
         """Chain worker's call: the shard to prepare while its last one is in use."""

@@ -155,7 +155,8 @@ class Prefetcher(Generic[Given, Item]):
                     return self._given.popleft()
                 self._asking = True
                 first, fetched = self._asked, min([self._asked, *self._fetching])
-                most = min(ASKED_AT_ONCE, self._room(), self._wanted - first)
+                # At least one: the limit may have fallen since it was looked at.
+                most = max(1, min(ASKED_AT_ONCE, self._room(), self._wanted - first))
             self._ask(first, most, fetched)
 
     def _may_fetch(self) -> bool:
