@@ -188,7 +188,9 @@ def open_rank_store() -> dict[str, str]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
-    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    # PyTorch 2.6 cannot give a listening socket to its libuv backend.
+    given = {"master_listen_fd": listener.detach(), "use_libuv": False}
+    options = {"is_master": True, "wait_for_workers": False, **given}
     _stores[:] = [dist.TCPStore(address, port, **options)]
     # PyTorch opens no store of its own at the address of one of torchrun's agent.
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
