@@ -10,7 +10,7 @@ from rows import Counting
 
 from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.train.stopping import EarlyStopping, check_monitors
+from stoker.train.stopping import EarlyStopping, check_monitors, mode_of
 
 
 def stopping_at(**limits: object) -> EarlyStopping:
@@ -112,3 +112,17 @@ def test_the_best_value_is_told_also_if_it_improved_by_less_than_min_delta() -> 
     for value in (0.5, 0.45, 0.48):
         stopping.update({"val/loss": value})
     assert stopping.reason.endswith("best 0.45")
+
+
+LESS = (
+    "loss bce_loss valloss mae val_mae rmse smape rmsle ece ece_15 lpips hd95 fpr hamming wer TotalVariation"
+)
+MORE = "acc1 maestro_acc f1/maestro tpr_at_fpr hamming_score iou/tv l1_acc sam_iou recall auroc psnr"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())],
+)
+def test_the_name_of_a_metric_tells_whether_less_is_better(name: str, mode: str) -> None:
+    assert mode_of(f"val/{name}", "auto") == mode

@@ -20,17 +20,49 @@ STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_devic
 copying the batch to the device; and training."""
 
 
-LOSSES = ("loss", "error", "mae", "mse", "mape", "perplexity", "distance", "divergence", "entropy")
-RATES = {"wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "brier"}
-"""Words of a metric's name of which less is better: parts of it, and whole ones."""
+LOSSES = ("loss", "error", "perplexity", "distance", "divergence", "entropy")
+"""Parts of a metric's name of which less is better."""
+ERRORS = ("mae", "mse", "mape", "msle")
+"""Ends of words, as in rmse and smape."""
+RATES = {
+    *(
+        "wer",
+        "cer",
+        "mer",
+        "eer",
+        "ppl",
+        "nll",
+        "fid",
+        "kid",
+        "brier",
+        "ece",
+        "crps",
+        "lpips",
+        "epe",
+        "ergas",
+    ),
+    *("hausdorff", "chamfer", "niqe", "brisque", "fvd", "logcosh"),
+}
+"""Words."""
+LESSER = {
+    *("fpr", "fpr95", "fnr", "hd95", "hamming", "huber", "l1", "l2", "sam", "ter", "tv", "totalvariation"),
+    *("continuousrankedprobabilityscore", "learnedperceptualimagepatchsimilarity", "spatialdistortionindex"),
+    *("deepimagestructureandtexturesimilarity", "spectralanglemapper", "translationeditrate", "wordinfolost"),
+}
+"""Whole names, whose words alone may mean something else."""
 
 
 def less_is_better(metric: str) -> bool:
     """Whether a metric is a loss or an error, by its conventional name."""
-    name = metric.lower()
     # Below a metric's own name may stand a class, such as in val/acc/maestro: whole words count there.
-    own, words = "/".join(name.split("/")[:2]), {*re.split(r"[^a-z]+", name)}
-    return any(word in own for word in LOSSES) or not words.isdisjoint({*LOSSES, *RATES, "rmse"})
+    name = metric.lower()
+    own, words = "/".join(name.split("/")[:2]), re.split(r"[^a-z]+", name)
+    return (
+        any(word in own for word in LOSSES)
+        or not {*LOSSES, *RATES}.isdisjoint(words)
+        or any(word.endswith(ERRORS) for word in words)
+        or re.sub(r"[^a-z0-9]", "", own.rpartition("/")[2]) in LESSER
+    )
 
 
 class SummaryPart(BaseModel):
