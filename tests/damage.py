@@ -42,10 +42,16 @@ def records(root: Path | str, split: str = "train") -> list[Any]:
     return read_all(read_any(str(root), split))
 
 
-def read_all(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
-    """All records of a source, as a run reads them: checked first, then shard by shard, by what is sent."""
+def checked(source: Source | None) -> Source:
+    """As a run opens it."""
     assert source is not None
     source.check()
+    return source
+
+
+def read_all(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
+    """All records of a source, as a run reads them: checked first, then shard by shard, by what is sent."""
+    source = checked(source)
     reader = cloudpickle.loads(cloudpickle.dumps(source.for_workers()))
     found: list[Any] = []
     for shard in source.shards(records, None if seed is None else np.random.default_rng(seed)):

@@ -8,24 +8,15 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import requests
 from playwright.sync_api import sync_playwright
 
+from tests.waiting import until
+
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = str(ROOT / "launcher/submit.py")
-
-
-def wait_for(what: str, found: Callable[[], str], timeout_s: float = 240) -> str:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if text := found():
-            return text
-        time.sleep(0.5)
-    raise AssertionError(f"no {what} within {timeout_s:.0f} s")
 
 
 def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path: Path) -> None:
@@ -48,7 +39,7 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
     with screen.open("w") as output:
         job = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
     try:
-        said = wait_for("dashboard", lambda: "".join(re.findall("dashboard: .*\n", screen.read_text())))
+        said = until(lambda: "".join(re.findall("dashboard: .*\n", screen.read_text())), 240)
         address, file = said.split()[1], said.split()[-1]
         assert address.startswith("http://127.0.0.1:")
         token = Path(file).read_text().strip()
@@ -57,7 +48,7 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
         nodes_shown(address, token)
 
         # At first there is a stock, of what was made while the training started.
-        told = wait_for("verdict", lambda: "".join(re.findall(r"(?s).*input-bound: [5-9]\d %.*", status())))
+        told = until(lambda: "".join(re.findall(r"(?s).*input-bound: [5-9]\d %.*", status())), 240)
         assert job.poll() is None and told.startswith("running")
         # The CPUs of this machine may be busy with something else.
         assert re.search("for the storage that it reads|this host's CPUs are the bottleneck", told), told

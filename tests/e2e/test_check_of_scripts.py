@@ -7,14 +7,16 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from commands import ROOT, submit
+
+from tests.waiting import until
 
 STEP_S = 0.1
 """Of every step, waiting and training together, where nothing else takes the CPUs."""
@@ -285,13 +287,13 @@ for batch in DataLoader(Rows(), 4, num_workers=1):
         ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was killed by SIGKILL"),
         ("def broken(:\n", 1, "SyntaxError"),
         ("print('no torch')\n", 2, "no torch DataLoader was iterated"),
-        ("import time\ntime.sleep(600)\n", 1, "error: train.py: no result within --timeout 20 s"),
+        ("import time\ntime.sleep(600)\n", 1, "error: train.py: no result within --timeout 5 s"),
         (FAILS, 1, "error: train.py: the script failed before 20 steps were measured: ValueError"),
     ],
 )
 def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, code: int, said: str) -> None:
     (tmp_path / "train.py").write_text(script)
-    limit = ("--timeout", "20") if "sleep" in script else ()
+    limit = ("--timeout", "5") if "sleep" in script else ()
     done = submit("check", "train.py", "--steps", "20", *limit, cwd=tmp_path)
     assert done.returncode == code and done.stdout == ""
     assert said in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
@@ -313,10 +315,8 @@ def test_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
     script = KNOWN.replace("def main():", "def main():\n    print('begins', flush=True)")
     given = ("--step", "1", "--workers", "2", "--part", "rows:0.5")
     process = started(tmp_path, script, *given)
-    deadline = time.monotonic() + 240
-    while len(below := psutil.Process(process.pid).children(recursive=True)) < 3:
-        assert time.monotonic() < deadline, "the loader's workers did not start"
-        time.sleep(0.05)
+    children = partial(psutil.Process(process.pid).children, recursive=True)
+    below = until(lambda: len(found := children()) >= 3 and found, 240)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=180)
     assert process.returncode == 130

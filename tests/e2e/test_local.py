@@ -6,14 +6,12 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from commands import DIGITS, ROOT, Demo, submit
+from commands import DIGITS, ROOT, Demo, shown_until, submit, typed
 from pyarrow import parquet
 
 from tests.summaries import EVERYWHERE, fields
@@ -105,24 +103,9 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
         "name: prices\nrecipe: prices:Prices\nparams: {data: rows}\n"
         "train: {epochs: 5000, batch_size: 50, lr: 0.1}\n"
     )
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", "my_project"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A shell that runs the tests in the background has them ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = typed("job.yaml", "--source-dir", "my_project", cwd=tmp_path)
     try:
-        assert process.stdout is not None
-        shown = ""
-        for line in process.stdout:
-            shown += line
-            if "epoch 20/5000 done" in line:
-                break
+        shown = shown_until(process, "epoch 20/5000 done")
         process.send_signal(signal.SIGINT)  # as an IDE does; a terminal sends it to the job, too
         rest, _ = process.communicate(timeout=300)
     finally:
@@ -130,7 +113,8 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
     assert process.returncode == 130, shown + rest
     assert "stopped: Ctrl-C" in rest
     run = (tmp_path / "runs/latest").readlink()
-    continued = f"continue: {shlex.join(['python', *command[1:]])} --resume {tmp_path}/runs/{run}"
+    command = ["python", str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", "my_project"]
+    continued = f"continue: {shlex.join(command)} --resume {tmp_path}/runs/{run}"
     assert continued.replace(f"{tmp_path}/", "") in rest
     assert "Traceback" not in rest
     found = summary(tmp_path)
@@ -164,18 +148,8 @@ def test_ctrl_c_while_data_are_opened_before_ray_is_there(tmp_path: Path) -> Non
     (tmp_path / "own.yaml").write_text("recipe: reads:Slow\n")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "reads.py").write_text(SLOW)
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "own.yaml", "--source-dir", "own"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout is not None
-    assert any("reading" in line for line in process.stdout)
+    process = typed("own.yaml", "--source-dir", "own", cwd=tmp_path)
+    assert "reading" in shown_until(process, "reading")
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=180)
     assert (process.returncode, "Traceback" in said) == (130, False), said

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from commands import ROOT, submit
+from commands import shown_until, submit, typed
 
 TRAIN = """
 import argparse
@@ -81,20 +79,9 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     (tmp_path / "project" / "helper.py").write_text("def double(x): return 2 * x\n")
     (tmp_path / "data.txt").write_text("as typed")
     words = ["project/train.py", "train.workers=2", "--", "--lr", "0.5", "--data", "data.txt"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "launcher/submit.py"), *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    shown = ""
+    process = typed(*words, cwd=tmp_path)
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            shown += line
-            if "waiting" in line:
-                break
+        shown = shown_until(process, "waiting")
         process.send_signal(signal.SIGTERM)
         shown += process.communicate(timeout=300)[0]
     finally:

@@ -149,6 +149,7 @@ def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
     body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
+        assert tar.getmember(".ray-token").mode & 0o777 == 0o600
         tar.extractall(folder / "code", filter="data")
     return folder / "code", channels(described, folder / "script-mode")
 

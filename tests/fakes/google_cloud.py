@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from answers import Answer, answering
+
 BUCKET = "stoker-test"
 
 
@@ -97,37 +99,15 @@ class JobService:
 def job_service() -> Iterator[tuple[JobService, dict[str, str]]]:
     service = JobService()
 
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length) or b"{}")
-            status, content = service.answer(self.command, self.path, body)
-            text = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def answer(request: BaseHTTPRequestHandler) -> Answer:
+        length = int(request.headers.get("Content-Length") or 0)
+        body = json.loads(request.rfile.read(length) or b"{}")
+        status, content = service.answer(request.command, request.path, body)
+        return status, "application/json", json.dumps(content).encode()
 
-        do_GET = do_POST = handle_any  # noqa: N815 - the base class's names
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield (
-            service,
-            {
-                "CLOUDSDK_API_ENDPOINT_OVERRIDES_AIPLATFORM": address,
-                "CLOUDSDK_API_ENDPOINT_OVERRIDES_LOGGING": address,
-            },
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answering(answer) as address:
+        names = ("AIPLATFORM", "LOGGING")
+        yield service, {f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{name}": address for name in names}
 
 
 if __name__ == "__main__":

@@ -71,26 +71,24 @@ def until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 def placement() -> dict[str, Any]:
     """Blocks by host while enough is ready, and while training always waits for data."""
-    idle = Train(job({"records": 20_000, "ms": 5}))
+    train = Train(job({"records": 60_000, "ms": 10}, batch=100))
     # Until eight steps are ready everybody works, and a task holds several shards.
-    until(lambda: sum(made_by(idle).values()) > 80 and {"cpu-1", "cpu-2"} <= made_by(idle).keys())
-    before = Counter(made_by(idle))
-    until(lambda: (Counter(made_by(idle)) - before).total() > 120)
-    enough = Counter(made_by(idle)) - before
-    idle.close()
-    hungry = Train(job({"records": 60_000, "ms": 20}, batch=400))
-    steps, ids = hungry.steps("train", 0), list[int]()
+    until(lambda: sum(made_by(train).values()) > 240 and {"cpu-1", "cpu-2"} <= made_by(train).keys())
+    before = Counter(made_by(train))
+    until(lambda: (Counter(made_by(train)) - before).total() > 120)
+    enough = Counter(made_by(train)) - before
+    steps, ids, helped = train.steps("train", 0), list[int](), made_by(train).get("gpu-0", 0)
 
     def made() -> Counter[str]:
         ids.extend(next(steps))
-        return Counter(made_by(hungry))
+        return Counter(made_by(train))
 
     # The host that trains has been asked to help.
-    until(lambda: made()["gpu-0"])
+    until(lambda: made()["gpu-0"] > helped)
     before = made()
     until(lambda: (made() - before).total() > 150)
     found = {"enough": enough, "hungry": made() - before, "each_once": len(ids) == len(set(ids))}
-    hungry.close()
+    train.close()
     return found
 
 
@@ -224,29 +222,29 @@ def made_on_the_head() -> dict[str, Any]:
     """All blocks are made on the head, and another host trains, over sockets and over Ray."""
     import ray
 
-    found, whole = dict[str, Any](), sorted(record_id(str(i)) for i in range(200))
-    for transport in ("direct", "ray"):
-        config = job(
-            {"records": 200, "ms": 1}, preprocess_on=["gpu"], transport=transport, stall_timeout_s=60
-        )
-        train = Train(config)
-        trainer = ray.remote(num_cpus=0, label_selector={HOST: "cpu-1"})(all_ids)
-        ids = ray.get(trainer.remote(train.coordinator, config), timeout=180)
-        found[transport] = sorted(ids) == whole
-        train.close()
-    return found
+    configs = [
+        job({"records": 200, "ms": 1}, preprocess_on=["gpu"], transport=transport, stall_timeout_s=60)
+        for transport in ("direct", "ray")
+    ]
+    train = Train(configs[0])
+    trainer = ray.remote(num_cpus=0, label_selector={HOST: "cpu-1"})(all_ids)
+    ids = ray.get(trainer.remote(train.coordinator, configs), timeout=180)
+    train.close()
+    return {"whole": sorted(ids) == sorted(record_id(str(i)) for i in range(200))}
 
 
-def all_ids(coordinator: Any, config: Config) -> list[int]:
+def all_ids(coordinator: Any, configs: list[Config]) -> list[int]:
+    """Of steps that come over one transport and the other, by turns."""
     import ray
     import torch
 
     from stoker.protocol import ID_COLUMN
     from stoker.serve.blocks.client import open_transport
 
-    transport = open_transport(coordinator, config.data, torch.device("cpu"))
+    transports = [open_transport(coordinator, config.data, torch.device("cpu")) for config in configs]
     ids: list[int] = []
     for step in range(20):
+        transport = transports[step % 2]
         answer = ray.get(coordinator.ahead.remote(0, "train", 0, 0, step, 1, step), timeout=60)
         if isinstance(answer, str):
             raise DataError(answer)
@@ -274,17 +272,17 @@ def cached() -> dict[str, Any]:
 
 
 def drained(nodes: RayNodes) -> dict[str, Any]:
-    """The cluster announces that it takes a host away, and later does, which holds blocks that are needed."""
+    """A host joins a running job, and is announced to be taken away, and later is: it holds needed blocks."""
     import ray
 
-    number = nodes.start("spot")
-    name = f"spot-{number}"
-    (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
     # A quarter of the stores takes a quarter of the records, so work is left for a host that starts slowly.
     params = {"records": DRAINED_RECORDS, "ms": 10, "kb": 96}
     config = job(params, batch=20, block=20, preprocess_on=["cpu", "spot"])
-    chain_workers_on(nodes, node)  # imports what asks
     train = Train(config)
+    number = nodes.start("spot")  # late
+    name = f"spot-{number}"
+    (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
+    chain_workers_on(nodes, node)  # imports what asks
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
 
     def step_until(true: Callable[[], Any]) -> bool:
@@ -373,27 +371,16 @@ def chain_workers_on(nodes: RayNodes, node: str) -> list[Any]:
     return [actor for actor in alive if "MapWorker" in actor.class_name]
 
 
-def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
-    """A fourth host joins a running job; another job may preprocess only there, and it leaves."""
+def lost_alone(nodes: RayNodes) -> dict[str, Any]:
+    """A job may preprocess only on one host, and it leaves."""
     import ray
 
-    # More than can be read before the host is there, however slow it starts.
-    train = Train(job({"records": 60_000, "ms": 20}, batch=400))
-    steps = train.steps("train", 0)
-    next(steps)
     number = nodes.start("extra")
-
-    def used() -> bool:
-        next(steps)
-        return f"extra-{number}" in made_by(train)
-
-    found: dict[str, Any] = {"late": bool(until(used))}
-    train.close()
     alone = Train(job({"records": 10_000, "ms": 20}, batch=40, preprocess_on=["extra"], stall_timeout_s=6))
     steps = alone.steps("train", 0)
     for _ in range(4):
         next(steps)
-    found["alone"] = made_by(alone)
+    found: dict[str, Any] = {"alone": made_by(alone)}
     nodes.lose(number)
     try:
         for _ in steps:
@@ -419,7 +406,7 @@ def main() -> None:
         "cached": cached,
         "drained": lambda: drained(nodes),
         "lost_while_full": lambda: lost_while_full(nodes),
-        "hosts": lambda: late_and_lost(nodes),
+        "lost_alone": lambda: lost_alone(nodes),
     }
     try:
         for name, scene in scenes.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from running import run_job
@@ -40,50 +39,24 @@ def test_a_late_first_batch_is_told_as_that_wait_and_not_as_a_bottleneck(
     assert not re.search("CPU hosts help|are the bottleneck|limits the run", said)
 
 
-@pytest.mark.parametrize(
-    ("keys", "scores", "losses", "epoch", "by", "best"),
-    [
-        # Early stopping and the model follow one metric.
-        (
-            {"train": {"early_stopping": {"monitor": "val/loss", "patience": 2}}},
-            {"acc1": [1.0, 1.0, 1.0, 0.5, 0.5]},
-            [0.5, 0.4, 0.3, 0.6, 0.7],
-            3,
-            "val/loss",
-            {"val/loss": 0.3, "val/acc1": 1.0},
-        ),
-        # A mode that the metric's name does not say.
-        (
-            {"checkpoint": {"monitor": "val/score", "mode": "min"}},
-            {"score": [0.9, 0.2, 0.5]},
-            [1.0, 1.0, 1.0],
-            2,
-            "val/score",
-            {"val/score": 0.2},
-        ),
-        # Of equal values, the lower loss decides.
-        ({}, {"acc1": [0.5, 1.0, 1.0, 1.0]}, [0.1, 0.4, 0.3, 0.3], 3, "val/acc1", {"val/acc1": 1.0}),
-    ],
-)
 def test_the_screen_the_summary_the_report_and_the_model_agree_on_the_best_epoch(
-    keys: dict[str, Any],
-    scores: dict[str, list[float]],
-    losses: list[float],
-    epoch: int,
-    by: str,
-    best: dict[str, float],
-    ray_cluster: None,
-    tmp_path: Path,
+    ray_cluster: None, tmp_path: Path
 ) -> None:
-    train = {"epochs": len(losses), "batch_size": 8, **keys.pop("train", {})}
-    params = {
-        "train_records": 8 * STEPS,
-        "val_records": 8,
-        "steps": STEPS,
-        "scores": scores,
-        "losses": losses,
-    }
-    outcome = run_job(tmp_path, recipe="scored:Scored", params=params, train=train, **keys)
+    """Early stopping and the model follow one metric; more rules: tests/unit/test_model_guarantees.py."""
+    losses, by, epoch = [0.5, 0.4, 0.3, 0.6, 0.7], "val/loss", 3
+    best = {"val/loss": 0.3, "val/acc1": 1.0}
+    outcome = run_job(
+        tmp_path,
+        recipe="scored:Scored",
+        params={
+            "train_records": 8 * STEPS,
+            "val_records": 8,
+            "steps": STEPS,
+            "scores": {"acc1": [1.0, 1.0, 1.0, 0.5, 0.5]},
+            "losses": losses,
+        },
+        train={"epochs": 5, "batch_size": 8, "early_stopping": {"monitor": by, "patience": 2}},
+    )
     assert outcome.code == 0, outcome.summary.error
     summary, run_dir = outcome.summary, outcome.run_dir
     assert {name: pytest.approx(summary.metrics.best[name]) for name in best} == best

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.config.schema import Config
+from tests.waiting import until
 
 
 def job(data: Path, **changes: Any) -> Config:
@@ -28,13 +28,6 @@ def job(data: Path, **changes: Any) -> Config:
 
 def pixels(train: Train) -> list[bytes]:
     return [batch["image__hwc"].tobytes() for batch in train.kept()]
-
-
-def vanishes(folder: Path, pattern: str) -> bool:
-    deadline = time.monotonic() + 240
-    while list(folder.glob(pattern)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not list(folder.glob(pattern))
 
 
 def test_interrupted_with_a_cache_is_uninterrupted_without_one(
@@ -67,7 +60,7 @@ def test_interrupted_with_a_cache_is_uninterrupted_without_one(
     assert b"".join(ours + pixels(resumed)) == b"".join(expected[1][1]), "to the pixel"
     assert resumed.reconcile("train", 1, [i for step in rest for i in step])["trained"] == 1437
     resumed.close()
-    assert vanishes(tmp_path, "stoker-cache-*"), "nothing is left on the disk"
+    until(lambda: not [*tmp_path.glob("stoker-cache-*")])  # nothing is left on the disk
 
 
 def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
@@ -85,7 +78,7 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     assert 40 < cache["hit_pct"] < 60, "3 MB hold 732 pages, one for each of some of the 1,437 digits"
     [host] = cache["hosts"]
     node = outcome.summary.cluster.hosts[0].model_dump()["node_id"]
-    assert vanishes(Path("/dev/shm"), f"stoker-cache-*-{node[:12]}"), "nor in shared memory"
+    until(lambda: not [*Path("/dev/shm").glob(f"stoker-cache-*-{node[:12]}")])  # nor in shared memory
     assert host["bytes"] <= host["limit_bytes"] == 3_000_000
     events = [json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()]
     train = [e for e in events if e["event"] == "cache" and e["split"] == "train"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from stoker.hosts.machine import runs
+from tests.waiting import until
 
 SCRIPT = """
 import json, os, sys
@@ -184,10 +184,7 @@ def test_a_forked_worker_is_a_process_like_any_other(tmp_path: Path) -> None:
 
 def test_a_process_that_a_launcher_began_serves_its_job_and_ends_with_either(tmp_path: Path) -> None:
     refused = int(run(EARLY, tmp_path))
-    deadline = time.monotonic() + 60
-    while runs(refused) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not runs(refused), "its launcher has ended without a job"
+    until(lambda: not runs(refused))  # its launcher has ended without a job
 
 
 def test_forking_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

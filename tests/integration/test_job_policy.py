@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 import boto3
 import pytest
 import torch
+from damage import checked
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention
@@ -129,9 +130,7 @@ def test_the_jobs_policy_names_every_call_that_a_job_makes(s3: Policed, digits: 
     large = {"w": torch.zeros(3 * 2**20)}  # sent in several parts
     checkpoint.save(store, Content(large, {}, {"step": 9, "monitored": None}))
     for form in ("webdataset", "parquet"):
-        source = read_any(f"s3://{DATA}/{form}", "val")
-        assert source is not None
-        source.check()
+        source = checked(read_any(f"s3://{DATA}/{form}", "val"))
         assert next(iter(source.for_workers().read(source.shards(100, None)[0], None)))["key"]
     assert s3.denied == []
     assert said == []

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from stoker import DataLoader
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -57,7 +58,7 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "workers", "after"), list(itertools.product((False, True), (0, 2), (0, 1, 3, 9, "end")))
+    ("shuffle", "workers", "after"), list(itertools.product((False, True), (0, 2), (0, 3, "end")))
 )
 def test_batches_are_torchs_and_a_pass_goes_on_where_it_stood(
     shuffle: bool, workers: int, after: int | str
@@ -190,8 +191,7 @@ class Dies(Records):
 
 
 def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(tmp_path: Path) -> None:
-    for n in range(2):
-        (tmp_path / str(n)).touch()
+    (tmp_path / "once").touch()
     assert [i for b in DataLoader(Dies(tmp_path), batch_size=6) for i in b.tolist()] == list(range(61))
     for n in range(50):
         (tmp_path / str(n)).touch()
@@ -204,14 +204,14 @@ def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(tm
 class Broken(Records):
     def __getitem__(self, index: int) -> Any:
         if index % 25 == 7:
-            raise ValueError(f"no record {index}")
+            raise KeyError(f"no record {index}")
         return torch.tensor(index)
 
 
 def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> None:
     iterator = iter(DataLoader(Broken(), batch_size=6))
     assert next(iterator).tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match=r"(?s)at index 7 \(batch 1\), on host .*no record 7"):
+    with pytest.raises(KeyError, match=r"(?s)at index 7 \(batch 1\), on host .*in __getitem__.*no record 7"):
         next(iterator)
     assert next(iterator).tolist() == [12, 13, 14, 15, 16, 17]
 
@@ -319,13 +319,6 @@ for name in ("before", "after the edit"):
 """
 
 
-def test_a_module_that_a_script_loads_again_is_that_of_its_records(tmp_path: Path) -> None:
-    done = run_script(EDITS, str(tmp_path))
-    assert done.stdout.splitlines() == ["[['before', 'before']]", "[['after the edit', 'after the edit']]"], (
-        done
-    )
-
-
 class Hangs(Records):
     def __getitem__(self, index: int) -> Any:
         if index == 30:
@@ -355,11 +348,11 @@ def test_batches_that_fill_the_store_many_times_all_come() -> None:
     """A gigabyte through the store, each batch written into by the script, which keeps some."""
     records, kept = Large(), []
     for n, batch in enumerate(DataLoader(records, batch_size=1, collate_fn=lambda records: records[0])):
-        assert batch.unique().tolist() == [n]
+        assert (batch == n).all()
         batch += 1
         kept += [batch[7:9]] if n % 9 == 0 else []
     assert n == len(records) - 1
-    assert [each.unique().tolist() for each in kept] == [[n + 1] for n in range(0, n + 1, 9)]
+    assert all((each == number + 1).all() for each, number in zip(kept, range(0, n + 1, 9), strict=True))
 
 
 class Large(Dataset[Any]):
@@ -463,7 +456,6 @@ def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_n
 
 FORKS = """
 import os
-from stoker import DataLoader
 loader = DataLoader(list(range(8)), batch_size=4)
 assert len(list(loader)) == 2
 if os.fork() == 0:
@@ -477,18 +469,17 @@ assert len(list(loader)) == 2
 """
 
 
-def test_a_fork_of_a_process_that_has_begun_a_pass_is_refused_at_once() -> None:
-    done = run_script(FORKS)
+def test_a_script_may_load_a_module_again_and_a_fork_of_it_is_refused_at_once(tmp_path: Path) -> None:
+    done = run_script(EDITS + FORKS, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "this process was forked" in done.stdout and "spawn" in done.stdout
+    *edited, refused = done.stdout.splitlines()
+    assert edited == ["[['before', 'before']]", "[['after the edit', 'after the edit']]"]
+    assert "this process was forked" in refused and "spawn" in refused
 
 
 def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
     list(DataLoader(Records(), batch_size=6))
-    deadline = time.monotonic() + 120
-    while ray.available_resources().get("CPU", 0) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    until(lambda: ray.available_resources().get("CPU", 0) >= 2)
     assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
 
 

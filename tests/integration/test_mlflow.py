@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +23,7 @@ from stoker.events.summary import Metrics, Summary
 from stoker.storage.checkpoint_store import CheckpointStore, open_store
 from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
+from tests.waiting import until
 
 LOAD = """
 import sys, mlflow, numpy as np, torch
@@ -168,13 +168,6 @@ def train(sink: MlflowSink, steps: range) -> None:
         sink.on_event(StepLogged(time=1.7e9 + step, epoch=0, step=step, loss=1 / step, lr=0.1, **rates))
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.1)
-
-
 def finished(steps: int, status: str = "succeeded") -> Summary:
     return Summary(status=status, steps=steps, metrics=Metrics(best={"train/loss": 0.5}))  # type: ignore[arg-type]
 
@@ -200,18 +193,18 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     said: list[str] = []
     sink = MlflowSink(settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append)
     train(sink, range(1, 801))
-    until(lambda: not sink.rows, "the first half is sent")
+    until(lambda: not sink.rows)
 
     def told() -> str:
         return "\n".join(said)
 
     server.stop()
     train(sink, range(801, 1201))
-    until(lambda: "does not accept data" in told(), "the failure is said")
+    until(lambda: "does not accept data" in told())
     time.sleep(2)  # several attempts more
     assert told().count("does not accept data") == 1
     server.start()
-    until(lambda: "answers again" in told(), "it goes on")
+    until(lambda: "answers again" in told())
     sink.close(finished(1200, "interrupted"))
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "KILLED"

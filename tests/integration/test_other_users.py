@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from stoker.hosts.machine import runs
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65_534
@@ -85,10 +85,7 @@ def refuse_to_others(folder: Path) -> None:
 
 
 def wait_until_nothing_is_left(folder: Path) -> None:
-    deadline = time.monotonic() + 120
-    while (processes_with(folder) or [*folder.glob("s*")]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert processes_with(folder) == []
+    until(lambda: not processes_with(folder) and not [*folder.glob("s*")])
     assert [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 

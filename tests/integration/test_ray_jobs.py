@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +21,10 @@ from launcher.places import ray as ray_place
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port
+from tests.fakes.answers import Answer, answering
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
+from tests.waiting import until
 
 PROBE = """
 import os, signal, sys, time
@@ -195,53 +195,33 @@ def test_a_relative_output_folder_is_refused(entered: RayNodes, tmp_path: Path) 
     assert problem.startswith("output_dir:") and "share" in problem
 
 
-class OtherVersion(http.server.BaseHTTPRequestHandler):
-    ray, python = "2.40.0", "3.9.18"
+def dashboard_of(ray: str, python: str) -> contextlib.AbstractContextManager[str]:
+    answers: dict[str, Any] = {
+        "/api/version": {"version": "4", "ray_version": ray, "ray_commit": "x", "session_name": "s"},
+        "/api/v0/cluster_metadata": {"result": True, "data": {"pythonVersion": python}},
+    }
 
-    @property
-    def answers(self) -> dict[str, Any]:
-        return {
-            "/api/version": {"version": "4", "ray_version": self.ray, "ray_commit": "x", "session_name": "s"},
-            "/api/v0/cluster_metadata": {"result": True, "data": {"pythonVersion": self.python}},
-        }
+    def answer(request: BaseHTTPRequestHandler) -> Answer:
+        body = json.dumps(answers.get(request.path, {})).encode()
+        return 200 if request.path in answers else 404, "application/json", body
 
-    def do_GET(self) -> None:
-        body = json.dumps(self.answers.get(self.path, {})).encode()
-        self.send_response(200 if self.path in self.answers else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        del format, args
-
-
-class SupportedVersion(OtherVersion):
-    ray, python = "2.99.1", "3.12.9" if sys.version_info[:2] != (3, 12) else "3.13.9"
-
-
-@contextlib.contextmanager
-def dashboard_of(kind: type[OtherVersion]) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    return answering(answer)
 
 
 def test_a_cluster_that_is_too_old_is_refused_before_submission(tmp_path: Path) -> None:
-    with dashboard_of(OtherVersion) as address:
+    with dashboard_of("2.40.0", "3.9.18") as address:
         problems = refused(address, tmp_path)
     assert any("Ray 2.40.0 there; Stoker needs 2.52 or newer" in line for line in problems)
     assert any("Python 3.9.18 there; Stoker needs 3.11 to 3.13" in line for line in problems)
 
 
 def test_a_cluster_of_other_supported_versions_is_used_and_the_differences_are_named(tmp_path: Path) -> None:
-    with dashboard_of(SupportedVersion) as address:
+    python = "3.12.9" if sys.version_info[:2] != (3, 12) else "3.13.9"
+    with dashboard_of("2.99.1", python) as address:
         request = ray_place.plan(job_of(Probe, tmp_path), address=address)
-    assert request.versions == f"Ray 2.99.1, Python {SupportedVersion.python}"
+    assert request.versions == f"Ray 2.99.1, Python {python}"
     assert any(line.startswith("Ray 2.99.1 there and ") for line in request.warnings)
-    assert any(line.startswith(f"Python {SupportedVersion.python} there and ") for line in request.warnings)
+    assert any(line.startswith(f"Python {python} there and ") for line in request.warnings)
 
 
 def submit(*words: str, token: str) -> subprocess.CompletedProcess[str]:
@@ -356,10 +336,7 @@ def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
     assert (summary["status"], summary["place"], summary["script"]) == ("succeeded", "ray", "train.py")
     assert summary["metrics"]["last"]["loss"] == 0.5 and summary["steps"] > 0
     assert (path.parent / "checkpoints" / "last.txt").read_text() == "saved"
-    deadline = time.monotonic() + 120
-    while (states := states_of("LoaderService", entered)) != {"DEAD"}:
-        assert time.monotonic() < deadline, f"the job has ended, the loaders' service has not: {states}"
-        time.sleep(1)
+    until(lambda: states_of("LoaderService", entered) == {"DEAD"})  # with its job
 
 
 def states_of(kind: str, nodes: RayNodes) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import boto3
 import pytest
-from damage import records, tar_of
+from damage import checked, read_all, records, tar_of
 
 from stoker.data import read_any, read_images
 from stoker.errors import UsageError
@@ -37,9 +37,7 @@ def s3(digits: Path) -> Iterator[dict[str, str]]:
 
 
 def read(form: str, least_passes: int = 1) -> list[Any]:
-    source = read_any(f"s3://{BUCKET}/{form}", "val")
-    assert source is not None
-    source.check()
+    source = checked(read_any(f"s3://{BUCKET}/{form}", "val"))
     reader, shards = source.for_workers(), source.shards(100, None)
 
     def one_pass(_: int) -> list[Any]:
@@ -95,14 +93,10 @@ def test_images_come_from_s3_by_content_and_with_their_labels_in_a_file(s3: dict
     train = read_any(f"s3://{BUCKET}/photos", "train")
     assert train is not None and train.classes() == ["_eel", "cat", "dog"] and train.count() == 4
     assert [note for note in train.notes if "1 file not read" in note and "dog/page" in note]
-    [shard] = train.shards(10, None)
-    records = [*train.for_workers().read(shard, None)]
-    assert sorted(record["key"] for record in records) == ["_eel/2", "cat/0.jpg", "cat/1", "dog/x.jpg?w=640"]
+    keys = [record["key"] for record in read_all(train)]
+    assert sorted(keys) == ["_eel/2", "cat/0.jpg", "cat/1", "dog/x.jpg?w=640"]
     for split, labels in {"train": {"0.png": 1, "2": 0}, "val": {"deep/1": 0}}.items():
-        source = read_images(f"s3://{BUCKET}/labelled", split, "labels.csv")
-        assert source is not None
-        [shard] = source.shards(10, None)
-        found = [*source.for_workers().read(shard, None)]
+        found = read_all(read_images(f"s3://{BUCKET}/labelled", split, "labels.csv"))
         assert found == [{"key": k, "image": jpeg, "label": label} for k, label in labels.items()]
 
 
@@ -198,9 +192,7 @@ def shard() -> bytes:
 def test_a_shard_is_read_once(answered: list[tuple[str, int]], tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(shard())
     root = upload(tmp_path, "whole")
-    source = read_any(root, "train")
-    assert source is not None
-    source.check()
+    source = checked(read_any(root, "train"))
     answered.clear()
     [only] = source.shards(100, None)
     assert len(list(source.read(only, None))) == 100

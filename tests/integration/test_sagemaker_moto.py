@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,25 +13,17 @@ import boto3
 import pytest
 from botocore.client import BaseClient
 from botocore.stub import Stubber
+from clouds import SAGEMAKER, job_of
 from moto.server import ThreadedMotoServer
 
-from launcher.job import Job, open_job
+from launcher.job import Job
 from launcher.places import remote, sagemaker
 from launcher.places.sagemaker import aws
-from stoker.config.loading import load
 from stoker.errors import UsageError
-from tests.fakes.aws import REGION, ROLE, moto_server
+from tests.fakes.aws import REGION, moto_server
 
 BUCKET = "stoker-test"
-BASE = {
-    "name": "flowers",
-    "sagemaker.region": REGION,
-    "sagemaker.role": ROLE,
-    "sagemaker.s3_uri": f"s3://{BUCKET}/stoker",
-    "sagemaker.gpu.type": "ml.g5.2xlarge",
-    "sagemaker.cpu.type": "ml.c5.4xlarge",
-    "sagemaker.cpu.count": "2",
-}
+BASE = SAGEMAKER | {"sagemaker.s3_uri": f"s3://{BUCKET}/stoker"}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +48,7 @@ def cloud(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def make_job(changes: dict[str, str] | None = None) -> Job:
-    keys = {**BASE, **(changes or {})}
-    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]))
+    return job_of(BASE | (changes or {}))
 
 
 def keys_below(prefix: str) -> list[str]:
@@ -124,17 +113,6 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=manifest)
     sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
     assert "data: 4 B uploaded" in told[-2]
-
-
-def test_script_mode_archive_has_its_files_at_the_root() -> None:
-    request = sagemaker.plan(make_job({"sagemaker.entry": "script-mode"}))
-    sagemaker.submit(request, quiet)
-    uri = request.body["HyperParameters"]["sagemaker_submit_directory"]
-    body = boto3.client("s3").get_object(Bucket=BUCKET, Key=uri.removeprefix(f"s3://{BUCKET}/"))["Body"]
-    with tarfile.open(fileobj=io.BytesIO(body.read()), mode="r:gz") as tar:
-        found = set(tar.getnames())
-        assert {"train.py", "requirements.txt", "job.yaml", ".ray-token", "stoker/recipe.py"} <= found
-        assert tar.getmember(".ray-token").mode & 0o777 == 0o600
 
 
 def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:

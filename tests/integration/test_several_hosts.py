@@ -49,7 +49,7 @@ def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[st
 
 
 def test_another_host_that_trains_gets_what_the_head_made(seen: dict[str, Any]) -> None:
-    assert seen["made_on_the_head"].items() >= {"direct": True, "ray": True}.items()
+    assert seen["made_on_the_head"]["whole"], "over sockets and over Ray"
 
 
 def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def test_a_host_that_is_lost_in_the_middle_of_long_shards_blocks_nothing_while_n
 
 
 def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) -> None:
-    hosts = seen["hosts"]
-    assert hosts["late"]
+    assert seen["drained"]["used"], "it has joined a running job"
+    hosts = seen["lost_alone"]
     assert [name.partition("-")[0] for name in hosts["alone"]] == ["extra"]
     assert "no preprocessing host for 6 s: data.preprocess_on allows only extra" in hosts["said"]

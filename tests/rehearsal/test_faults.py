@@ -56,9 +56,10 @@ def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_
 
 
 def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
-    done = rehearse("rehearsal.hosts=gpu=1", "rehearsal.faults=[occupy:algo-1@0s]")
-    assert done.code == 1
-    assert "cluster.port: port 6379 of the head (10.77.0.2) is taken" in done.run.failure_reason
+    done = rehearse("rehearsal.entry=toolkit", "rehearsal.hosts=gpu=1", "rehearsal.faults=[occupy:algo-1@0s]")
+    assert done.code == done.codes["algo-1"] == 1
+    cause = "AlgorithmError: cluster.port: port 6379 of the head (10.77.0.2) is taken"
+    assert done.run.failure_reason.startswith(cause), "also through the toolkit"
     assert "Ray runtime started" not in done.log("algo-1")
 
 

@@ -181,6 +181,9 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 FROM_LABELS: dict[str, tuple[Make, str]] = {
     "labels in fractions": (table(label=[0.0, 1.0, 1.5]), "column label holds 1.5; labels must be integers"),
+    "labels that are no numbers": (table(label=[0.0, 1.0, float("nan")]), "labels must be integers or text"),
+    "labels in bytes": (table(label=[b"a", b"b", b"a"]), "column label is binary; labels must be integers"),
+    "a label of nothing but blanks": (table(label=["a", "b", " "]), "labels must be integers or text"),
     "labels as dates": (table(label=[date(2020, 1, 1)] * 3), "labels must be integers"),
     "labels as lists": (table(label=[[0], [1], [2]]), "column label is list<element: int64>; labels must be"),
     "ids as labels": (table(label=[0, 1, 2**40]), "label holds 1099511627776; number the classes 0, 1, "),

@@ -21,6 +21,7 @@ from stoker.config.loading import load
 from stoker.events import console
 from stoker.events.summary import Summary
 from stoker.place import TOKEN_FILE
+from tests.clouds import WORDS
 from tests.command_line import type_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,12 +174,6 @@ PLANNED = """
 recipe: requested:Mine
 params: {data: "s3://bucket/x"}
 output_dir: RUNS
-sagemaker:
-  {gpu: {type: ml.g5.xlarge}, region: us-east-1, s3_uri: "s3://bucket/runs",
-   role: "arn:aws:iam::123456789012:role/R"}
-vertex:
-  {gpu: {machine_type: g2-standard-8}, project: my-project, gcs_uri: "gs://bucket/runs",
-   image: "us-docker.pkg.dev/my-project/stoker/train:1"}
 """
 REQUESTS = {
     "sagemaker": ("job.json", []),
@@ -201,7 +196,8 @@ def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
     Path("job.yaml").write_text(PLANNED.replace("RUNS", str(tmp_path / "runs")))
     on = place.partition("'")[0]
     for number in (1, 2):
-        command = ["job.yaml", "--on", on, "--offline", *words, "--request", f"{number}-{file}"]
+        given = ["--on", on, "--offline", *WORDS.get(on, []), *words]
+        command = ["job.yaml", *given, "--request", f"{number}-{file}"]
         code, lines, shown = type_command(command, capsys)
         assert code == 0, lines
         assert f"{number}-{file}" in shown

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from stoker.hosts.output import Copies
 from stoker.place import Outcome
+from tests.waiting import until
 
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.hosts.output.EVERY_S", 0.01)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Path, often: None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from damage import DAMAGES, SEED, Damage, damages, keys, records, tar_of
+from damage import DAMAGES, SEED, Damage, checked, damages, keys, records, tar_of
 from PIL import Image
 from pyarrow import parquet
 
@@ -118,9 +118,7 @@ class Folder:
 
 
 def decoded(root: Path) -> list[Any]:
-    source = read_images(str(root), "train")
-    assert source is not None
-    source.check()
+    source = checked(read_images(str(root), "train"))
     chain = Chain(as_stages([DecodeImage()]), seed=0, with_keys=True)
     [shard] = source.shards(1000, None)
     columns, report = chain.run(source.for_workers().read(shard, None), epoch=0)

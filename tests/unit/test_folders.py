@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clouds import WORDS
 from command_line import type_command
 from damage import keys, records, tar_of
 from hypothesis import given
@@ -196,32 +197,14 @@ def with_links(root: Path) -> None:
     (root / "data/train/cat/x.jpg").symlink_to(root / "data/train/dog/0.jpg")
 
 
-PLANNED = {
-    "sagemaker": (
-        "sagemaker.region=us-east-1",
-        "sagemaker.s3_uri=s3://bucket/stoker",
-        "sagemaker.gpu.type=ml.g5.2xlarge",
-    ),
-    "vertex": (
-        "vertex.project=my-project",
-        "vertex.gcs_uri=gs://bucket/stoker",
-        "vertex.gpu.machine_type=g2-standard-8",
-    ),
-}
-MORE = {
-    "sagemaker": "sagemaker.role=arn:aws:iam::123456789012:role/Job",
-    "vertex": "vertex.image=us-docker.pkg.dev/my-project/i/i:1",
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("place", PLANNED)
+@pytest.mark.parametrize("place", WORDS)
 def test_what_is_uploaded_is_what_is_read_here_links_included(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said() -> str:
         (tmp_path / "job.yaml").write_text(f"name: flowers\nparams: {{data: {tmp_path}/data}}\n")
-        words = [*PLANNED[place], MORE[place], "--on", place, "--offline", "--dry-run"]
+        words = [*WORDS[place], "--on", place, "--offline", "--dry-run"]
         code, errors, shown = type_command([str(tmp_path / "job.yaml"), *words], capsys)
         return "\n".join(errors) if code else next(x for x in shown.splitlines() if x.startswith("data  "))
 
@@ -247,7 +230,7 @@ def test_commands_that_would_leave_out_linked_folders_are_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_links(tmp_path)
-    words = [*PLANNED["vertex"], MORE["vertex"], f"params.data={tmp_path}/data", "name=flowers"]
+    words = [*WORDS["vertex"], f"params.data={tmp_path}/data"]
     command = [*words, "--on", "vertex", "--offline", "--request", str(tmp_path / "job.yaml")]
     code, errors, _ = type_command(["example:digits", *command], capsys)
     assert (code, [line for line in errors if "train/eel is a link to a folder, which gcloud" in line]) == (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from damage import checked, read_all
 
 from stoker.data import read_any
 from stoker.errors import UsageError
@@ -40,20 +40,17 @@ def bucket(digits: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("form", ["webdataset", "parquet"])
 def test_every_record_comes_once(form: str, bucket: None) -> None:
-    source = read_any(f"{ROOT}/{form}", "val")
-    assert source is not None and source.fingerprint()
-    source.check()
-    reader = pickle.loads(pickle.dumps(source.for_workers()))  # noqa: S301 - our own
-    records = [record for shard in source.shards(100, None) for record in reader.read(shard, None)]
+    source = checked(read_any(f"{ROOT}/{form}", "val"))
+    assert source.fingerprint()
+    records = read_all(source)
     assert not any(isinstance(record, BadRecord) for record in records)
     assert len({record["key"] for record in records}) == len(records) == 360
 
 
 def test_classes_of_images_are_their_folders(bucket: None) -> None:
-    source = read_any(f"{ROOT}/images", "train")
-    assert source is not None
+    source = checked(read_any(f"{ROOT}/images", "train"))
     assert source.classes() == [str(digit) for digit in range(10)]
-    records = [record for shard in source.shards(16, None) for record in source.read(shard, None)]
+    records = read_all(source, 16)
     assert len(records) == source.count() and not any(isinstance(r, BadRecord) for r in records)
 
 

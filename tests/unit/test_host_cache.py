@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import checked
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
@@ -35,6 +36,7 @@ from stoker.serve.passes import Passes
 from stoker.serve.pool import LOOK_AHEAD, CacheAffinity
 from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import LEFT_AFTER_S, OWNER, sweep
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -78,10 +80,7 @@ def same(one: Made, two: Made) -> bool:
 
 
 def opened(folder: Path) -> Source:
-    source = read_any(str(folder), "train")
-    assert source is not None
-    source.check()
-    return source
+    return checked(read_any(str(folder), "train"))
 
 
 @pytest.mark.parametrize("form", ["images", "parquet", "webdataset"])
@@ -292,10 +291,7 @@ def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
         sweep(root.parent, PREFIX)
         assert (root / "kept").exists(), "another run's cleaner leaves it alone while its own lives"
         os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while root.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not root.exists()
+    until(lambda: not root.exists())
 
 
 def test_what_a_dead_host_has_left_the_next_run_removes(root: Path) -> None:

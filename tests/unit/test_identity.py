@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from damage import checked
 from draws import Augmenting, Lazy, Listed, Plain, Unsteady
 from pyarrow import parquet
 from rows import Numbers
@@ -214,10 +215,7 @@ def shards(folder: Path) -> Source:
 
 
 def opened(folder: Path, split: str = "train") -> Source:
-    source = read_any(str(folder), split)
-    assert source is not None
-    source.check()
-    return source
+    return checked(read_any(str(folder), split))
 
 
 @pytest.mark.parametrize("make", [images, rows, shards])
@@ -276,9 +274,7 @@ def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> No
     rows(tmp_path / "data")
     texts = []
     for columns in (["x"], ["y"], None):
-        source = read_parquet(str(tmp_path / "data"), "train", columns)
-        assert source is not None
-        texts.append(identity_of(source).text)
+        texts.append(identity_of(checked(read_parquet(str(tmp_path / "data"), "train", columns))).text)
     assert len(set(texts)) == 3
 
 

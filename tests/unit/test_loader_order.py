@@ -246,20 +246,6 @@ class Broken(Records):
         return torch.tensor(index)
 
 
-def test_an_exception_is_raised_where_torch_raises_it_with_its_own_traceback() -> None:
-    iterator = iter(DataLoader(Broken(), batch_size=4))
-    found: list[Any] = []
-    for _ in range(11):
-        try:
-            found.append(next(iterator).tolist())
-        except KeyError as error:
-            text = str(error)
-            found.append("error")
-    assert found[:3] == ["error", [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert found.count("error") == 4
-    assert "index 33 (batch 8)" in text and "in __getitem__" in text
-
-
 class Stops(Records):
     def __getitem__(self, index: int) -> Any:
         return next(iter(()))

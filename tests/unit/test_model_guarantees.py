@@ -13,6 +13,7 @@ import torch
 from inprocess import Batches, Data, batches, no_cluster, start
 from rows import Counting
 from safetensors.torch import load_file
+from scored import Scored
 from torch import nn
 
 from stoker.checkpoints import format as checkpoint
@@ -94,6 +95,28 @@ def test_a_run_from_another_runs_checkpoint_calls_best_what_its_model_is(tmp_pat
     assert len(run.metrics) == 2 and about["metrics"]["val/loss"] > 9
     for summary in (live, resumed):
         assert summary.metrics.best["val/loss"] == about["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "scores", "losses", "epoch"),
+    [
+        # A mode that the metric's name does not say.
+        ({"monitor": "val/score", "mode": "min"}, {"score": [0.9, 0.2, 0.5]}, [1.0, 1.0, 1.0], 2),
+        # Of equal values, the lower loss decides.
+        ({}, {"acc1": [0.5, 1.0, 1.0, 1.0]}, [0.1, 0.4, 0.3, 0.3], 3),
+    ],
+)
+def test_the_model_is_that_of_the_best_epoch(
+    tmp_path: Path, keys: dict[str, Any], scores: dict[str, list[float]], losses: list[float], epoch: int
+) -> None:
+    recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=losses)
+    run = start(tmp_path, plain, recipe, train={**TRAIN, "epochs": len(losses)}, checkpoint=keys)
+    assert run.error is None
+    about = json.loads((tmp_path / "model/model.json").read_text())
+    assert (about["epoch"], about["step"]) == (epoch, epoch * 4)
+    [(metric, values)] = scores.items()
+    assert about["metrics"][f"val/{metric}"] == pytest.approx(values[epoch - 1])
+    assert load_file(tmp_path / "model/model.safetensors")["bias"] == pytest.approx(epoch * 4)
 
 
 def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:

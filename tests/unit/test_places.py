@@ -12,6 +12,7 @@ import yaml
 from launcher import run_directory
 from launcher.places import names
 from stoker.errors import UsageError
+from tests.clouds import WORDS
 from tests.command_line import type_command
 from tests.pages import DOCS
 
@@ -47,6 +48,21 @@ def test_one_job_file_is_planned_for_each(
     code, errors, shown = type_command(words, capsys)
     assert (code, errors) == (0, []) and "same" in shown
     assert not (tmp_path / "runs").exists(), "a dry run leaves nothing"
+
+
+@pytest.mark.parametrize("place", ["ray", "sagemaker", "vertex"])
+def test_private_files_of_the_source_are_uploaded_nowhere(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code").mkdir()
+    for name in (".env", "key.pem", "mine.py"):
+        text = "from stoker.recipe import Recipe\nclass Mine(Recipe):\n    def model(self): ...\n"
+        (tmp_path / "code" / name).write_text(text)
+    (tmp_path / "job.yaml").write_text("recipe: mine:Mine\nname: flowers\noutput_dir: /mnt/runs\n")
+    words = [*WORDS.get(place, []), *OPTIONS[place], "--dry-run", "--source-dir", str(tmp_path / "code")]
+    code, errors, _ = type_command([str(tmp_path / "job.yaml"), "--on", place, *words], capsys)
+    private = [line.partition(" looks private")[0] for line in errors]
+    assert (code, private) == (2, [f"error: --source-dir: {name}" for name in (".env", "key.pem")])
 
 
 def test_the_page_has_every_place() -> None:

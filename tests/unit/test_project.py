@@ -67,34 +67,55 @@ def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
     assert unpinned <= {"stoker"}, "each has its version"
 
 
-def printed(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+LOADED: dict[str, tuple[str, str]] = {
+    "a script's session": (
+        "import stoker; stoker.log, stoker.checkpoint_dir",
+        "ray torch pydantic numpy yaml",
+    ),
+    "the configuration and the command": (
+        "import stoker.config.loading, stoker.config.schema, stoker.recipe, launcher.submit",
+        "ray torch boto3 numpy",
+    ),
+    "a local run": (
+        "from pathlib import Path; from launcher import commands, run_directory\n"
+        "from launcher.places import Options, place_named\n"
+        "options = Options(source_dir=Path('x'), dry_run=True, resume='auto')\n"
+        "commands.refuse_meaningless(options, place_named('local'))",
+        "stoker.events "
+        + " ".join(f"launcher.places.{place}" for place in ("ray", "sagemaker", "slurm", "vertex")),
+    ),
+    "a dry run": (
+        "from launcher.places import sagemaker; from tests.clouds import SAGEMAKER, job_of\n"
+        "assert 'ml.c5.4xlarge' in sagemaker.plan(job_of(SAGEMAKER), offline=True).render()",
+        "ray torch boto3 numpy",
+    ),
+    "the driver, which plans the train workers": (
+        "from pathlib import Path; import stoker.entry.driver, stoker.scripts.supervisor\n"
+        "from stoker.config.schema import Config; from stoker.train.recipe_work import count_workers\n"
+        "config = Config(recipe='none:None'); stoker.entry.driver.optional_sinks(config, Path('x'))\n"
+        "assert count_workers(config, {'CPU': 2.0}) == (1, False)",
+        "ray torch tensorboard",
+    ),
+}
 
 
-def test_light_modules_load_neither_ray_nor_torch() -> None:
-    code = "import sys, stoker.config.loading, stoker.config.schema, stoker.recipe, launcher.submit;"
-    code += "print([m for m in ('ray', 'torch', 'boto3', 'numpy') if m in sys.modules])"
-    assert printed(code) == "[]"
+@pytest.mark.parametrize("what", LOADED)
+def test_what_has_no_use_for_a_large_package_does_not_load_it(what: str) -> None:
+    code, without = LOADED[what]
+    assert not loaded_by(code) & {*without.split()}
 
 
-def test_a_local_run_loads_no_other_place_and_no_events() -> None:
-    code = "import sys; from pathlib import Path; from launcher import commands, run_directory;"
-    code += "from launcher.places import Options, place_named;"
-    code += "options = Options(source_dir=Path('x'), dry_run=True, resume='auto');"
-    code += "commands.refuse_meaningless(options, place_named('local'));"
-    code += "print([m for m in sys.modules if m.startswith(('launcher.places.', 'stoker.events'))])"
-    assert printed(code) == "['launcher.places.local']"
+def test_entering_loads_only_the_standard_library() -> None:
+    """What requirements.txt would install cannot be imported before it is installed."""
+    names = {name.split(".")[0] for name in loaded_by("import stoker.entry.main, stoker.hosts.requirements")}
+    assert names - {*sys.stdlib_module_names} == {"stoker"}
 
 
-def test_the_driver_plans_the_train_workers_without_pytorch() -> None:
-    code = "import sys; from pathlib import Path; import stoker.entry.driver, stoker.scripts.supervisor;"
-    code += "from stoker.config.schema import Config; from stoker.train.recipe_work import count_workers;"
-    code += "stoker.entry.driver.optional_sinks(Config(recipe='none:None'), Path('x'));"
-    code += "assert count_workers(Config(recipe='none:None'), {'CPU': 2.0}) == (1, False);"
-    code += "print([m for m in ('ray', 'torch', 'tensorboard') if m in sys.modules])"
-    assert printed(code) == "[]"
+def loaded_by(code: str) -> set[str]:
+    code = f"import sys; before = {{*sys.modules}}\n{code}\nprint(*({{*sys.modules}} - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {*done.stdout.split()}
 
 
 def test_links_in_the_documentation_lead_somewhere() -> None:

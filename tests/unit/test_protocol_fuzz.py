@@ -12,7 +12,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import pytest
 
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
+from tests.waiting import until
 
 FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
 SECRET, TOKEN = b"s" * 32, "the job's token"
@@ -34,10 +34,7 @@ MOST_MB = 64
 def leaves_nothing() -> Iterator[None]:
     threads, before = threading.active_count(), psutil.Process().memory_info().rss
     yield
-    ends = time.monotonic() + 30
-    while threading.active_count() > threads and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert threading.active_count() <= threads
+    until(lambda: threading.active_count() <= threads)
     assert psutil.Process().memory_info().rss - before < MOST_MB * 2**20
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import io
 import json
-import threading
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from launcher.places import ray as ray_place
 from launcher.places.ray import RayRun
 from stoker.config.loading import load
 from stoker.errors import UsageError
+from tests.fakes.answers import Answer, answering
 
 ADDRESS = "http://head.example.com:8265"
 
@@ -75,52 +75,32 @@ def test_run_ids_lead_to_their_place() -> None:
         attach("ray:probe")
 
 
-def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    for name in ("recipe.py", ".env", "key.pem"):
-        (tmp_path / "code" / name).write_text("")
-    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]), tmp_path / "code")
-    with pytest.raises(UsageError) as refused:
-        ray_place.plan(job, address=ADDRESS, offline=True)
-    assert [line.partition(" looks private")[0] for line in refused.value.problems] == [
-        "--source-dir: .env",
-        "--source-dir: key.pem",
-    ]
-
-
-class Flaky(http.server.BaseHTTPRequestHandler):
+class Flaky:
     """A job server that answers as `plan` says: a status, or None for a connection that breaks."""
 
     plan: ClassVar[list[int | None]] = []
     state = "RUNNING"
 
-    def do_GET(self) -> None:
+    @staticmethod
+    def answer(request: BaseHTTPRequestHandler) -> Answer | None:
         status = Flaky.plan.pop(0) if Flaky.plan else 200
         if status is None:
-            self.close_connection = True
-            return
+            return None
         logs = {"logs": "step 1\nstep 2\n"}
-        found = logs if self.path.endswith("/logs") else {"status": Flaky.state, "driver_exit_code": 0}
+        found = logs if request.path.endswith("/logs") else {"status": Flaky.state, "driver_exit_code": 0}
         if not Flaky.plan:
             Flaky.state = "SUCCEEDED"
-        body = json.dumps(found).encode() if status == 200 else b"<html>bad gateway</html>"
-        self.send_response(status)
-        self.send_header("content-type", "application/json" if status == 200 else "text/html")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        if status != 200:
+            return status, "text/html", b"<html>bad gateway</html>"
+        return status, "application/json", json.dumps(found).encode()
 
 
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr("launcher.places.ray.POLL_S", 0.01)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        Flaky.state = "RUNNING"
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    Flaky.state = "RUNNING"
+    with answering(Flaky.answer) as address:
+        yield address
 
 
 def watched(address: str, submitted: bool = True) -> RayRun:

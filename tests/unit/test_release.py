@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from scripts import audit
 from scripts.sbom import pinned
+from tests.fakes.answers import Answer, answering
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,16 +33,10 @@ def test_the_sbom_is_valid_and_lists_every_pinned_package(tmp_path: Path) -> Non
     assert sum("licenses" in component for component in bom["components"]) > 50
 
 
-class Mirror(BaseHTTPRequestHandler):
-    """Answers as package mirrors do that know nothing of vulnerabilities."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"<html></html>" if self.path.startswith("/html") else b'{"info": {}}')
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+def mirror(request: BaseHTTPRequestHandler) -> Answer:
+    """As package mirrors do that know nothing of vulnerabilities."""
+    html = request.path.startswith("/html")
+    return 200, "text/html", b"<html></html>" if html else b'{"info": {}}'
 
 
 @pytest.mark.parametrize("path", ["/html", "/json", ":1"])
@@ -50,14 +44,11 @@ class Mirror(BaseHTTPRequestHandler):
 def test_an_audit_without_data_is_no_all_clear(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Mirror)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    service = f"http://127.0.0.1{path}" if path == ":1" else f"http://127.0.0.1:{server.server_port}{path}"
     monkeypatch.delenv("CI", raising=False)
-    assert audit.main(service) == 0
-    [line] = capsys.readouterr().out.splitlines()
-    assert line == f"audit: {service} gives no vulnerability data from here; nothing was checked"
-    monkeypatch.setenv("CI", "true")
-    assert audit.main(service) == 1
-    server.shutdown()
-    server.server_close()
+    with answering(mirror) as address:
+        service = f"http://127.0.0.1{path}" if path == ":1" else f"{address}{path}"
+        assert audit.main(service) == 0
+        [line] = capsys.readouterr().out.splitlines()
+        assert line == f"audit: {service} gives no vulnerability data from here; nothing was checked"
+        monkeypatch.setenv("CI", "true")
+        assert audit.main(service) == 1

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 from launcher.job import Job
 from stoker.config.loading import load
 from stoker.hosts import requirements
+from tests.fakes.answers import Answer, answering
 
 pytestmark = pytest.mark.long
 
@@ -141,25 +141,19 @@ def test_copies_that_ray_brings_for_itself_are_no_packages_of_the_host(
 
 
 @contextlib.contextmanager
-def private_index(package: Path, login: str) -> Iterator[int]:
-    """A package index at a free port that answers those who log in."""
+def private_index(package: Path, login: str) -> Iterator[str]:
+    """The host and port of a package index that answers those who log in."""
     wanted = "Basic " + base64.b64encode(login.encode()).decode()
 
-    class Index(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.headers.get("Authorization") == wanted
-            self.send_response(200 if known else 401)
-            self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/zip")
-            self.end_headers()
-            page = f"<a href='/{package.name}'>{package.name}</a>".encode()
-            self.wfile.write(b"" if not known else page if self.path.endswith("/") else package.read_bytes())
+    def answer(request: BaseHTTPRequestHandler) -> Answer:
+        if request.headers.get("Authorization") != wanted:
+            return 401, "text/html", b""
+        if request.path.endswith("/"):
+            return 200, "text/html", f"<a href='/{package.name}'>{package.name}</a>".encode()
+        return 200, "application/zip", package.read_bytes()
 
-        def log_message(self, *_: object) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_address[1]
-    server.shutdown()
+    with answering(answer) as address:
+        yield address.removeprefix("http://")
 
 
 BOTO3 = """
@@ -174,7 +168,7 @@ class Client:
 
     def get_repository_endpoint(self, domain, domainOwner, repository, format):
         assert (domain, repository, format) == ("d", "mine", "pypi")
-        return {"repositoryEndpoint": "http://127.0.0.1:PORT/pypi/mine/"}
+        return {"repositoryEndpoint": "http://PLACE/pypi/mine/"}
 """
 
 
@@ -197,12 +191,12 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
         command = [image, "-c", script, tmp_path]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
-    with private_index(package, "aws:hidden-token") as port:
-        (tmp_path / "boto3.py").write_text(BOTO3.replace("PORT", str(port)))
+    with private_index(package, "aws:hidden-token") as place:
+        (tmp_path / "boto3.py").write_text(BOTO3.replace("PLACE", place))
         folder = tmp_path / "script" if "script" in how else tmp_path
         folder.mkdir(exist_ok=True)
         if how != "CodeArtifact":
-            address = f"http://aws:hidden-token@127.0.0.1:{port}/packages/"
+            address = f"http://aws:hidden-token@{place}/packages/"
             (folder / "pip.conf").write_text(f"[global]\nindex-url = {address}\n")
         done = install(name)
         assert (done.returncode, installed(image, name)) == (0, "1.0"), done.stderr

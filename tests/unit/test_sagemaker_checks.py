@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clouds import SAGEMAKER, changes_of, full, job_of
 
 from launcher.job import Job, open_job
 from launcher.places import sagemaker
@@ -25,15 +24,6 @@ from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
 
-BASE = {
-    "name": "flowers",
-    "sagemaker.region": "us-east-1",
-    "sagemaker.role": "arn:aws:iam::123456789012:role/StokerJob",
-    "sagemaker.s3_uri": "s3://my-bucket/stoker",
-    "sagemaker.gpu.type": "ml.g5.2xlarge",
-    "sagemaker.cpu.type": "ml.c5.4xlarge",
-    "sagemaker.cpu.count": "2",
-}
 ECR = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 NO_PAIR = "gpu.type=null; cpu.type=null"
 
@@ -46,16 +36,6 @@ def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
 
 
-def full(key: str) -> str:
-    """The keys of a table are those of the place's section, unless they name another."""
-    return key if key.partition(".")[0] in ("cluster", "data", "params", "train") else f"sagemaker.{key}"
-
-
-def changes_of(text: str) -> dict[str, str]:
-    """`gpu.count=0; train.workers=2` as keys and values."""
-    return {full(key): value for key, _, value in (pair.partition("=") for pair in text.split("; "))}
-
-
 def many(entry: str, count: int) -> str:
     """A list, or a mapping, of entries in which N is the number."""
     entries = ", ".join(entry.replace("N", str(number)) for number in range(count))
@@ -63,8 +43,7 @@ def many(entry: str, count: int) -> str:
 
 
 def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
-    keys = {**BASE, **changes}
-    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]), source_dir)
+    return job_of(SAGEMAKER | changes, source_dir)
 
 
 def refusal(changes: dict[str, str], **options: Any) -> tuple[str, ...]:
@@ -191,8 +170,8 @@ WRONG: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("changes", "key", "remedy"), WRONG, ids=[f"{k}-{r}" for _, k, r in WRONG])
 @pytest.mark.long
 def test_wrong_request_is_refused_in_one_line(changes: str, key: str, remedy: str) -> None:
-    problems = refusal(changes_of(changes))
-    matching = [line for line in problems if full(key) in line and remedy in line]
+    problems = refusal(changes_of(changes, "sagemaker"))
+    matching = [line for line in problems if full(key, "sagemaker") in line and remedy in line]
     assert matching, problems
     assert all("\n" not in line and len(line) < 260 for line in problems), problems
     assert len(problems) <= 2, f"one mistake, many complaints: {problems}"
@@ -364,13 +343,6 @@ def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
     assert any("do not fit" in line for line in problems)
 
 
-def test_private_files_do_not_travel(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text("")
-    (tmp_path / ".env").write_text("SECRET=1")
-    with pytest.raises(UsageError, match="looks private"):
-        sagemaker.plan(make_job({}, tmp_path), offline=True)
-
-
 def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> None:
     request = sagemaker.plan(make_job({}), offline=True)
     commands = request.write(tmp_path / "job.json")
@@ -426,20 +398,3 @@ def test_prices_name_only_types_that_exist() -> None:
     assert set(prices.MACHINES) <= known
     for entry in prices.MACHINES.values():
         assert (entry.gpus > 0) == has_gpu(entry.type)
-
-
-@pytest.mark.long
-def test_dry_run_loads_no_training_library(tmp_path: Path) -> None:
-    overrides = [f"{key}={value}" for key, value in BASE.items()]
-    code = (
-        "import sys\n"
-        "from stoker.config.loading import load; from launcher.job import open_job\n"
-        "from launcher.places import sagemaker\n"
-        "text = sagemaker.plan(open_job(load(None, sys.argv[1:])), offline=True).render()\n"
-        "assert 'ml.c5.4xlarge' in text\n"
-        "print(sorted({'ray', 'torch', 'boto3', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *overrides], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

@@ -28,6 +28,7 @@ from stoker.scripts.supervisor import (
     last_error,
     reason_of,
 )
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,10 +84,7 @@ class Ranks:
         return "".join(event["text"] for event in self.events("output") if event["rank"] == rank)
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while not all(text in self.output(rank) for rank in range(len(self.children))):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: all(text in self.output(rank) for rank in range(len(self.children))))
 
 
 SLEEPS = "import time\nprint('ready')\ntime.sleep(600)\n"
@@ -244,10 +242,7 @@ def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child]
     assert ranks.end() == [RankCommand(over=True)]
     left = int(ranks.output(0).split()[1])
     ranks.children[0].close()
-    deadline = time.monotonic() + 30
-    while runs(left):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not runs(left))
 
 
 def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
@@ -266,10 +261,7 @@ def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 30
-    while runs(int(done.stdout)) or any((tmp_path / "tmp").iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not runs(int(done.stdout)) and not any((tmp_path / "tmp").iterdir()))
 
 
 # ---- one line for how a script failed: of the rank that failed first, with its last line ----

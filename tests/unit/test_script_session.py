@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +39,7 @@ def in_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int = 0) -> 
     return events
 
 
-def test_importing_stoker_loads_no_other_package() -> None:
-    code = (
-        "import sys, stoker; stoker.log; stoker.checkpoint_dir\n"
-        "print([m for m in ('ray', 'torch', 'pydantic', 'numpy', 'yaml') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_a_name_that_stoker_lacks_is_an_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lgo'"):
         _ = stoker.lgo
 

@@ -27,6 +27,7 @@ from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
+from tests.clouds import WORDS
 from tests.command_line import type_command
 
 SECRET = 's3cr3t-V4lue/+"quoted"'
@@ -141,13 +142,7 @@ PLACES = {
     "local": [],
     "ray": ["--address", "http://head:8265", "--offline", "--install", "output_dir=/shared"],
     "rehearsal": [],
-    "sagemaker": [
-        "--offline",
-        "sagemaker.region=eu-west-1",
-        "sagemaker.role=arn:aws:iam::123456789012:role/training",
-        "sagemaker.s3_uri=s3://bucket/jobs",
-        "sagemaker.gpu.type=ml.g5.2xlarge",
-    ],
+    "sagemaker": ["--offline", *WORDS["sagemaker"]],
 }
 
 

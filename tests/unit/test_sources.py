@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from damage import read_all
+from damage import checked, read_all
 from pyarrow import parquet
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage
-from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
+from stoker.data import read_any, read_images, read_parquet, read_torch
 from stoker.errors import UsageError
 from stoker.protocol import KEY_COLUMN, BadRecord, PassPlan, Work
 from stoker.recipe import Recipe
@@ -30,9 +28,7 @@ from stoker.serve.shards import LoadedSplit, blocks_of, order_of
 def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> None:
     contents = []
     for form in ("webdataset", "parquet", "images"):
-        source = read_any(str(digits / form), "train")
-        records = read_all(source)
-        assert source is not None
+        records = read_all(source := checked(read_any(str(digits / form), "train")))
         assert len(records) == source.count() == 1437
         assert len({r["key"] for r in records}) == 1437
         contents.append(sorted((r["image"], r["label"]) for r in records))
@@ -56,9 +52,7 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
     form: str, digits: Path, tmp_path: Path
 ) -> None:
     def keys(root: Path) -> list[str]:
-        source = read_any(str(root), "train")
-        assert source is not None
-        source.check()
+        source = checked(read_any(str(root), "train"))
         plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
         loaded = LoadedSplit(source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
         found: list[str] = []
@@ -74,10 +68,7 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
 
 def test_shards_are_as_large_as_asked(digits: Path) -> None:
     for form, expected in (("images", 15), ("parquet", 6)):
-        source = read_any(str(digits / form), "train")
-        assert source is not None
-        source.check()
-        shards = source.shards(100, None)
+        shards = checked(read_any(str(digits / form), "train")).shards(100, None)
         assert len(shards) == expected
         assert sum(shard.rows or 0 for shard in shards) == 1437
 
@@ -122,26 +113,6 @@ def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> Non
     assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn")
     with pytest.raises(UsageError, match="needs a map-style dataset"):
         read_torch(iter([]))
-
-
-def test_tar_members_are_grouped_and_a_broken_label_is_a_bad_record(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
-        for name, content in (
-            ("a/0.jpg", b"x"),
-            ("a/0.cls", b"3"),
-            ("a/0.json", b'{"w": 1}'),
-            ("b/0.jpg", b"y"),
-            ("b/0.cls", b"?"),
-        ):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    first, second = read_all(read_webdataset(str(tmp_path), "train"))
-    assert first == {"key": "train-0.tar:a/0", "image": b"x", "label": 3, "json": {"w": 1}}
-    assert isinstance(second, BadRecord)
-    assert ".cls" in second.reason
-    with pytest.raises(UsageError, match="run commands and are refused"):
-        read_webdataset("pipe:curl x", "train")
 
 
 def test_files_of_one_name_in_several_folders_keep_their_records_apart(tmp_path: Path) -> None:

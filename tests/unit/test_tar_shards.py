@@ -76,6 +76,11 @@ def test_shards_that_tar_itself_wrote_give_every_record(reader: Any, form: str, 
     assert keys(found)[0] == f"train-0.tar:{folder.relative_to(tmp_path)}/0000"
 
 
+def test_a_shard_is_no_command() -> None:
+    with pytest.raises(UsageError, match="run commands and are refused"):
+        read_webdataset("pipe:curl x", "train")
+
+
 @BOTH
 def test_one_flipped_bit_in_a_header_is_an_error_with_file_and_byte(reader: Any, tmp_path: Path) -> None:
     content = bytearray(tar_of(pairs(0, 100)))

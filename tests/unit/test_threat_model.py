@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from damage import Attack
+from damage import Attack, checked, read_all
 from pyarrow import parquet
 
 from stoker.checkpoints import format as checkpoint
@@ -168,13 +168,9 @@ def test_an_extension_type_of_a_parquet_file_runs_nothing(
     )
     stored = parquet.read_metadata(data / "train.parquet").metadata[b"ARROW:schema"]
     assert name.encode() in base64.b64decode(stored)
-    source = read_parquet(str(data), "train")
-    assert source is not None
-    source.check()
-    found: list[Any] = []
+    source, found = checked(read_parquet(str(data), "train")), []
     try:
-        for shard in source.shards(100, None):
-            found += source.for_workers().read(shard, None)
+        found = read_all(source)
     except UsageError as error:
         assert f"column x is of the type {name}, whose values could run code" in str(error)
     assert not mark.exists()
@@ -186,11 +182,7 @@ def test_tensors_of_ray_data_are_read(tmp_path: Path) -> None:
 
     images = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
     parquet.write_table(pa.table({"x": ArrowTensorArray.from_numpy(images)}), tmp_path / "train.parquet")
-    source = read_parquet(str(tmp_path), "train")
-    assert source is not None
-    source.check()
-    [shard] = source.shards(100, None)
-    found = [record["x"] for record in source.for_workers().read(shard, None)]  # type: ignore[union-attr]
+    found = [record["x"] for record in read_all(read_parquet(str(tmp_path), "train"))]
     assert np.array_equal(np.stack(found), images)
 
 

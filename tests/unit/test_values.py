@@ -264,6 +264,7 @@ QUOTED = (
 SENT: dict[str, dict[str, str]] = {
     "the AWS CLI and boto3": AS_TEXT,
     "SageMaker's SDK 2": AS_TEXT | {key: f'"{AS_TEXT[key]}"' for key in QUOTED} | {"train__lr": "0.001"},
+    "a tuner with keys as in a file": {key.replace("__", "."): value for key, value in AS_TEXT.items()},
     "an estimator that prints Python": AS_TEXT
     | {"train__lr": "0.001", "params__some": "None", "params__flag": "False"}
     | {"params__names": "['010', 'b']", "params__rates": "{'a': 1}"},
@@ -291,7 +292,10 @@ def test_a_hyperparameter_arrives_as_meant(
         copied = [word for key in sorted(sent) for word in (f"--{key}", _as_toolkit(_json(sent[key])))]
         monkeypatch.setenv("SM_USER_ARGS", json.dumps([*arguments, *copied]))
         arguments += copied
-    config = run.read_configuration(arguments, sagemaker.SERVICE.given()).config
+    (tmp_path / "job.origins.json").write_text('{"train.epochs": "digits.yaml"}')
+    resolved = run.read_configuration(arguments, sagemaker.SERVICE.given())
+    assert (resolved.origins["train.epochs"], resolved.origins["train.lr"]) == ("digits.yaml", "arguments")
+    config = resolved.config
     assert (config.train.lr, config.train.scheduler, config.train.epochs) == (0.001, "cosine", 3)
     assert (config.data.cache, config.tracking.mlflow.experiment) == ("none", "010")
     recipe = load_recipe(f"{__name__}:Everything", config.params, HERE)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clouds import VERTEX, changes_of, full, job_of
 
 from launcher.job import Job, open_job
 from launcher.places import vertex
@@ -17,37 +18,24 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
 
-IMAGE = "us-central1-docker.pkg.dev/my-project/images/stoker:1"
 PREBUILT = "us-docker.pkg.dev/vertex-ai/training"
-BASE = {
-    "name": "flowers",
-    "vertex.project": "my-project",
-    "vertex.gcs_uri": "gs://my-bucket/stoker",
-    "vertex.image": IMAGE,
-    "vertex.gpu.machine_type": "g2-standard-8",
-    "vertex.cpu.machine_type": "c2-standard-16",
-    "vertex.cpu.replicas": "2",
-}
-NO_PAIR = {"vertex.gpu.machine_type": "null", "vertex.cpu.machine_type": "null"}
+N1 = "gpu.machine_type=n1-standard-8"
+NO_PAIR = "gpu.machine_type=null; cpu.machine_type=null"
 KEY = "projects/p/locations/us-central1/keyRings/r/cryptoKeys/k"
 BOARD = "projects/p/locations/us-central1/tensorboards/7"
 ACCOUNT = "trainer@my-project.iam.gserviceaccount.com"
 
 
 def pools(*kinds: str) -> str:
-    return (
-        "["
-        + ", ".join(f"{{name: {kind.split()[0]}, machine_type: {kind.split()[1]}}}" for kind in kinds)
-        + "]"
-    )
+    listed = (f"{{name: {kind.split()[0]}, machine_type: {kind.split()[1]}}}" for kind in kinds)
+    return f"{NO_PAIR}; pools=[{', '.join(listed)}]"
 
 
-def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
-    keys = {**BASE, **changes}
-    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]), source_dir)
+def make_job(changes: str, source_dir: Path | None = None) -> Job:
+    return job_of(VERTEX | changes_of(changes, "vertex"), source_dir)
 
 
-def problems_of(changes: dict[str, str]) -> list[str]:
+def problems_of(changes: str) -> list[str]:
     job = make_job(changes)
     settings = job.resolved.config.vertex
     return custom_job.problems(
@@ -55,110 +43,73 @@ def problems_of(changes: dict[str, str]) -> list[str]:
     )
 
 
-def refusal(changes: dict[str, str], **options: Any) -> list[str]:
+def refusal(changes: str, **options: Any) -> list[str]:
     with pytest.raises(UsageError) as caught:
         vertex.plan(make_job(changes, **options), offline=True)
     return [*caught.value.problems]
 
 
-LOCATED = "projects/p/locations/us-central1"
-WRONG: list[tuple[dict[str, str], str, str]] = [
+WRONG: list[tuple[str, str, str]] = [
     # pools
-    (NO_PAIR, "vertex.gpu.machine_type", "name a machine type"),
-    ({"vertex.gpu.machine_type": "ml.g5.xlarge"}, "vertex.gpu.machine_type", "no Google Cloud machine type"),
-    ({"vertex.gpu.machine_type": "c2-standard-8"}, "vertex.gpu.machine_type", "has no GPU"),
-    ({"vertex.gpu.machine_type": "ct5lp-hightpu-4t"}, "vertex.gpu.machine_type", "TPUs have no CUDA"),
-    ({"vertex.gpu.machine_type": "a4x-highgpu-4g"}, "vertex.gpu.machine_type", "Arm hosts"),
-    ({"vertex.cpu.machine_type": "g2-standard-8"}, "vertex.cpu.machine_type", "would idle"),
-    ({"vertex.gpu.replicas": "0"}, "vertex.gpu.replicas", "at least 1"),
-    ({"vertex.cpu.replicas": "-1"}, "vertex.cpu.replicas", "at least 1"),
-    ({"vertex.pools": pools("x c2-standard-8")}, "vertex.pools", "keep one of the two forms"),
+    (NO_PAIR, "gpu.machine_type", "name a machine type"),
+    ("gpu.machine_type=ml.g5.xlarge", "gpu.machine_type", "no Google Cloud machine type"),
+    ("gpu.machine_type=c2-standard-8", "gpu.machine_type", "has no GPU"),
+    ("gpu.machine_type=ct5lp-hightpu-4t", "gpu.machine_type", "TPUs have no CUDA"),
+    ("gpu.machine_type=a4x-highgpu-4g", "gpu.machine_type", "Arm hosts"),
+    ("cpu.machine_type=g2-standard-8", "cpu.machine_type", "would idle"),
+    ("gpu.replicas=0", "gpu.replicas", "at least 1"),
+    ("cpu.replicas=-1", "cpu.replicas", "at least 1"),
+    ("pools=[{name: x, machine_type: c2-standard-8}]", "pools", "keep one of the two forms"),
     (
-        {**NO_PAIR, "vertex.pools": pools("gpu g2-standard-8", *(f"c{i} c2-standard-8" for i in range(4)))},
-        "vertex.pools",
+        pools("gpu g2-standard-8", *(f"c{i} c2-standard-8" for i in range(4))),
+        "pools",
         "at most 4 pools (got 5)",
     ),
-    (
-        {**NO_PAIR, "vertex.pools": pools("gpu g2-standard-8", "gpu a2-highgpu-1g")},
-        "vertex.pools",
-        "differ in machine or GPUs",
-    ),
+    (pools("gpu g2-standard-8", "gpu a2-highgpu-1g"), "pools", "differ in machine or GPUs"),
     # GPUs
-    ({"vertex.gpu.accelerator": "NVIDIA_TESLA_T4"}, "vertex.gpu.accelerator", "has NVIDIA_L4 built in"),
-    ({"vertex.gpu.count": "2"}, "vertex.gpu.count", "has 1 GPU (got 2)"),
-    (
-        {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.accelerator": "NVIDIA_TESLA_T5"},
-        "vertex.gpu.accelerator",
-        "did you mean NVIDIA_TESLA_",
-    ),
-    (
-        {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.count": "1"},
-        "vertex.gpu.count",
-        "which GPUs?",
-    ),
-    (
-        {
-            "vertex.gpu.machine_type": "n1-standard-8",
-            "vertex.gpu.accelerator": "NVIDIA_TESLA_T4",
-            "vertex.gpu.count": "-1",
-        },
-        "vertex.gpu.count",
-        "at least 0",
-    ),
-    ({"vertex.cpu.accelerator": "NVIDIA_TESLA_T4"}, "vertex.cpu.accelerator", "N1 machines only"),
+    ("gpu.accelerator=NVIDIA_TESLA_T4", "gpu.accelerator", "has NVIDIA_L4 built in"),
+    ("gpu.count=2", "gpu.count", "has 1 GPU (got 2)"),
+    (f"{N1}; gpu.accelerator=NVIDIA_TESLA_T5", "gpu.accelerator", "did you mean NVIDIA_TESLA_"),
+    (f"{N1}; gpu.count=1", "gpu.count", "which GPUs?"),
+    (f"{N1}; gpu.accelerator=NVIDIA_TESLA_T4; gpu.count=-1", "gpu.count", "at least 0"),
+    ("cpu.accelerator=NVIDIA_TESLA_T4", "cpu.accelerator", "N1 machines only"),
     # training
-    (
-        {**NO_PAIR, "vertex.pools": pools("a g2-standard-8", "b a2-highgpu-1g")},
-        "cluster.gpu_group",
-        "cannot tell which group trains",
-    ),
-    ({"cluster.gpu_group": "gpus"}, "cluster.gpu_group", "the job has gpu, cpu"),
-    ({"train.workers": "3"}, "train.workers", "more than the 1 GPUs"),
-    ({"cluster.min_cpu_hosts": "3"}, "cluster.min_cpu_hosts", "has 2 CPU hosts"),
-    ({"data.preprocess_on": "[feeders]"}, "data.preprocess_on", "the job has gpu, cpu"),
+    (pools("a g2-standard-8", "b a2-highgpu-1g"), "cluster.gpu_group", "cannot tell which group trains"),
+    ("cluster.gpu_group=gpus", "cluster.gpu_group", "the job has gpu, cpu"),
+    ("train.workers=3", "train.workers", "more than the 1 GPUs"),
+    ("cluster.min_cpu_hosts=3", "cluster.min_cpu_hosts", "has 2 CPU hosts"),
+    ("data.preprocess_on=[feeders]", "data.preprocess_on", "the job has gpu, cpu"),
     # limits
-    ({"vertex.max_runtime_s": "100"}, "cluster.join_timeout_s", "not below vertex.max_runtime_s"),
-    ({"vertex.spot": "true", "vertex.persistent_resource": "mine"}, "vertex.spot", "remove one of the two"),
+    ("max_runtime_s=100", "cluster.join_timeout_s", "not below vertex.max_runtime_s"),
+    ("spot=true; persistent_resource=mine", "spot", "remove one of the two"),
     # places and names
-    ({"vertex.project": "null"}, "vertex.project", "set it"),
-    ({"vertex.region": "us-central1-a"}, "vertex.region", "for example us-central1"),
-    ({"vertex.gcs_uri": "null"}, "vertex.gcs_uri", "gs://bucket/prefix"),
-    ({"vertex.gcs_uri": "s3://my-bucket/x"}, "vertex.gcs_uri", "must be gs://bucket/prefix"),
-    ({"vertex.gcs_uri": "gs://my-bucket/a b"}, "vertex.gcs_uri", "must be gs://bucket/prefix"),
-    ({"vertex.environment": "{AIP_MODEL_DIR: x}"}, "vertex.environment.AIP_MODEL_DIR", "remove it"),
-    ({"vertex.environment": "{CLUSTER_SPEC: x}"}, "vertex.environment.CLUSTER_SPEC", "remove it"),
-    ({"vertex.environment": "{MY-NAME: x}"}, "vertex.environment.MY-NAME", "letters, digits and _"),
-    ({"vertex.tensorboard": f"{LOCATED}/tensorboards/7"}, "vertex.tensorboard", "vertex.service_account"),
-    (
-        {"vertex.kms_key": f"{LOCATED}/keyRings/r/cryptoKeys/k".replace("central1", "east1")},
-        "vertex.kms_key",
-        "the job's region, us-central1",
-    ),
-    ({"vertex.labels": "{team: 'a,b=c'}"}, "vertex.labels.team", "lower-case letters"),
-    (
-        {"vertex.environment": "{HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz0123456789}"},
-        "vertex.environment.HF_TOKEN",
-        "Secret Manager",
-    ),
-    ({"vertex.prices": "{g2-standard-9: 1}"}, "vertex.prices.g2-standard-9", "did you mean g2-standard-"),
-    ({"params.data": "/data/flowers"}, "params.data", "not found on this machine"),
+    ("project=null", "project", "set it"),
+    ("region=us-central1-a", "region", "for example us-central1"),
+    ("gcs_uri=null", "gcs_uri", "gs://bucket/prefix"),
+    ("gcs_uri=s3://my-bucket/x", "gcs_uri", "must be gs://bucket/prefix"),
+    ("gcs_uri=gs://my-bucket/a b", "gcs_uri", "must be gs://bucket/prefix"),
+    ("environment={AIP_MODEL_DIR: x}", "environment.AIP_MODEL_DIR", "remove it"),
+    ("environment={CLUSTER_SPEC: x}", "environment.CLUSTER_SPEC", "remove it"),
+    ("environment={MY-NAME: x}", "environment.MY-NAME", "letters, digits and _"),
+    ("tensorboard=projects/p/locations/us-central1/tensorboards/7", "tensorboard", "vertex.service_account"),
+    ("kms_key=projects/p/locations/us-east1/keyRings/r/cryptoKeys/k", "kms_key", "the job's region"),
+    ("labels={team: 'a,b=c'}", "labels.team", "lower-case letters"),
+    ("environment={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz012345}", "environment.HF_TOKEN", "Secret Manager"),
+    ("prices={g2-standard-9: 1}", "prices.g2-standard-9", "did you mean g2-standard-"),
+    ("params.data=/data/flowers", "params.data", "not found on this machine"),
     # the image
-    ({"vertex.image": "null"}, "vertex.image", "Python 3.11 to 3.13"),
-    ({"vertex.image": "1234.dkr.ecr.us-east-1.amazonaws.com/x:1"}, "vertex.image", "Artifact Registry"),
-    ({"vertex.image": f"{PREBUILT}/pytorch-gpu.2-4.py310:latest"}, "vertex.image", "Python 3.10"),
-    (
-        {"vertex.image": "docker.io/pytorch/pytorch:2.4.0-cuda12.4-cudnn9-runtime"},
-        "vertex.image",
-        "PyTorch 2.4",
-    ),
-    ({"vertex.image": f"{PREBUILT}/pytorch-xla.2-10.py312:latest"}, "vertex.image", "a CPU image"),
+    ("image=null", "image", "Python 3.11 to 3.13"),
+    ("image=1234.dkr.ecr.us-east-1.amazonaws.com/x:1", "image", "Artifact Registry"),
+    (f"image={PREBUILT}/pytorch-gpu.2-4.py310:latest", "image", "Python 3.10"),
+    ("image=docker.io/pytorch/pytorch:2.4.0-cuda12.4-cudnn9-runtime", "image", "PyTorch 2.4"),
+    (f"image={PREBUILT}/pytorch-xla.2-10.py312:latest", "image", "a CPU image"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "key", "says"), WRONG)
-def test_wrong_jobs_are_refused_in_one_line(changes: dict[str, str], key: str, says: str) -> None:
+def test_wrong_jobs_are_refused_in_one_line(changes: str, key: str, says: str) -> None:
     problems = problems_of(changes)
-    (found,) = [problem for problem in problems if problem.startswith(f"{key}: ")]
+    (found,) = [problem for problem in problems if problem.startswith(f"{full(key, 'vertex')}: ")]
     assert says in found
     assert "\n" not in found
     assert len(problems) <= 2, problems
@@ -171,16 +122,10 @@ def test_all_problems_are_named_at_once() -> None:
     assert keys == {"vertex.project", "vertex.gcs_uri", "vertex.image", "vertex.gpu.machine_type"}
 
 
-def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text("")
-    (tmp_path / ".env").write_text("TOKEN=x")
-    assert any("looks private" in problem for problem in refusal({}, source_dir=tmp_path))
-
-
 def test_without_the_client_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     google_cloud._types.cache_clear()
     monkeypatch.setitem(sys.modules, "google.cloud.aiplatform_v1", None)
-    assert refusal({}) == [google_cloud.ABSENT]
+    assert refusal("") == [google_cloud.ABSENT]
     google_cloud._types.cache_clear()
 
 
@@ -193,7 +138,7 @@ def test_without_credentials_one_line_says_how_to_get_them(
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     with pytest.raises(UsageError) as caught:
-        vertex.plan(make_job({"vertex.project": "null"}))
+        vertex.plan(make_job("project=null"))
     assert caught.value.problems == (google_cloud.NO_CREDENTIALS,)
 
 
@@ -201,21 +146,17 @@ def test_without_credentials_one_line_says_how_to_get_them(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"vertex.gpu.replicas": "4", "vertex.spot": "true"},
-        {
-            "vertex.gpu.machine_type": "n1-standard-8",
-            "vertex.gpu.accelerator": "NVIDIA_TESLA_T4",
-            "vertex.gpu.count": "2",
-        },
-        {"vertex.gpu.machine_type": "a3-highgpu-8g", "vertex.persistent_resource": "mine"},
-        {**NO_PAIR, "vertex.pools": pools("cpu c2-standard-8", "gpu g2-standard-8")},
-        {**NO_PAIR, "vertex.cpu.machine_type": "e2-standard-8"},
-        {"vertex.service_account": ACCOUNT, "vertex.tensorboard": BOARD, "vertex.kms_key": KEY},
-        {"vertex.network": "projects/123/global/networks/vpc", "vertex.labels": "{team: vision}"},
+        "",
+        "gpu.replicas=4; spot=true",
+        f"{N1}; gpu.accelerator=NVIDIA_TESLA_T4; gpu.count=2",
+        "gpu.machine_type=a3-highgpu-8g; persistent_resource=mine",
+        pools("cpu c2-standard-8", "gpu g2-standard-8"),
+        "gpu.machine_type=null; cpu.machine_type=e2-standard-8",
+        f"service_account={ACCOUNT}; tensorboard={BOARD}; kms_key={KEY}",
+        "network=projects/123/global/networks/vpc; labels={team: vision}",
     ],
 )
-def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, str]) -> None:
+def test_the_clients_own_types_take_the_request_without_loss(changes: str) -> None:
     pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
     from google.cloud.aiplatform_v1.types import CustomJob
     from google.protobuf.json_format import MessageToDict
@@ -235,11 +176,7 @@ def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, 
 def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.jpg").write_bytes(b"x" * 1000)
-    changes = {
-        "vertex.gpu.replicas": "2",
-        "params.data": str(tmp_path / "images"),
-        "vertex.max_runtime_s": "3600",
-    }
+    changes = f"gpu.replicas=2; params.data={tmp_path / 'images'}; max_runtime_s=3600"
     request = vertex.plan(make_job(changes), offline=True)
     shown = request.render()
     assert json.loads(shown[shown.index("{") : shown.index("\n}\n") + 2]) == request.body
@@ -253,17 +190,17 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
 
 
 def test_prices_of_attached_gpus_and_your_own() -> None:
-    gpu = {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.accelerator": "NVIDIA_TESLA_T4"}
+    gpu = f"{N1}; gpu.accelerator=NVIDIA_TESLA_T4"
     assert "1×NVIDIA_TESLA_T4  0.840" in vertex.plan(make_job(gpu), offline=True).render()
-    unknown = {**gpu, "vertex.gpu.accelerator": "NVIDIA_TESLA_P4"}
+    unknown = gpu.replace("T4", "P4")
     assert "at most $? in 24 h" in vertex.plan(make_job(unknown), offline=True).render()
-    own = {**unknown, "vertex.prices": "{gpu: 2, c2-standard-16: 1}"}
+    own = f"{unknown}; prices={{gpu: 2, c2-standard-16: 1}}"
     assert "at most $96.00 in 24 h" in vertex.plan(make_job(own), offline=True).render()
     assert prices.GOOGLE_MACHINES["n1-standard-4"].price_per_hour_usd == 0.2185, "as Vertex AI lists it"
 
 
 def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Path) -> None:
-    commands = vertex.plan(make_job({"vertex.kms_key": KEY}), offline=True).write(tmp_path / "job.json")
+    commands = vertex.plan(make_job(f"kms_key={KEY}"), offline=True).write(tmp_path / "job.json")
     assert json.loads((tmp_path / "job.json").read_text())["workerPoolSpecs"]
     assert (tmp_path / "job-code" / ".ray-token").stat().st_mode & 0o777 == 0o600
     upload, create = commands.splitlines()
@@ -271,4 +208,4 @@ def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Pa
     assert create.startswith("gcloud ai custom-jobs create --project=my-project --region=us-central1")
     assert f"--config={tmp_path}/job.json" in create and f"--kms-key={KEY}" in create
     with pytest.raises(UsageError, match="exists; remove it"):
-        vertex.plan(make_job({}), offline=True).write(tmp_path / "job.json")
+        vertex.plan(make_job(""), offline=True).write(tmp_path / "job.json")
