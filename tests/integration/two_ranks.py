@@ -11,7 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-MODULES = ("test_step_on_two_ranks", "test_strategies", "test_exact_resume", "test_finite_on_ranks")
+MODULES = (
+    "test_step_on_two_ranks",
+    "test_strategies",
+    "test_exact_resume",
+    "test_finite_on_ranks",
+    "test_metrics_on_ranks",
+)
 """Each has a `cases(rank, folder)` that both ranks run and whose answer its tests read."""
 COLLECTIVE_TIMEOUT_S = 300
 """Only ends a rank whose partner has failed."""

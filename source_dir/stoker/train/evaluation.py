@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from stoker.chain.collating import collate_of
 from stoker.config.schema import Config
@@ -108,7 +108,22 @@ class Evaluation:
                 scores = self.scores
                 own = scores.values, scores.tables, scores.notes
                 scores.values, scores.tables, scores.notes = strategies.from_rank(own, ranks[0])
+        if self.epoch is not None and len(ranks) > 1 and self.scores.uncombined:
+            self._refuse_shares(ranks)
         return values | self.scores.values
+
+    def _refuse_shares(self, ranks: list[int]) -> None:
+        """Refuse a metric of which each train worker knows only the value of its own records. Collective."""
+        found = [self.scores.uncombined] * self.worker.world_size
+        dist.all_gather_object(found, self.scores.uncombined)
+        first, *others = (found[rank] for rank in ranks)
+        for name, values in first.items():
+            if not all(_alike(values, other[name]) for other in others):
+                raise UsageError(
+                    f"recipe: {type(self.worker.recipe).__name__}.metrics: {name} differs between train"
+                    " workers, so it is of a part of the validation; keep its counts in add_state of"
+                    " torchmetrics.Metric, or add them up with torch.distributed.all_reduce in compute"
+                )
 
     def tell(self) -> None:
         for table in self.scores.tables:
@@ -208,6 +223,8 @@ class Scores:
         """Events for the report: `name`, `rows`, `columns`, `values`."""
         self.notes: list[str] = []
         self.later: set[str] = set()
+        self.uncombined: dict[str, list[Any]] = {}
+        """What metrics give that have no state which torchmetrics combines over the train workers."""
 
     def update(self, result: Mapping[str, Any]) -> None:
         if "preds" in result and "target" in result:
@@ -222,8 +239,9 @@ class Scores:
     def compute(self, few: bool = False, group: Any = None) -> None:
         """Fill `values`, `tables` and `notes`. Collective, on all ranks or none."""
         for name, metric in self.metrics.items():
-            parts: list[Any] = [] if group is None else [*getattr(metric, "modules", list)()]
-            if parts := [part for part in parts if hasattr(part, "process_group")]:
+            modules = metric.modules() if isinstance(metric, torch.nn.Module) else ()
+            parts = [part for part in modules if hasattr(part, "process_group")]
+            if parts and group is not None:
                 if not self.fed:
                     continue
                 for part in parts:
@@ -239,6 +257,8 @@ class Scores:
                 )
                 self.later.add(f"val/{name}")
             else:
+                if not any(part.metric_state for part in parts):
+                    self.uncombined[name] = [_as_array(leaf) for leaf in tree_leaves(found)]
                 self._show(f"val/{name}", found, self.classes)
 
     def _failed(self, name: str, error: Exception) -> UsageError:
@@ -336,6 +356,14 @@ def _as_array(value: Any) -> Any:
         return array.astype(np.float64) if array.dtype.kind in "biuf" else None
     except (TypeError, ValueError):
         return None
+
+
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether values agree up to rounding; NaN agrees with NaN, and what is no number with anything."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a is not None and b is not None]
+    return len(one) == len(other) and all(
+        a.shape == b.shape and np.allclose(a, b, rtol=1e-6, equal_nan=True) for a, b in pairs
+    )
 
 
 def _at_least_float32(values: Any) -> Any:
