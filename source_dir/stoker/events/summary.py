@@ -25,23 +25,8 @@ LOSSES = ("loss", "error", "perplexity", "distance", "divergence", "entropy")
 ERRORS = ("mae", "mse", "mape", "msle")
 """Ends of words, as in rmse and smape."""
 RATES = {
-    *(
-        "wer",
-        "cer",
-        "mer",
-        "eer",
-        "ppl",
-        "nll",
-        "fid",
-        "kid",
-        "brier",
-        "ece",
-        "crps",
-        "lpips",
-        "epe",
-        "ergas",
-    ),
-    *("hausdorff", "chamfer", "niqe", "brisque", "fvd", "logcosh"),
+    *("wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "fvd", "ece", "crps", "epe", "brier", "lpips"),
+    *("ergas", "niqe", "brisque", "chamfer", "hausdorff", "logcosh"),
 }
 """Words."""
 LESSER = {
