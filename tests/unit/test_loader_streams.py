@@ -352,13 +352,32 @@ def test_copies_of_a_dataset_go_on_also_after_the_folder_and_the_module_path_hav
         assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
 
 
-def test_a_batch_sampler_may_fill_the_same_list_again() -> None:
-    class Same(Sampler[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            batch = [0, 0]
-            for first in range(0, 8, 2):
-                batch[:] = [first, first + 1]
-                yield batch
+class Refilled(Sampler[Any]):
+    """Fills the same two places again for each batch."""
 
-    loader = DataLoader(Numbers(), batch_sampler=Same())
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    def __init__(self, places: Any) -> None:
+        self.places = places
+
+    def __iter__(self) -> Iterator[Any]:
+        for first in range(0, 8, 2):
+            for at in range(2):
+                if isinstance(self.places[at], list):
+                    self.places[at][0] = first + at
+                else:
+                    self.places[at] = first + at
+            yield self.places
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(
+    "places",
+    [[0, 0], [[0], [0]], ([0], [0]), np.zeros(2, int), torch.zeros(2, dtype=torch.int64), {0: 0, 1: 0}],
+    ids=["list", "lists", "tuple", "ndarray", "tensor", "dict"],
+)
+def test_a_sampler_may_fill_again_what_it_has_given(places: Any, single: bool) -> None:
+    def batches(of: type[Any]) -> list[str]:
+        sampler = Refilled(places)
+        asked = {"batch_size": None, "sampler": sampler} if single else {"batch_sampler": sampler}
+        return [str(batch) for batch in of(Numbers(), **asked)]
+
+    assert batches(DataLoader) == batches(TorchLoader)

@@ -5,6 +5,7 @@ torch's sampler chooses the indices here, chain workers make the batches, and a 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import secrets
@@ -14,16 +15,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from stoker.loader.makers import BatchTime, finalize
-from stoker.loader.work import Failed, LoadRequest
+from stoker.loader.work import PLAIN, Failed, LoadRequest
 from stoker.protocol import Shard
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
 END = object()
+FIXED = {*PLAIN, *(kind for kind in np.sctypeDict.values() if issubclass(kind, np.number))}
+"""Types of indices that do not change."""
 
 
 @dataclass
@@ -196,9 +201,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             batches: list[tuple[int, Any]] = []
             while len(batches) < together:
                 try:
-                    indices = next(self._sampler_iter)
-                    if isinstance(indices, list):
-                        indices = [*indices]  # a batch sampler may fill the same list again
+                    indices = _as_now(next(self._sampler_iter))
                     batches.append((self._submitted, indices))
                     batched = self._auto_collation and hasattr(indices, "__len__")
                     self._sizes.append(len(indices) if batched else 1)
@@ -331,6 +334,15 @@ class ClusterIterator(_BaseDataLoaderIter):
             self.close()
             raise RuntimeError(f"DataLoader: {value}")
         return kind, value
+
+
+def _as_now(index: Any) -> Any:
+    """A copy of what a sampler gave: it may fill the same list, array or tensor again."""
+    if isinstance(index, list | tuple) and FIXED.issuperset(map(type, index)):
+        return [*index] if isinstance(index, list) else index
+    if type(index) in (list, tuple):
+        return type(index)(map(_as_now, index))
+    return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
 
 
 def _reraise(made: Failed) -> None:
