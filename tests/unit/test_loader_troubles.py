@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,15 @@ from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass
-from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
-from stoker.protocol import BlockReport, Claim, Failure, Made, Process, Shard
+from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
+from stoker.protocol import BlockReport, Care, Claim, Failure, Made, PassPlan, Process, Reply, Shard, Work
+from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
+from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
 from stoker.serve.items import ITEM_S
 from stoker.serve.passes import Shared
 from stoker.serve.pool import ChainHost
+from stoker.serve.shards import Setup
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
@@ -461,3 +465,54 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
         return [each if each is None else each.tolist() for each in (*taken, *first, *read(source, 1))]
 
     assert two_passes(again=True) == two_passes(again=False)
+
+
+class Passes:
+    """The service of so many loaders over iterable datasets, read in turn twice; `remote` answers at once."""
+
+    def __init__(self, loaders: int, folder: BlockFolder) -> None:
+        self.claims = [
+            Claim(number, PassPlan(number, 0, f"{number % loaders}", False, 1), [self.work(served)], Care())
+            for number, served in enumerate(served for served in range(2) for _ in range(loaders))
+        ]
+        self.folder, self.found = folder, list[Any]()
+
+    def work(self, served: int) -> Work:
+        home = "w" if served else ""
+        return Work(0, Shard("worker 0", items=(LoadRequest(7, served=served),), home=home))
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *asked: pickle.dumps(getattr(self, f"on_{method}")(*asked)))
+
+    def on_begin_lease(self, *by: Any) -> None:
+        """It is the only one."""
+
+    def on_claim(self, by: Process) -> Reply:
+        return Reply(self.claims.pop(0)) if self.claims else Reply(go_on=False)
+
+    def on_setup(self, split: str, loaded: list[str]) -> Any:
+        work = LoaderWork(Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True)
+        source: Any = LoaderSource((pack([(str(Path.cwd()), [], {})]), pack([work])), True)
+        return [pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))], []
+
+    def on_block_made(self, by: Process, number: int, made: Made) -> Reply:
+        batch = unpack(self.folder.columns(made.file)[PAGES].copy())[1]
+        self.found.append(batch)
+        return Reply(go_on=isinstance(batch, MadeBatch))
+
+
+@pytest.mark.parametrize("loaders", [1, MOST_LOADED + 1])
+def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pass(
+    loaders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = SimpleNamespace(get_actor_id=lambda: "w", get_node_id=lambda: "a", current_actor=None)
+    folder = BlockFolder("test", "a")
+    folder.roots = [tmp_path]
+    monkeypatch.setattr("ray.get", lambda answer, timeout=None: pickle.loads(answer))  # noqa: S301
+    monkeypatch.setattr("ray.get_runtime_context", lambda: me)
+    monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
+    passes = Passes(loaders, folder)
+    ChainWorker(passes, "run")(None)
+    batches = [made.batch.tolist() for made in passes.found if isinstance(made, MadeBatch) and not made.ended]
+    first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
+    assert batches == [first] * loaders + [second] * loaders

@@ -34,7 +34,8 @@ LastBlock = tuple[int, Made] | None
 ANSWER_S = 120.0
 MADE = ("rows", "bytes", "wall_s")
 MOST_LOADED = 8
-"""Maximum number of open splits; a script may read through any number of loaders."""
+"""Maximum number of open splits, as a script may read through any number of loaders. Copies of an iterable
+dataset may serve later passes and are not counted: they stay until the service says that they are over."""
 
 
 class ChainWorker:
@@ -92,7 +93,8 @@ class ChainWorker:
         split, care, last = claim.plan.split, claim.care, None
         loaded = self._loaded.pop(split, None) or self._load(cast(SplitSetup, reply.setup))
         self._loaded[split] = loaded
-        for oldest in list(self._loaded)[:-MOST_LOADED]:
+        counted = [each for each, of in self._loaded.items() if not getattr(of.source, "stays", False)]
+        for oldest in counted[:-MOST_LOADED]:
             del self._loaded[oldest]
         tell = partial(self._tell, split, care.task) if care.names else None
         guard = Guard(care.known, tell) if care.known or tell else None
