@@ -351,6 +351,8 @@ class Plan(BaseModel):
     homes: int = 0
     bucket_by: str | None = None
     """Column whose length orders the rows of a block."""
+    cache_share: float | None = None
+    """Share of the records that are cached; None: no cache."""
 
 
 class DataCursor(BaseModel):

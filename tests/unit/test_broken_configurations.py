@@ -86,6 +86,8 @@ FILES = {
     "data: {cache: ram}": "data.cache: input should be 'none', 'memory' or 'disk'",
     "data: {cache: disk, cache_folder: x}": "cache_folder requires cache: disk and an",
     "data: {cache_gb: 1}": "cache_gb requires cache: memory or cache: disk",
+    "data: {cache_share: 0.5}": "cache_share requires cache: memory or cache: disk",
+    "data: {cache: memory, cache_share: 1.5}": "data.cache_share: input should be less than or equal to 1",
     "data: {cache_gb: 0}": "data.cache_gb: input should be greater than 0",
     "data: {transport: rdma}": "data.transport: input should be 'direct' or 'ray'",
     "data: {preprocess_on: cpu}": "must be a list, such as [a, b] (got 'cpu')",

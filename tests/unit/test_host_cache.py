@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import deque
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from damage import checked
+from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
@@ -50,17 +53,24 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "stoker-cache-test"
 
 
-def chain(prefix: bool = True) -> Chain:
+def chain(prefix: bool = True, share: float = 1.0) -> Chain:
     entries = [DecodeImage(), CheckLabel(10), v2.RandomResizedCrop(24, antialias=True)]
     stages = as_stages([*entries, v2.RandomHorizontalFlip()])
-    return Chain(stages, seed=5, with_keys=True, prefix=prefix_length(stages) if prefix else 0)
+    whole = Chain(stages, seed=5, with_keys=True, prefix=prefix_length(stages) if prefix else 0)
+    whole.share = share
+    return whole
 
 
 def run_pass(
-    source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0
+    source: Source,
+    epoch: int,
+    cache: HostCache | None,
+    store: bool = True,
+    skip: int = 0,
+    share: float = 1.0,
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
-    loaded = LoadedSplit(source.for_workers(), chain(cache is not None), cache)
+    loaded = LoadedSplit(source.for_workers(), chain(cache is not None, share), cache)
     made = []
     for number, shard in enumerate(source.shards(120, np.random.default_rng(epoch))):
         made += list(blocks_of(loaded, plan, Work(number, shard, skip, store)))
@@ -127,6 +137,67 @@ def test_of_images_far_away_those_that_are_not_kept_are_fetched_ahead(
     assert same(run_pass(source, 1, cache), expected[1])
     kept = sum(report.kept + report.found for _, report in run_pass(source, 1, cache))
     assert asked.count(1) == 2 * (1437 - kept), "one by one, as they were fetched ahead"
+
+
+def photos(folder: Path, form: str) -> Source:
+    """60 photos so large that decoding them for a small crop gives other pixels than cropping a whole one;
+    one is damaged."""
+    rng = np.random.default_rng(0)
+    (folder / "train" / "c0").mkdir(parents=True)
+    (folder / "train" / "c1").mkdir()
+    with tarfile.open(folder / "train" / "a.tar", "w") as tar:
+        for number in range(60):
+            rough = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+            rough.resize((400, 300)).save(content := io.BytesIO(), "JPEG")
+            image, label = content.getvalue()[: 500 if number == 7 else None], number % 2
+            (folder / "train" / f"c{label}" / f"{number}.jpg").write_bytes(image)
+            for name, part in ((f"{number}.jpg", image), (f"{number}.cls", str(label).encode())):
+                (member := tarfile.TarInfo(name)).size = len(part)
+                tar.addfile(member, io.BytesIO(part))
+    if form == "images":
+        (folder / "train" / "a.tar").unlink()
+    else:
+        shutil.rmtree(folder / "train" / "c0")
+        shutil.rmtree(folder / "train" / "c1")
+    return opened(folder)
+
+
+def counts(report: BlockReport) -> tuple[int, ...]:
+    return report.records, report.id_sum, report.bad_id_sum, report.rows
+
+
+def rows_of(made: Made) -> dict[str, bytes]:
+    return {
+        key: columns["image__hwc"][row].tobytes()
+        for columns, _ in made
+        for row, key in enumerate(columns["__key"].tolist())
+    }
+
+
+@pytest.mark.parametrize("form", ["images", "webdataset"])
+def test_only_a_share_is_cached_and_the_others_are_as_without_a_cache(form: str, root: Path) -> None:
+    folder = root.parent / "data"
+    source = photos(folder, form)
+    cache, full = HostCache(root, "k", SPEC), HostCache(root, "full", SPEC)
+    plain = [run_pass(source, epoch, None) for epoch in range(3)]
+    whole = [run_pass(source, epoch, full) for epoch in range(3)]
+    inside = {key for key in rows_of(plain[0]) if chain(share=0.4).caches(key)}
+    assert 10 < len(inside) < 40
+    for epoch in range(3):
+        made = run_pass(source, epoch, cache, share=0.4)
+        direct, cropped, rows = rows_of(plain[epoch]), rows_of(whole[epoch]), rows_of(made)
+        assert all(direct[key] != cropped[key] for key in direct), "otherwise this test shows nothing"
+        assert rows == {key: (cropped if key in inside else direct)[key] for key in direct}
+        assert list(rows) == list(direct), "in their order"
+        for (_, report), (_, other) in zip(made, plain[epoch], strict=True):
+            assert counts(report) == counts(other), "also in a shard of which a part is cached"
+            assert [bad.key for bad in report.bad] == [bad.key for bad in other.bad]
+        assert sum(len(report.bad) for _, report in made) == 1
+        assert sum(report.found for _, report in made) == (len(inside) if epoch else 0)
+        assert sum(report.kept for _, report in made) == (0 if epoch else len(inside))
+        for key in inside if form == "images" else ():
+            (folder / "train" / key).unlink(missing_ok=True)  # what is cached is read no more
+    assert sum(path.is_file() for path in (root / "k").rglob("*")) == len(inside), "and no listing"
 
 
 @pytest.mark.parametrize("form", ["images", "webdataset"])

@@ -155,8 +155,8 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.read.identity.BUDGET_S", 600.0)
 
 
-def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
-    loaded = LoadedSplit(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
+def numbers(source: Source, cache: HostCache, epoch: int, share: float = 1.0) -> list[int]:
+    loaded = LoadedSplit(source, Chain(as_stages([Plain()]), seed=1, prefix=1, share=share), cache)
     plan = PassPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
     found: list[int] = []
     for number, shard in enumerate(source.shards(10, None)):
@@ -171,20 +171,24 @@ def test_a_cache_gives_every_shard_its_own_records(tmp_path: Path) -> None:
         assert numbers(Listed(40), cache, epoch) == list(range(40))
 
 
-def test_records_that_give_themselves_the_numbers_of_others_are_refused_by_a_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_records_that_give_themselves_the_numbers_of_others_are_refused_by_a_cache(
+    tmp_path: Path, share: float
+) -> None:
     items = [{"key": str(9 - i), "number": i} for i in range(10)]
     cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
     with pytest.raises(CacheError, match=r"data.cache: record 0 gives itself the key '9'"):
-        numbers(read_torch(items), cache, 0)
+        numbers(read_torch(items), cache, 0, share)
     plain = [{"number": i} for i in range(10)]
     for epoch in range(2):
-        assert numbers(read_torch(plain), cache, epoch) == list(range(10))
+        assert numbers(read_torch(plain), cache, epoch, share) == list(range(10))
 
 
-def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path, share: float) -> None:
     cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
     with pytest.raises(CacheError, match="two records have the key k0"):
-        numbers(Listed(40, keys=5), cache, 0)
+        numbers(Listed(40, keys=5), cache, 0, share)
 
 
 def images(folder: Path) -> Source:

@@ -158,14 +158,16 @@ def test_a_place_ahead_of_the_data_is_refused() -> None:
         ({"seed": 2}, r"seed was 1 .*now it is 2"),
         ({"shuffle": False}, r"data.shuffle was True .*now it is False"),
         ({"bucket_by": "ids"}, r"data.bucket_by was None .*now it is ids"),
+        ({"cache_share": 0.25}, r"data.cache_share was 0.5 .*now it is 0.25.* pixels"),
     ],
 )
 def test_other_data_or_another_order_are_refused_in_one_line(
     change: dict[str, object], expected: str
 ) -> None:
-    now = PLAN.model_copy(update=change)
+    plan = PLAN.model_copy(update={"cache_share": 0.5})
+    now = plan.model_copy(update=change)
     with pytest.raises(UsageError, match=expected) as caught:
-        refuse_other_data(DataCursor(epoch=0, plan=PLAN), now)
+        refuse_other_data(DataCursor(epoch=0, plan=plan), now)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -181,7 +183,7 @@ def test_other_validation_data_is_refused_where_the_checkpoint_names_its_own() -
 
 
 def test_what_may_differ_between_the_two_runs() -> None:
-    other = PLAN.model_copy(update={"order": "exact", "block_records": 9})
+    other = PLAN.model_copy(update={"order": "exact", "block_records": 9, "cache_share": 0.5})
     refuse_other_data(DataCursor(epoch=0, plan=PLAN), other)
 
 

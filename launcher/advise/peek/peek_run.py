@@ -265,10 +265,13 @@ class Rebuild:
         self._refuse_others(config, data, own, code)
         block_records = {"block_records": noted["block_records"]}
         self.config = config.model_copy(update={"data": config.data.model_copy(update=block_records)})
+        start = found.attempt.start
+        if start.plan.cache_share is not None:
+            data.chains["train"].share = start.plan.cache_share
         chains = {split: pickle.dumps(chain) for split, chain in data.chains.items()}
         kept = {split: "" for split, chain in data.chains.items() if chain.prefix}
-        passes = Passes(self.config, data.sources, chains, None, kept)
-        identity, start = data.identity("train"), found.attempt.start
+        passes = Passes(self.config, data.sources, chains, None, kept, share=start.plan.cache_share)
+        identity = data.identity("train")
         if unstable := start.plan.unstable or identity.unstable:
             raise UsageError(f"--step: {unstable}, so its batches cannot be rebuilt")
         plan = passes.identity(identity.text)

@@ -20,7 +20,7 @@ from stoker.chain.transforms import DecodeImage
 from stoker.errors import ChainError, where_raised
 from stoker.protocol import BadRecord, BlockReport, Pad, Record, Schema, StageCost
 from stoker.read.host_cache import KeptRecord
-from stoker.read.sources import record_id, seed_globals, seed_torch
+from stoker.read.sources import ID_MODULUS, record_id, seed_globals, seed_torch
 
 
 class Segment(NamedTuple):
@@ -29,6 +29,47 @@ class Segment(NamedTuple):
     stages: list[Stage]
     is_prefix: bool = False
     """Whether its results are cached across epochs."""
+    direct: list[Stage] | None = None
+    """Replaces `stages` for a record that is never cached; None: the same."""
+
+
+class Way:
+    """The stages of a segment for some records of a block, and what they cost."""
+
+    def __init__(self, stages: list[Stage], seed: str, report: BlockReport) -> None:
+        self.stages, self._seed, self._report = stages, seed, report
+        self._costs = [report.costs.setdefault(s.name, StageCost(random=s.random)) for s in stages]
+        self._generator = _generators(stages)
+        self._passed, self._sizes = 0, list[int]()
+
+    def take(self, record: Record) -> Record | None:
+        """The record after the stages; None: it is quarantined."""
+        clock, key, stage = time.thread_time, record["key"], self.stages[0]
+        sizes: list[int] = []
+        # The result must not depend on where a record is processed, so each record has its own seed.
+        rng = self._generator(f"{self._seed}/{key}")
+        before = clock()
+        try:
+            for stage, cost in zip(self.stages, self._costs, strict=True):
+                record = stage.apply(record, rng)
+                now = clock()
+                cost.cpu_s += now - before
+                before = now
+                if not self._passed:
+                    sizes.append(_size(record))
+        except Exception as error:
+            name = getattr(error, "stage", stage.name)
+            text = " ".join(str(error).split())[:300] + _text_in(record, error)
+            _quarantine(self._report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
+            return None
+        self._sizes, self._passed = sizes or self._sizes, self._passed + 1
+        record["key"] = key
+        return record
+
+    def close(self) -> None:
+        """Estimate the bytes that the stages made from those of the first record."""
+        for size, cost in zip(self._sizes, self._costs, strict=True) if self._passed else ():
+            cost.bytes_out += size * self._passed
 
 
 @dataclass(eq=False)
@@ -50,6 +91,8 @@ class Chain:
     """What the first records show that a run should say."""
     schemas: tuple[Schema, ...] = ()
     """Schemas of the split, which every block must have; empty: each block reports its own."""
+    share: float = 1.0
+    """Share of the records that are cached, chosen by key; all stages of the others are fused."""
 
     def of(self, stages: list[Stage]) -> Chain:
         other = copy(self)
@@ -72,16 +115,19 @@ class Chain:
     ) -> tuple[dict[str, Any], BlockReport]:
         limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost(random=False)})
-        good = self._take(records, report)
+        # Record by record, so that only one decoded image at a time is in memory, and it in the CPU's cache.
+        passing: Iterable[Record] = self._take(records, report)
         for segment in self._segments:
+            seed = f"{self.seed}/{epoch}/{segment.number}"
             if segment.stages[0].per == "record":
-                good = list(self._per_record(good, segment, epoch, report))
+                passing = self._per_record(passing, segment, seed, report)
                 if segment.is_prefix and keep is not None:
-                    _keep(good, keep, report)
-            else:
-                seed = f"{self.seed}/{epoch}/{segment.number}"
-                for stage in segment.stages:
-                    good = self._per_batch(good, stage, seed, report) if good else good
+                    passing = _keep(passing, keep, report)
+                continue
+            passing = good = list(passing)
+            for stage in segment.stages:
+                passing = good = self._per_batch(good, stage, seed, report) if good else good
+        good = list(passing)
         if self.bucket_by and good:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         return self._leave(good, report), report
@@ -109,26 +155,33 @@ class Chain:
             _quarantine(report, bad)
         return packed
 
-    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
-        good: list[Record] = []
+    def caches(self, key: str) -> bool:
+        """Whether hosts cache this record; the answer depends on nothing but its key and the share."""
+        return self.share >= 1 or record_id(key) < self.share * ID_MODULUS
+
+    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> Iterator[Record]:
         # Stoker's decoder checks the header.
         decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
-        started = time.thread_time()
-        for record in records:
-            report.records += 1
+        clock, cost, reading = time.thread_time, report.costs["read"], iter(records)
+        size = read = 0
+        started = clock()
+        while (record := next(reading, None)) is not None:
             record = sized(record, decodes)
+            report.records += 1
             if isinstance(record, BadRecord):
                 report.id_sum += record_id(record.key)
                 _quarantine(report, record)
+                continue
+            report.id_sum += record_id(record["key"])
+            if type(record) is KeptRecord:
+                report.found += 1
             else:
-                report.id_sum += record_id(record["key"])
-                good.append(record)
-        report.costs["read"].cpu_s += time.thread_time() - started
-        report.found = sum(type(record) is KeptRecord for record in good)
-        first = next((record for record in good if type(record) is not KeptRecord), None)
-        if first:
-            report.costs["read"].bytes_out = _size(first) * (len(good) - report.found)
-        return good
+                size, read = size or _size(record), read + 1
+            cost.cpu_s += clock() - started
+            yield record
+            started = clock()
+        cost.cpu_s += clock() - started
+        cost.bytes_out = size * read
 
     @cached_property
     def _segments(self) -> list[Segment]:
@@ -137,44 +190,31 @@ class Chain:
         for number, (per, run) in enumerate(groupby(self.stages, key=lambda stage: stage.per)):
             stages = list(run)
             prefix = self.prefix if number == 0 else 0
-            for part, is_prefix in ((stages[:prefix], True), (stages[prefix:], False)):
-                if part:
-                    segments.append(Segment(number, fuse(part) if per == "record" else part, is_prefix))
+            whole = fuse(stages) if per == "record" else stages
+            if not 0 < prefix < len(stages):
+                segments.append(Segment(number, whole, prefix > 0))
+                continue
+            segments.append(Segment(number, fuse(stages[:prefix]), True, direct=[]))
+            segments.append(Segment(number, fuse(stages[prefix:]), direct=whole))
         return segments
 
     def _per_record(
-        self, records: list[Record], segment: Segment, epoch: int, report: BlockReport
+        self, records: Iterable[Record], segment: Segment, seed: str, report: BlockReport
     ) -> Iterator[Record]:
-        stages = segment.stages
-        generator = _generators(stages)
-        costs = [report.costs.setdefault(stage.name, StageCost(random=stage.random)) for stage in stages]
-        clock = time.thread_time
-        sized = False
+        cached = direct = Way(segment.stages, seed, report)
+        if self.share < 1 and segment.direct is not None:
+            direct = Way(segment.direct, seed, report)
+        return self._each(records, segment.is_prefix, cached, direct)
+
+    def _each(self, records: Iterable[Record], is_prefix: bool, cached: Way, direct: Way) -> Iterator[Record]:
         for record in records:
-            if segment.is_prefix and type(record) is KeptRecord:
+            way = cached if direct is cached or self.caches(record["key"]) else direct
+            if not way.stages or (is_prefix and type(record) is KeptRecord):
                 yield record
-                continue
-            key = record["key"]
-            # The result must not depend on where a record is processed, so each record has its own seed.
-            rng = generator(f"{self.seed}/{epoch}/{segment.number}/{key}")
-            before = clock()
-            stage = stages[0]
-            try:
-                for stage, cost in zip(stages, costs, strict=True):
-                    record = stage.apply(record, rng)
-                    now = clock()
-                    cost.cpu_s += now - before
-                    before = now
-                    if not sized:
-                        cost.bytes_out += _size(record) * len(records)
-            except Exception as error:
-                name = getattr(error, "stage", stage.name)
-                text = " ".join(str(error).split())[:300] + _text_in(record, error)
-                _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
-                continue
-            sized = True
-            record["key"] = key
-            yield record
+            elif (made := way.take(record)) is not None:
+                yield made
+        for way in {cached, direct}:
+            way.close()
 
     def _per_batch(self, records: list[Record], stage: Stage, seed: str, report: BlockReport) -> list[Record]:
         records, columns, _, _ = self._pack(records, report, stage.name)
@@ -214,15 +254,16 @@ def _text_in(record: Record, error: Exception) -> str:
     return f" (columns of text: {', '.join(found)})" if mixed else ""
 
 
-def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:
-    started = time.thread_time()
+def _keep(records: Iterable[Record], keep: Callable[[Record], int], report: BlockReport) -> Iterator[Record]:
     for record in records:
         if type(record) is not KeptRecord:
-            size = keep(record)
-            report.kept += size > 0
-            report.kept_bytes += size
-    if report.kept:
-        report.costs.setdefault("keep", StageCost()).cpu_s += time.thread_time() - started
+            started = time.thread_time()
+            if size := keep(record):
+                report.kept += 1
+                report.kept_bytes += size
+                cost = report.costs.setdefault("keep", StageCost())
+                cost.cpu_s += time.thread_time() - started
+        yield record
 
 
 def _generators(stages: list[Stage]) -> Callable[[str], Any]:

@@ -76,6 +76,12 @@ class DataConfig(Section):
         " in shared memory or on disk",
     )
     cache_gb: float | None = key(None, "cache size per host, GB; null: half of the free space", gt=0)
+    cache_share: float | None = key(
+        None,
+        "share of the records to cache, chosen by key; null: what fits on the hosts present at the start",
+        gt=0,
+        le=1,
+    )
     cache_folder: Folder | None = key(
         None, "absolute path for cache: disk on each host; null: the temporary folder"
     )
@@ -88,8 +94,9 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _cache_is_whole(self) -> DataConfig:
-        if self.cache == "none" and self.cache_gb is not None:
-            raise ValueError("cache_gb requires cache: memory or cache: disk")
+        for name in ("cache_gb", "cache_share"):
+            if self.cache == "none" and getattr(self, name) is not None:
+                raise ValueError(f"{name} requires cache: memory or cache: disk")
         if self.cache_folder is not None and (self.cache != "disk" or self.cache_folder[:1] != "/"):
             raise ValueError("cache_folder requires cache: disk and an absolute path")
         return self

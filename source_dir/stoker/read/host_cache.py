@@ -122,6 +122,8 @@ class HostCache:
         return self._folder / name[:2] / name[2:]
 
     def _content(self, path: Path) -> Any:
+        import numpy as np
+
         try:
             file = path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -135,11 +137,11 @@ class HostCache:
                     if self._on_disk:
                         pages.madvise(mmap.MADV_WILLNEED)
                     return pages
-            content = bytearray(size)
+            content: Any = np.empty(size, np.uint8)  # not zeroed, unlike a bytearray
             return content if file.readinto(content) == size else None
 
     def _write(self, path: Path, parts: list[Any]) -> int:
-        size = -(-sum(map(len, parts)) // PAGE) * PAGE
+        size = pages_of(parts)
         if not self._books.reserve(size):
             return 0
         draft = path.with_name(f"{path.name}.{os.getpid()}")
@@ -211,6 +213,15 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
     return bound
 
 
+def pages_of(parts: list[Any]) -> int:
+    """Bytes of a file of these parts, in whole pages."""
+    return -(-sum(map(len, parts)) // PAGE) * PAGE
+
+
+def size_in_cache(record: Record) -> int:
+    return pages_of(encode(record))
+
+
 def encode(record: Record) -> list[Any]:
     """A record as bytes-like parts; arrays come last, as they are in memory."""
     buffers: list[pickle.PickleBuffer] = []
@@ -274,13 +285,17 @@ def homes_of(count: int | None, block_records: int) -> int:
 
 @dataclass
 class CachedReader:
-    """The records of a shard in the order of `Source.read`, from the cache if possible."""
+    """The records of a shard in the order of `Source.read`, from the cache if possible.
+
+    Records that `caches` leaves out are neither looked for nor stored.
+    """
 
     source: Source
     shard: Shard
     order: Callable[[], Any]
     cache: HostCache
     store: bool
+    caches: Callable[[str], bool] = lambda key: True
     refuses: Callable[[str], str] = lambda key: ""
     seen: dict[str, None] = field(default_factory=dict)
     kept: int = 0
@@ -320,13 +335,16 @@ class CachedReader:
                     " other; make keys unique or set data.cache=none"
                 )
             self.seen[record["key"]] = None
-            kept = self.cache.load(record["key"])
+            kept = self._look(record["key"])
             self.kept += kept is not None
             yield record if kept is None else kept
 
     def _load(self, key: str) -> Record | None:
         self.asked = key
-        return self.cache.load(key)
+        return self._look(key)
+
+    def _look(self, key: str) -> KeptRecord | None:
+        return self.cache.load(key) if self.caches(key) else None
 
     def _as_listed(self, record: Record | BadRecord) -> Record | BadRecord:
         """Refuse a record of another key than its listed one, which may be that of another record."""
@@ -352,7 +370,7 @@ class CachedReader:
         return self.source.arrangement(count, self.order()) if len(owners) == 1 else None
 
     def keep(self, record: Record) -> int:
-        if not self.store:
+        if not (self.store and self.caches(record["key"])):
             return 0
         size = self.cache.keep(record)
         self.kept += size > 0

@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from posixpath import basename, normpath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -452,7 +452,13 @@ class ImageFolderSource(IndexedSource):
     def for_workers(self) -> ImageFolderSource:
         light = copy.copy(self)
         light.files, light.sizes = [], []
+        vars(light).pop("_filesystem", None)
         return light
+
+    @cached_property
+    def _filesystem(self) -> Any:
+        """Opened once: with a cache, the others are read one by one."""
+        return filesystem_of(self.folder)[0]
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         paths = [path for path, _ in shard.items]
@@ -464,9 +470,8 @@ class ImageFolderSource(IndexedSource):
             yield {"key": path, "image": content, "label": self.label(label)}
 
     def _contents(self, root: str, paths: list[str]) -> Iterator[bytes | BadRecord]:
-        filesystem, _ = filesystem_of(self.folder)
         for path in paths:
-            yield read_again(path, partial(content_of, filesystem, f"{root}/{path}"))
+            yield read_again(path, partial(content_of, self._filesystem, f"{root}/{path}"))
 
     def prepare(self, shard: Shard) -> None:
         self.files_afar.expect([path for path, _ in shard.items])

@@ -98,7 +98,8 @@ class ChainWorker:
             del self._loaded[oldest]
         tell = partial(self._tell, split, care.task) if care.names else None
         guard = Guard(care.known, tell) if care.known or tell else None
-        far = getattr(loaded.source, "far", False) and not (loaded.cache or guard)
+        reads = not guard and (loaded.cache is None or loaded.chain.share < 1)
+        far = getattr(loaded.source, "far", False) and reads
         for number, work in enumerate(claim.work, 1):
             blocks = self._blocks(loaded, claim, work, guard)
             short = far and isinstance(loaded.source, IndexedSource)

@@ -31,6 +31,12 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
             f"resume: {unstable}, so the run cannot resume exactly; draw from the generators of random,"
             " numpy.random or torch, which are seeded for each record, or start a new run"
         )
+    share, wanted = position.plan.cache_share, plan.cache_share
+    if None not in (share, wanted) and share != wanted:
+        raise UsageError(
+            f"resume: data.cache_share was {share} when the checkpoint was written, now it is {wanted}: the"
+            " pixels of large photos would change; leave it out to continue with the former share"
+        )
     for key in ("seed", "shuffle", "bucket_by"):
         before, now = getattr(position.plan, key), getattr(plan, key)
         if before != now:

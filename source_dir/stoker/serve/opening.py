@@ -219,25 +219,33 @@ def start_coordinator(
     import ray
 
     from stoker.serve.actor import Coordinator
+    from stoker.serve.cache_share import share_that_fits
     from stoker.serve.cursor import refuse_other_data
     from stoker.serve.passes import Passes
     from stoker.serve.service import start_service
 
-    chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {
         split: cache_key(split, data.identity(split).text, chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
-    cache = None
+    begun = DataCursor.model_validate(position) if position is not None else None
+    cache = share = None
     if kept and config.data.cache != "none":
         most = None if config.data.cache_gb is None else int(config.data.cache_gb * 1e9)
         cache = CacheSpec(config.data.cache, secrets.token_hex(6), most, config.data.cache_folder)
-    passes = Passes(config, data.sources, chains, cache, kept, schemas)
+        share = config.data.cache_share or (begun.plan.cache_share if begun else None)
+        if share is None:
+            splits = {split: (data.sources[split], data.chains[split]) for split in kept}
+            share = share_that_fits(config, splits, data.totals, cache)
+        for split in kept:
+            data.chains[split].share = share
+    chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
+    passes = Passes(config, data.sources, chains, cache, kept, schemas, share)
     plan = plan_of(passes, data)
-    if position is not None:
-        refuse_other_data(DataCursor.model_validate(position), plan)
+    if begun is not None:
+        refuse_other_data(begun, plan)
     coordinator = start_service(
         Coordinator, config, scaler, 2 * workers + 32, {}, passes=passes, totals=data.totals, plan=plan
     )

@@ -316,8 +316,11 @@ class Passes:
         cache: CacheSpec | None = None,
         kept: dict[str, str] | None = None,
         schemas: dict[str, tuple[Schema, ...]] | None = None,
+        share: float | None = None,
     ) -> None:
         self.config, self.sources, self.chains = config, sources, chains
+        self.share = share
+        """Share of the records of those splits that is cached; None: no cache."""
         self.cache = cache
         self.kept = kept or {}
         """Splits cached across epochs → cache key of their results."""
@@ -336,6 +339,7 @@ class Passes:
             validation=validation,
             homes=self._homes("train"),
             bucket_by=data.bucket_by,
+            cache_share=self.share,
         )
 
     def _homes(self, split: str) -> int:

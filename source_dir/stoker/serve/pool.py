@@ -354,7 +354,7 @@ class CacheAffinity:
         figures = {name: whole[name] for name in ("records", "found", "kept", "kept_bytes")}
         return {"kind": self.kind, "split": split, "epoch": epoch, **figures, "hosts": hosts}
 
-    def lacking(self, figures: dict[str, Any]) -> str:
+    def lacking(self, figures: dict[str, Any], chosen: float) -> str:
         """One line, emitted once, if the records of the first training pass did not all fit."""
         there = figures["found"] + figures["kept"]
         if figures["split"] != "train" or self.told or not figures["records"]:
@@ -372,9 +372,15 @@ class CacheAffinity:
         if figures["kept"]:
             whole = figures["kept_bytes"] / figures["kept"] * figures["records"]
             need = f", all would take about {size(whole)}"
+        others = "are preprocessed in every epoch as without a cache"
+        if chosen >= 1:
+            others = (
+                "take longer than without a cache, for how many fit was not known at the start; set"
+                f" data.cache_share to {max(share, 0.01):.2f} in the next run"
+            )
         return (
             f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
-            f" {count_of(len(self.usage), 'host')} of at most {each} each{need}; the others are preprocessed"
-            " in every epoch. To fit more: raise data.cache_gb, add hosts, use data.cache: disk or shrink"
-            " images before the first random transform"
+            f" {count_of(len(self.usage), 'host')} of at most {each} each{need}; the others {others}. To fit"
+            " more: raise data.cache_gb, add hosts, use data.cache: disk or shrink images before the first"
+            " random transform"
         )

@@ -394,7 +394,7 @@ class RecipeAttempt(Attempt):
         if (keeping := self.shared.keeping) is not None:
             figures = keeping.figures(*pass_.key, pass_.account.by_node)
             self.event(kinds.CacheUsed(**figures))
-            if line := keeping.lacking(figures):
+            if line := keeping.lacking(figures, self.passes.share or 1.0):
                 self.event(kinds.Note(text=line))
         del self.open[pass_.key]
         if self.planner is not None:

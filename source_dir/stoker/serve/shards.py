@@ -187,11 +187,18 @@ def open_split(setup: Any) -> LoadedSplit:
     chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
     cache = None
     if content.cache is not None:
-        node = ray.get_runtime_context().get_node_id()
-        own = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
-        reserved = sum(int(resources.get("object_store_memory", 0)) for resources in own)
-        cache = HostCache(content.cache.root(), content.key, content.cache, reserved)
+        cache = host_cache(content.cache, content.key)
     return LoadedSplit(content.source, chain, cache)
+
+
+def host_cache(spec: CacheSpec, key: str) -> HostCache:
+    """This host's cache; whoever opens it first fixes how much it may take."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    own = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
+    reserved = sum(int(resources.get("object_store_memory", 0)) for resources in own)
+    return HostCache(spec.root(), key, spec, reserved)
 
 
 def blocks_of(
@@ -209,7 +216,9 @@ def blocks_of(
     reading = None
     if loaded.cache:
         refuses = (guard.refuses,) if guard else ()
-        reading = CachedReader(loaded.source, shard, order, loaded.cache, work.store, *refuses)
+        reading = CachedReader(
+            loaded.source, shard, order, loaded.cache, work.store, loaded.chain.caches, *refuses
+        )
     if reading:
         records = iter(reading)
     elif guard:
