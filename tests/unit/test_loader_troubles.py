@@ -26,7 +26,19 @@ from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass
 from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
-from stoker.protocol import BlockReport, Care, Claim, Failure, Made, PassPlan, Process, Reply, Shard, Work
+from stoker.protocol import (
+    BlockReport,
+    Care,
+    Claim,
+    Failure,
+    Made,
+    PassPlan,
+    Process,
+    Reply,
+    Shard,
+    SplitSetup,
+    Work,
+)
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
@@ -487,13 +499,24 @@ class Passes:
     def on_begin_lease(self, *by: Any) -> None:
         """It is the only one."""
 
-    def on_claim(self, by: Process) -> Reply:
-        return Reply(self.claims.pop(0)) if self.claims else Reply(go_on=False)
+    def on_claim(self, by: Process, loaded: list[str], last: Any) -> Reply:
+        if last is not None:
+            self.on_block_made(by, *last)
+        if not self.claims:
+            return Reply(go_on=False)
+        claim = self.claims.pop(0)
+        new = claim.plan.split not in loaded
+        return Reply(
+            claim,
+            setup=SplitSetup(self.setup(), frozenset(each.plan.split for each in self.claims))
+            if new
+            else None,
+        )
 
-    def on_setup(self, split: str, loaded: list[str]) -> Any:
+    def setup(self) -> bytes:
         work = LoaderWork(Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True)
         source: Any = LoaderSource((pack([(str(Path.cwd()), [], {})]), pack([work])), True)
-        return [pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))], []
+        return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
 
     def on_block_made(self, by: Process, number: int, made: Made) -> Reply:
         batch = unpack(self.folder.columns(made.file)[PAGES].copy())[1]
