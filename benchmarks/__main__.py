@@ -14,6 +14,7 @@ ALL = (
     "end_to_end",
     "cpu_per_image",
     "receiver",
+    "gpu_host",
     "sleeping",
     "limits",
     "network",

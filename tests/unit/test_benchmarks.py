@@ -23,6 +23,7 @@ from benchmarks import (
     epoch_gap,
     far_objects,
     gpu,
+    gpu_host,
     harness,
     s3,
     shapes,
@@ -167,6 +168,23 @@ def test_small_objects_are_listed_and_requested_once_and_the_server_counts_that(
     assert found["most open"] <= READS + 10, "those of pyarrow, which listed"
     [share, asked, *_] = small_objects.rows(15.0, 1.0, {**found, "HEAD": 200})
     assert (share.ratio, share.met, asked.ours, asked.met) == (0.5, False, 2.0, False)
+
+
+def test_processes_of_a_gpu_host_are_told_apart() -> None:
+    raylet = (
+        "/lib/ray/core/src/ray/raylet/raylet --python_worker_command=/opt/code/stoker/hosts/forks/forked.py"
+    )
+    expected = {
+        "ray::Coordinator.ahead": (gpu_host.OURS, "data service, with Ray Data's executor"),
+        "ray::_AutoscalingCoordinatorActor": (gpu_host.RAYS, "other actors of Ray Data and Ray Train"),
+        "ray::RayTrainWorker": (gpu_host.TRAIN, "train worker"),
+        "python3 /opt/ml/input/data/code/train.py": (gpu_host.OURS, "driver"),
+        raylet: (gpu_host.RAYS, "raylet"),
+    }
+    assert {command: gpu_host.kind_of(command) for command in expected} == expected
+    cores = Counter({kind: 0.01 * number for number, kind in enumerate(expected.values(), 1)})
+    whole, rays, *_ = gpu_host.rows(cores)
+    assert (whole.ours, whole.met, rays.ours) == (pytest.approx(0.05), False, pytest.approx(0.07))
 
 
 def row(name: str, ours: float) -> Measure:
