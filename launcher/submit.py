@@ -307,7 +307,7 @@ def init(
     kind: Annotated[str | None, Option(help="images, text, tabular or script")] = None,
 ) -> None:
     """Write a small project that trains as it is: job, recipe and test."""
-    from launcher.init import init
+    from launcher.commands import init
 
     raise typer.Exit(init(folder, kind))
 

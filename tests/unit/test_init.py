@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from launcher.init import KINDS
+from launcher.commands import KINDS
 from launcher.job import open_job
 from stoker.config.loading import load
 from stoker.errors import UsageError
