@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import secrets
 import time
 from collections import Counter
@@ -324,13 +323,13 @@ def _sizes(parts: list[tuple[Source, Chain, list[Shard]]]) -> list[list[int]]:
     """Bytes in the cache of some records of each split, made in a task, which may die of a record."""
     import ray
 
-    packed = ray.cloudpickle.dumps([(source.for_workers(), chain, shards) for source, chain, shards in parts])
-    return _on([ray.get_runtime_context().get_node_id()], _sizes_of, packed)[0] or [[]]
+    light = [(source.for_workers(), chain, shards) for source, chain, shards in parts]
+    return _on([ray.get_runtime_context().get_node_id()], _sizes_of, light)[0] or [[]]
 
 
-def _sizes_of(packed: bytes) -> list[list[int]]:
+def _sizes_of(parts: list[tuple[Source, Chain, list[Shard]]]) -> list[list[int]]:
     found = []
-    for source, chain, shards in pickle.loads(packed):  # noqa: S301 - written by the head
+    for source, chain, shards in parts:
         sizes, ends = list[int](), time.monotonic() + SAMPLE_S
 
         def keep(record: Any, sizes: list[int] = sizes) -> int:
