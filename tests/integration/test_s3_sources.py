@@ -159,6 +159,23 @@ def test_a_bucket_that_is_listed_in_parts_has_the_same_files(
 DAMAGED = "stoker-damage"
 
 
+@pytest.mark.parametrize("keys", [["top//"], ["top/p00//x"], ["top//p00/y", "top/p01/"]])
+def test_a_bucket_with_empty_names_in_its_keys_is_listed_as_in_one_go(
+    s3: dict[str, str], keys: list[str], request: pytest.FixtureRequest
+) -> None:
+    from pyarrow import fs
+
+    client, bucket = boto3.client("s3"), f"stoker-empty-{abs(hash(request.node.name))}"
+    client.create_bucket(Bucket=bucket)
+    for key in [*(f"top/p{number:02d}/x" for number in range(20)), *keys]:
+        client.put_object(Bucket=bucket, Key=key, Body=b"" if key.endswith("/") else b"content")
+    filesystem = filesystems.filesystem_of(f"s3://{bucket}/top")[0]
+    whole = filesystem.get_file_info(fs.FileSelector(f"{bucket}/top", recursive=True))
+    found = [file.path for file in filesystems.list_files(f"s3://{bucket}/top")]
+    assert sorted(found) == sorted(info.path for info in whole if info.is_file)
+    assert len({*found}) == len(found) >= 20
+
+
 @pytest.fixture(scope="module")
 def answered() -> Iterator[list[tuple[str, int]]]:
     """A bucket behind a server that notes (path, bytes) of every answer to a GET."""

@@ -270,3 +270,10 @@ def test_images_far_away_are_those_of_local_files(tmp_path: Any, monkeypatch: py
             source.prepare(each)
         far += source.read(shard, None)
     assert far == near
+
+
+def test_what_botocore_refuses_is_left_to_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    assert FarFiles("s3://bucket/data")._objects is None

@@ -162,10 +162,10 @@ class Chain:
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> Iterator[Record]:
         # Stoker's decoder checks the header.
         decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
-        clock, cost, reading = time.thread_time, report.costs["read"], iter(records)
+        clock, cost = time.thread_time, report.costs["read"]
         size = read = 0
         started = clock()
-        while (record := next(reading, None)) is not None:
+        for record in records:
             record = sized(record, decodes)
             report.records += 1
             if isinstance(record, BadRecord):

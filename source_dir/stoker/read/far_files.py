@@ -31,6 +31,7 @@ from stoker.protocol import BadRecord
 from stoker.read.sources import read_again
 from stoker.storage.filesystems import endpoint_of_s3, filesystem_of, region_of_s3
 
+_log = logging.getLogger("stoker")
 READS = 32
 """Requests in flight, and so connections, of a chain worker; 32 bring 85 MB/s of such objects."""
 AHEAD_BYTES = 32 * 2**20
@@ -103,7 +104,13 @@ class FarFiles:
 
     @cached_property
     def _objects(self) -> Objects | None:
-        return objects_of(self._root.partition("/")[0]) if self.folder.startswith("s3://") else None
+        if not self.folder.startswith("s3://"):
+            return None
+        try:
+            return objects_of(self._root.partition("/")[0])
+        except Exception as error:  # of botocore's, such as a profile that is not there
+            _log.warning("%s: objects take two requests each: %s", self.folder, str(error)[:200])
+            return None
 
 
 def content_of(filesystem: Any, path: str) -> bytes:
@@ -222,7 +229,7 @@ class Objects:
             return
         self._off_until = time.monotonic() + OFF_S
         if self._failures == MOST_FAILURES:
-            logging.getLogger("stoker").warning(
+            _log.warning(
                 "%s: objects take two requests each, because one did not do: %s", self._address, why[:200]
             )
 

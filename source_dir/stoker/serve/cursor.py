@@ -71,6 +71,10 @@ def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor
     refuse_other_data(position, start.plan)
     if position.epoch != start.epoch:
         raise ValueError(f"the position is of epoch {position.epoch}, not of {start.epoch}")
+    # What the checkpoint could not say, such as an older one, is as it is now.
+    absent = [key for key in ("validation", "cache_share") if getattr(position.plan, key) is None]
+    plan = position.plan.model_copy(update={key: getattr(start.plan, key) for key in absent})
+    position = position.model_copy(update={"plan": plan})
     if not position.by_row or (not position.again and start.plan.order == "exact"):
         return position, ""
     # In another order, the first rows would not be those that were trained.

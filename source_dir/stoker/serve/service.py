@@ -313,7 +313,8 @@ class DataService(ABC):
         """Ray restarts those of a lost host elsewhere; they enter again there."""
         active = self.attempt.planner.active if self.attempt and self.attempt.planner else {}
         for worker, each in list(self.workers.items()):
-            silent = worker not in active and now - each.seen > SILENT_S
+            at_work = worker in active or worker in self.pool.bound
+            silent = not at_work and now - each.seen > SILENT_S
             if each.by.node not in alive or silent:
                 del self.workers[worker]
 

@@ -199,7 +199,11 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
 
 
 def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
-    """What is below a folder of S3, which lists 1,000 keys at a time: several folders at once."""
+    """What is below a folder of S3, which lists 1,000 keys at a time: several folders at once.
+
+    One listing of all if folders are not strictly inside each other, as with `//` in keys, or may not be
+    listed by themselves.
+    """
     from pyarrow import fs
 
     def listed(folder: str, recursive: bool = True) -> list[Any]:
@@ -208,15 +212,20 @@ def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
 
     found: list[Any] = []
     folders = [folder]
-    with ThreadPoolExecutor(LISTS) as pool:
+    with contextlib.suppress(OSError), ThreadPoolExecutor(LISTS) as pool:
         while 0 < len(folders) < LISTS:
-            level = [info for part in pool.map(partial(listed, recursive=False), folders) for info in part]
-            below = [info.path for info in level if not info.is_file]
+            parts = list(pool.map(partial(listed, recursive=False), folders))
+            level = [(parent, info) for parent, part in zip(folders, parts, strict=True) for info in part]
+            inside = [info.path for parent, info in level if info.path.startswith(f"{parent}/")]
+            if len({*inside}) < len(level) or any("//" in path or path[-1] == "/" for path in inside):
+                return listed(folder)
+            below = [info.path for _, info in level if not info.is_file]
             if len(below) > MOST_LISTED:
                 break
-            found += level
+            found += [info for _, info in level]
             folders = below
         return found + [info for part in pool.map(listed, folders) for info in part]
+    return listed(folder)
 
 
 def filesystem_of_files(files: list[Any]) -> Any:

@@ -241,6 +241,8 @@ class Scores:
         for name, metric in self.metrics.items():
             modules = metric.modules() if isinstance(metric, torch.nn.Module) else ()
             parts = [part for part in modules if hasattr(part, "process_group")]
+            if own := not any(part.metric_state for part in parts):
+                self.uncombined[name] = []  # on all ranks, which compare: also on one without records
             if parts and group is not None:
                 if not self.fed:
                     continue
@@ -257,7 +259,7 @@ class Scores:
                 )
                 self.later.add(f"val/{name}")
             else:
-                if not any(part.metric_state for part in parts):
+                if own:
                     self.uncombined[name] = [_as_array(leaf) for leaf in tree_leaves(found)]
                 self._show(f"val/{name}", found, self.classes)
 
