@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-from answers import Answer, answering
+from tests.fakes.answers import Answer, answering
 
 BUCKET = "stoker-test"
 
@@ -24,8 +25,9 @@ def cloud_storage(bucket: str = BUCKET) -> Iterator[dict[str, str]]:
 
     It is a process of its own: pyarrow holds the interpreter's lock while it opens an object.
     """
-    command = [sys.executable, __file__, bucket]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.fakes.google_cloud", bucket]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         try:
             assert process.stdout is not None
             yield {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{int(process.stdout.readline())}"}

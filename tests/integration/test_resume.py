@@ -21,8 +21,7 @@ import yaml
 from running import Outcome, run_job
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from aws import moto_server
+from tests.fakes.aws import moto_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = int(os.environ.get("STOKER_INTERRUPTIONS", "1"))

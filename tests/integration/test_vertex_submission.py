@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,7 @@ from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from google_cloud import BUCKET, JobService, cloud_storage, job_service
+from tests.fakes.google_cloud import BUCKET, JobService, cloud_storage, job_service
 
 pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
 

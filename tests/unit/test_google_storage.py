@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from stoker.errors import UsageError
 from stoker.protocol import BadRecord
 from stoker.storage.checkpoint_store import open_store, verify, write_manifest
 from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from google_cloud import BUCKET, cloud_storage
+from tests.fakes.google_cloud import BUCKET, cloud_storage
 
 pytestmark = pytest.mark.long
 
