@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from test_planner import PROCESSES, RECORDS, Shards
 
 from stoker.config.schema import Config
-from stoker.protocol import BlockReport, Made, Process
+from stoker.protocol import BlockReport, Made, Process, Server
 from stoker.read.sources import record_id
 from stoker.serve import service
 from stoker.serve.actor import Coordinator
+from stoker.serve.blocks.agents import _Agent
 from stoker.serve.passes import Passes
 
 GROUPS = [6, 6, 6]
@@ -125,6 +127,37 @@ def test_a_worker_that_shall_leave_and_dies_at_work_leaves_that_to_others(
     other.work()
     rows, counts = trained(head)
     assert rows == counts["trained"] == ROWS
+
+
+def test_a_host_that_counted_as_lost_and_answers_again_makes_nothing_twice(head: Coordinator) -> None:
+    now = time.monotonic()
+    head._look_once([node("A"), node("B")], now)
+    silent, other = Worker(head, "A"), Worker(head, "B")
+    silent.claim()
+    silent.make()
+    head._look_once([node("B")], now + 1)
+    other.work()
+    head._look_once([node("A"), node("B")], now + 2)
+    assert not silent.make(), "its shard is another's"
+    assert not silent.claim(), "its lease is over"
+    Worker(head, "A", silent.me.worker, silent.me.token).work()
+    other.work()
+    rows, counts = trained(head)
+    assert rows == counts["trained"] == ROWS
+
+
+@pytest.mark.parametrize(
+    "answered_s_ago, listens, lost", [(300, False, True), (300, True, False), (5, False, False)]
+)
+def test_a_host_is_lost_when_neither_its_agent_nor_its_kernel_answers(
+    answered_s_ago: float, listens: bool, lost: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not listens:
+            listener.close()
+        agent = _Agent(None, None, time.monotonic() - answered_s_ago, Server(None, "127.0.0.1", port))
+        assert agent.is_lost() == lost
 
 
 def test_a_process_whose_lease_was_broken_off_at_work_has_not_made_it(head: Coordinator) -> None:

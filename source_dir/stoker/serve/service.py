@@ -101,7 +101,7 @@ class DataService(ABC):
             note=lambda text: self.log(Note(text=text)),
             emptied=self.emptied,
             unused=self.holdings.unused,
-            lost=self.agent_lost,
+            died=self.agent_died,
         )
         self._waiting = 0
         self._started = threading.Lock()
@@ -255,7 +255,7 @@ class DataService(ABC):
             closing = self.elastic.closing - self.pool.staffed
             return closing and closing - {block.node for block in self.holdings.all() if not block.lost}
 
-    def agent_lost(self, node: str) -> None:
+    def agent_died(self, node: str) -> None:
         with self.changed, self._ends_the_attempt():
             self._lose(lambda block: block.node == node)
 
@@ -278,7 +278,8 @@ class DataService(ABC):
         while True:
             self._look_now.clear()
             with self._ends_the_attempt():
-                hung = self._look_once(ray.nodes(), time.monotonic())
+                nodes = [node for node in ray.nodes() if node["NodeID"] not in self.agents.lost]
+                hung = self._look_once(nodes, time.monotonic())
                 self.elastic.send(time.monotonic())
                 if not self.over:
                     leases.look(not self.executes_datasets)

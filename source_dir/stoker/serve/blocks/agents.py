@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,9 @@ ANSWER_S, STARTING_S = 5.0, 0.5
 """How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
 RESTARTS = 3
 """Number of restarts of a host's agent before the run continues without it."""
+SILENT_S = 45.0
+"""After this long without an answer, a host that takes no connections is lost. Ray mostly notices sooner."""
+PROBE_S = 2.0
 RESTART_AFTER_S = 6.0
 """By then the cleanup shell has removed the cache of the dead agent's host."""
 
@@ -91,7 +95,20 @@ class _Agent:
     actor: Any
     call: Any
     since: float
+    """When it was started, later when it last answered."""
     server: Server | None = None
+
+    def is_lost(self) -> bool:
+        """Whether its host answers nothing, not even its kernel, though Ray counts it as alive.
+
+        Ray's check of hosts stands still for as long as the head's date went back.
+        """
+        if self.server is None or time.monotonic() - self.since < SILENT_S:
+            return False
+        with contextlib.suppress(OSError):
+            socket.create_connection((self.server.address, self.server.port), PROBE_S).close()
+            return False
+        return True
 
 
 class Agents:
@@ -108,9 +125,9 @@ class Agents:
         note: Callable[[str], None] = lambda text: None,
         emptied: Callable[[], set[str]] = set,
         unused: Callable[[str], list[str]] = lambda node: [],
-        lost: Callable[[str], None] = lambda node: None,
+        died: Callable[[str], None] = lambda node: None,
     ) -> None:
-        self._emptied, self._unused, self._lost = emptied, unused, lost
+        self._emptied, self._unused, self._died = emptied, unused, died
         self.run, self.secret = secrets.token_hex(8), secrets.token_bytes(32)
         self.folder = here(self.run)
         self._told, self._cache, self._note = told, cache, note
@@ -120,6 +137,8 @@ class Agents:
         self._cleaners = clean_up(self.folder, cache)
         self._agents: dict[str, _Agent] = {}
         """By node. The thread `hosts` puts another in its place, and changes none."""
+        self.lost: frozenset[str] = frozenset()
+        """Nodes that are lost, but alive by Ray."""
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def directory(self) -> Directory:
@@ -151,6 +170,10 @@ class Agents:
             self._agents = {node: agent for node, agent in agents.items() if node not in died}
             for node, cause in died.items():
                 self._bury(node, alive[node], cause)
+            lost = frozenset(node for node, agent in self._agents.items() if agent.is_lost())
+            for node in lost - self.lost:
+                self._note(f"host {_name(alive[node])} no longer answers: others do its work")
+            self.lost = lost
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
@@ -186,6 +209,7 @@ class Agents:
                     agent.server = Server(agent.actor, *ray.get(call))
                 else:
                     used[node] = float(ray.get(call))
+                agent.since = time.monotonic()
             except ray.exceptions.RayError as error:
                 if agent.server is None:
                     died[node] = where_raised(error)[:200]
@@ -198,12 +222,16 @@ class Agents:
 
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
             return  # its host is gone too, which is reported elsewhere
-        self._lost(node)
+        self._died(node)
         self._deaths[node] += 1
-        name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
         again = self._deaths[node] <= RESTARTS
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
         then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
         self._note(
-            f"the agent on host {name} died ({cause}), and its blocks with it, which are made again; {then}"
+            f"the agent on host {_name(about)} died ({cause}), and its blocks with it, which are made again;"
+            f" {then}"
         )
+
+
+def _name(node: dict[str, Any]) -> str:
+    return str(node.get("Labels", {}).get("stoker.host") or node.get("NodeManagerHostname", node["NodeID"]))
