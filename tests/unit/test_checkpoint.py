@@ -361,3 +361,26 @@ def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(wi
     assert "cannot remove checkpoint" in said[0] and str(without_rights) in said[0]
     os.seteuid(0)
     assert all(verify(store, name) is None for name in store.names())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
+@pytest.mark.parametrize("left", ["", "outcome.json"])
+def test_what_an_earlier_start_left_is_overwritten_where_nothing_may_be_removed(
+    without_rights: Path, left: str
+) -> None:
+    """Unless a file would count as part of the new checkpoint."""
+    store = open_store(str(without_rights), synced=True)
+    folder = without_rights / drafted(store, 3).name
+    (folder / MANIFEST).write_text("half")
+    for file in folder.iterdir():
+        file.chmod(0o666)
+    if left:
+        (folder / left).touch()
+    os.seteuid(65534)
+    if left:
+        with pytest.raises(OSError, match=r"cannot write the checkpoint .*step-00000003"):
+            drafted(store, 3, 1.0)
+    else:
+        drafted(store, 3, 1.0)
+    os.seteuid(0)
+    assert verify(store, folder.name) == ((left and "it is incomplete (no readable manifest)") or None)

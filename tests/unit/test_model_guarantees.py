@@ -239,11 +239,13 @@ def ends(run: Any, folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize(("epoch", "every_steps"), [(1, None), (2, None), (1, 4), (2, 2)])
 def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_first(
-    tmp_path: Path, how: str, epoch: int
+    tmp_path: Path, how: str, epoch: int, every_steps: int | None
 ) -> None:
+    """The checkpoint of `every_steps` at an epoch's last step is that of the epoch, and written once."""
     whole = start(tmp_path / "whole", plain, Drawing(), **JOB)
+    job = {**JOB, "checkpoint": {**JOB["checkpoint"], "every_steps": every_steps}}
 
     def interrupt(feed: Batches) -> None:
         if feed.split == "val" and feed.epoch == epoch:
@@ -252,7 +254,7 @@ def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_f
             else:
                 del feed.batches[1]["y"]  # whatever is raised here ends it
 
-    first = start(tmp_path / "run", spoilt(plain, interrupt), Drawing(), **JOB)
+    first = start(tmp_path / "run", spoilt(plain, interrupt), Drawing(), **job)
     assert first.asked == (how == "stop")
     assert (first.error is None) == (how == "stop")
     saved = checkpoint.newest_valid(first.keeper.store)
@@ -269,12 +271,24 @@ def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_f
         tmp_path / "run",
         spoilt(plain, lambda feed: passes.append((feed.split, feed.epoch))),
         Drawing(),
-        **JOB,
+        **job,
     )
     assert rest.error is None and not rest.asked
+    written = [event["step"] for run in (first, rest) for event in run.head.of("checkpoint")]
+    assert written == list(range(every_steps or 4, 13, every_steps or 4))
     opened = [at for at in passes if at != ("train", 0)]
     assert opened[0] == ("val", epoch), "what is missing comes first"
     assert ends(rest, tmp_path / "run") == ends(whole, tmp_path / "whole")
+
+
+def test_an_epoch_without_validation_ends_in_the_checkpoint_of_its_last_step(tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole", plain, train=TRAIN, has_val=False)
+    run = start(tmp_path / "run", plain, train=TRAIN, has_val=False, checkpoint={"every_steps": 4, "keep": 1})
+    assert [event["step"] for event in run.head.of("checkpoint")] == [4, 8, 12]
+    assert ends(run, tmp_path / "run") == ends(whole, tmp_path / "whole")
+    newest = checkpoint.newest_valid(run.keeper.store)
+    assert newest is not None and (newest.meta["next_epoch"], newest.meta["epoch_steps"]) == (3, 0)
+    assert newest.position["epoch"] == 2 and newest.position["steps"] == 0
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut short", "flipped"])

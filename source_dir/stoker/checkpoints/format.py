@@ -6,7 +6,7 @@ step-00000123/
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
     meta.json            epoch, step, data position, metrics, configuration, history
     manifest.json        SHA-256 of each of them, written last
-    outcome.json         added by validation: metrics, history, early stopping
+    outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it
 
 A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is added,
 its `meta.json` has the epoch under `pending`, and a run resumed from it validates first.
@@ -95,10 +95,10 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
 
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    outcome = json.loads(json.dumps(outcome))
+    outcome = json.loads(json.dumps({**saved.meta, **outcome}))
     content = {"outcome": outcome, "sha256": _digest(outcome)}
     saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content, indent=1))
-    return Checkpoint(saved.store, saved.name, {**saved.meta, **outcome})
+    return Checkpoint(saved.store, saved.name, outcome)
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:

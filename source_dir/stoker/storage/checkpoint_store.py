@@ -142,9 +142,16 @@ class CopyStore:
         return Path(tempfile.mkdtemp(prefix="stoker-checkpoint-"))
 
     def publish(self, draft: Path, name: str) -> None:
-        self.remove(name)
+        """Replace what an earlier start left under this name; where nothing may be removed, overwrite it."""
+        from pyarrow import fs
+
+        with contextlib.suppress(OSError):
+            self.remove(name)
         folder = f"{self.path}/{name}"
         self.filesystem.create_dir(folder, recursive=True)
+        for info in self.filesystem.get_file_info(fs.FileSelector(folder)):
+            if not (draft / info.base_name).exists():  # of other weights, it would count as part of these
+                self.filesystem.delete_file(info.path)
         # The manifest last, after every other file.
         for path in sorted(draft.iterdir(), key=lambda p: (p.name == MANIFEST, p.name)):
             with (

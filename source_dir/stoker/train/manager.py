@@ -105,24 +105,28 @@ class CheckpointManager:
     ) -> None:
         """Take a checkpoint now; the slow part runs in the background. Collective.
 
-        Without metrics it does not compete for best; `pending`: the epoch to validate next.
+        Without metrics it does not compete for best; `pending`: the epoch to validate next. If this step's
+        checkpoint is there, as when `every_steps` divides an epoch, it stays, and only its meta data change.
         """
         worker, started = self.worker, time.perf_counter()
         check_state(worker, progress)
         check_scale(worker, progress.epoch)
-        if worker.rank == 0:
+        again = self._completes and worker.kept == name_of(worker.step)
+        if worker.rank == 0 and not again:
             self.writer.make_room()  # the copies of the previous checkpoint are about to be overwritten
         parts = gather(worker, rank_part(worker, progress))
-        live = live_state(worker)
+        live = {} if again else live_state(worker)
         self.pending, self._completes = pending, True
         worker.kept = name_of(worker.step)
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        content = checkpoint_content(live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
-        paused_s = time.perf_counter() - started
-        write = partial(self._write, content, self._position, paused_s)
+        if again:
+            write = partial(self._complete, meta, self._position)
+        else:
+            content = checkpoint_content(live, parts, meta, self._copier)
+            write = partial(self._write, content, self._position, time.perf_counter() - started)
         self.writer.submit(f"the checkpoint of step {worker.step}", write)
 
     def before_settling(self) -> None:
@@ -169,8 +173,7 @@ class CheckpointManager:
 
     def _write(self, content: Content, position: Any, paused_s: float) -> None:
         started, meta = time.perf_counter(), content.meta
-        known = isinstance(position, dict)
-        meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
+        meta["position"] = _arrived(position)
         saved = self._keep(checkpoint.save(self.store, content))
         self.worker.log(
             CheckpointWritten(
@@ -182,7 +185,9 @@ class CheckpointManager:
             )
         )
 
-    def _complete(self, outcome: dict[str, Any]) -> None:
+    def _complete(self, outcome: dict[str, Any], position: Any = None) -> None:
+        if position is not None:
+            outcome["position"] = _arrived(position)
         if self._last is not None:
             self._keep(checkpoint.add_outcome(self._last, outcome))
 
@@ -252,6 +257,10 @@ class CheckpointManager:
 
     def _note(self, text: str) -> None:
         self.worker.log(Note(text=text))
+
+
+def _arrived(position: Any) -> Any:
+    return position if isinstance(position, dict) else ray.get(position, timeout=CALL_TIMEOUT_S)
 
 
 SMALLEST_SCALE = 2.0**-20
