@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from stoker.config.places import CpuHostsConfig
+from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.events.prices import cost_row, run_cost
+from stoker.events.report import key_figures
 from stoker.events.runs import shape_of
 from stoker.events.summary import Summary
 from stoker.hosts.cluster import ray_labels
@@ -65,6 +68,35 @@ class TestCostOfARun:
         summary.earlier_s = 1750
         cost = run_cost(summary, prices.price_list())
         assert cost and cost["usd"] == pytest.approx(cost["usd_per_hour"])
+
+    @pytest.mark.parametrize("place", ["sagemaker", "vertex"])
+    def test_of_a_spot_job_says_in_the_words_of_the_plan_that_it_is_on_demand(self, place: str) -> None:
+        kind = {"sagemaker": "ml.g5.xlarge", "vertex": "n1-standard-4"}[place]
+        for spot in (True, False):
+            summary = summary_of(("gpu", kind))
+            config = Config.model_validate({"recipe": "r", place: {"spot": spot}})
+            known = prices.prices_of(config, summary.cluster.hosts)
+            summary.cost = run_cost(summary, known)
+            row, figures = cost_row(summary), key_figures(summary)
+            assert row is not None
+            for text in (row[1], figures[-1][2]):
+                assert ("on demand; spot usually costs less" in text) == spot
+            assert known.label.endswith("on demand); spot usually costs less") == spot
+
+    def test_what_scaled_hosts_took_covers_all_starts_or_is_left_out(self) -> None:
+        """Per hour: 1 for a scaled host, 1.5 on demand, 2 for the rest; an hour here, one before."""
+        each = {"usd_per_hour": 1, "rest_usd_per_hour": 2, "on_demand_usd_per_hour": 1.5, "max": 2}
+        summary, scaling = summary_of(*self.two), CpuHostsConfig.model_validate(each)
+        summary.cluster.hosts[1].scaled = True
+        first = run_cost(summary, prices.price_list(), scaling)
+        assert first and (first["usd"], first["cpu_host_hours"], first["saved_by_spot_usd"]) == (3, 1, 0.5)
+        summary.seconds, summary.earlier_s, summary.earlier_cost = 3500 + 3600, 3600, first
+        both = run_cost(summary, prices.price_list(), scaling)
+        assert both and (both["usd"], both["cpu_host_hours"], both["saved_by_spot_usd"]) == (6, 2, 1)
+        for unknown in (None, {"usd": 3.0}):
+            summary.earlier_cost = unknown
+            cost = run_cost(summary, prices.price_list(), scaling)
+            assert cost and cost["usd"] == 6 and not {"cpu_host_hours", "saved_by_spot_usd"} & {*cost}
 
     def test_none_where_one_host_has_no_price(self) -> None:
         assert run_cost(summary_of(*self.two, ("cpu", None)), prices.price_list()) is None

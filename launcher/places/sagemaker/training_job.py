@@ -113,8 +113,8 @@ class SageMakerRequest(CloudRequest):
         return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
 
     def costs(self) -> str:
-        settings, known = self.settings, prices.price_list(self.settings.prices)
-        return cost_table(self.groups, "sagemaker", settings.max_runtime_s, settings.spot, known)
+        settings, known = self.settings, prices.price_list(self.settings.prices, self.settings.spot)
+        return cost_table(self.groups, "sagemaker", settings.max_runtime_s, known)
 
     def copy_command(self, source: Path, target: str) -> list[str]:
         kms_key = self.settings.kms_key

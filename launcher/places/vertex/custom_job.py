@@ -109,7 +109,7 @@ class VertexRequest(CloudRequest):
     def costs(self) -> str:
         settings, pools = self.settings, self.groups
         prices, seconds = google_prices(settings), settings.max_runtime_s
-        return cost_table(pools, "vertex", seconds, settings.spot, prices) + "; without disks"
+        return cost_table(pools, "vertex", seconds, prices) + "; without disks"
 
     def for_command_line(self) -> dict[str, Any]:
         spec: dict[str, Any] = self.body["jobSpec"]

@@ -23,6 +23,7 @@ from stoker.config.schema import Config
 from stoker.events.summary import Host, Summary
 
 TRAINING_FEE = 1.15
+SPOT = "; spot usually costs less"
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class PriceList:
     prices: Mapping[str, float]
     own: Mapping[str, float] = field(default_factory=dict)
     """The configuration's prices, which take precedence; a key may also be the name of a host group."""
+    spot: bool = False
+    """Whether the hosts are spot capacity, whose prices are not known."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
         for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
@@ -113,12 +116,12 @@ class PriceList:
     @property
     def label(self) -> str:
         own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
-        return f"estimated, prices of {self.as_of} ({self.region} on demand{own})"
+        return f"estimated, prices of {self.as_of} ({self.region} on demand{own}){SPOT if self.spot else ''}"
 
 
-def price_list(own: Mapping[str, float] | None = None) -> PriceList:
+def price_list(own: Mapping[str, float] | None = None, spot: bool = False) -> PriceList:
     known = {name: machine.price_per_hour_usd for name, machine in MACHINES.items()}
-    return PriceList("us-east-1", "2026-11", known, dict(own or {}))
+    return PriceList("us-east-1", "2026-11", known, dict(own or {}), spot)
 
 
 def google_prices(settings: VertexConfig) -> PriceList:
@@ -136,14 +139,14 @@ def google_prices(settings: VertexConfig) -> PriceList:
             own[group] = round(known.price_per_hour_usd + attached, 4)
         else:
             table.pop(known.type, None)  # without its GPUs, the machine's price would be too low
-    return PriceList("us-central1", "2025", table, {**own, **settings.prices})
+    return PriceList("us-central1", "2025", table, {**own, **settings.prices}, settings.spot)
 
 
 def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
     types = {host.type for host in hosts if host.type}
     if any(kind in GOOGLE_MACHINES or built_in_accelerator(kind) for kind in types):
         return google_prices(config.vertex)
-    return price_list(config.sagemaker.prices)
+    return price_list(config.sagemaker.prices, config.sagemaker.spot)
 
 
 def run_cost(
@@ -153,8 +156,8 @@ def run_cost(
 
     Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
     download), which only its own record shows. A host that was lost or came late counts for its own time.
-    `usd` covers the whole run with all of its starts; `usd_per_million_samples` is what samples cost once
-    training runs at its steady rate.
+    `usd` and what scaled CPU hosts took cover the whole run with all of its starts, the latter only if all
+    of them counted it; `usd_per_million_samples` is what samples cost once training runs at its steady rate.
     """
     hosts, more = summary.cluster.hosts, dict[str, float]()
     hours = _hours(summary)
@@ -165,11 +168,10 @@ def run_cost(
         cpu_hours = sum(_hours_of(host, summary) for host in hosts if host.scaled)
         here, at_start = rest * hours + of_cpu_host * cpu_hours, rest
         by_type = {"CPU host": of_cpu_host, "rest": rest}
-        more["cpu_host_hours"] = round(cpu_hours, 4)
+        more["cpu_host_hours"] = cpu_hours
         if scaling.on_demand_usd_per_hour is not None:
-            saved = (scaling.on_demand_usd_per_hour - of_cpu_host) * cpu_hours
-            more["saved_by_spot_usd"] = round(saved, 4)
-        as_of, region = "cluster.cpu_hosts", "this cluster"
+            more["saved_by_spot_usd"] = (scaling.on_demand_usd_per_hour - of_cpu_host) * cpu_hours
+        as_of, region, spot = "cluster.cpu_hosts", "this cluster", False
     else:
         each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
         known = [price for price in each if price is not None]
@@ -177,19 +179,21 @@ def run_cost(
             return None
         here = sum(price * _hours_of(host, summary) for host, price in zip(hosts, known, strict=True))
         at_start, by_type = sum(known), {h.type or h.group: p for h, p in zip(hosts, known, strict=True)}
-        as_of, region = prices.as_of, prices.region
+        as_of, region, spot = prices.as_of, prices.region, prices.spot
     per_hour = here / hours if hours else at_start
-    rate, before = summary.speed.steady_samples_per_s, summary.earlier_usd
-    if before is None:  # elsewhere, or before prices were known: as if on these hosts
-        before = per_hour * summary.earlier_s / 3600
+    rate, before = summary.speed.steady_samples_per_s, summary.earlier_cost or {}
+    # Elsewhere, or before prices were known: as if on these hosts.
+    before_usd = before.get("usd", per_hour * summary.earlier_s / 3600)
+    whole = {name: value for name, value in more.items() if name in before or not summary.earlier_s}
     return {
-        "usd": round(here + before, 4),
+        "usd": round(here + before_usd, 4),
         "usd_per_hour": round(per_hour, 4),
         "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
         "usd_per_hour_by_type": by_type,
-        **more,
+        **{name: round(value + before.get(name, 0), 4) for name, value in whole.items()},
         "prices_as_of": as_of,
         "prices_region": region,
+        "spot": spot,
         "estimated": True,
     }
 
@@ -206,6 +210,10 @@ def _hours_of(host: Host, summary: Summary) -> float:
     return max(_hours(summary) - (missed_s + max(gone_s, 0.0)) / 3600, 0.0)
 
 
+def spot_note(cost: Mapping[str, Any]) -> str:
+    return f" on demand{SPOT}" if cost.get("spot") else ""
+
+
 def cost_row(summary: Summary) -> tuple[str, str] | None:
     cost = summary.cost
     if not cost:
@@ -216,5 +224,5 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
     if cost.get("saved_by_spot_usd"):
         parts.append(f"${cost['saved_by_spot_usd']:.2f} saved against on-demand CPU hosts")
     where = "; as if the rehearsed hosts were real" if summary.place == "rehearsal" else ""
-    source = f"estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where}"
+    source = f"estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{spot_note(cost)}{where}"
     return "cost", f"{', '.join(parts)} ({source})"

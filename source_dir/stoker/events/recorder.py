@@ -56,7 +56,7 @@ class Recorder(Sink):
         with contextlib.suppress(UsageError):  # none, or cut by a full disk
             earlier = read_summary(run_dir / "summary.json")
             summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
-            summary.earlier_usd = (earlier.cost or {}).get("usd")
+            summary.earlier_cost = earlier.cost
             if summary.script is None and earlier.speed.samples_per_s:
                 self.earlier = earlier
         self.took_s = 0.0

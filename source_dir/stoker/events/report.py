@@ -21,6 +21,7 @@ from stoker.events import charts
 from stoker.events.bottleneck import chain_limit, judged, near, network_limit
 from stoker.events.charts import Bar, Moment, figure
 from stoker.events.kinds import MetricTable
+from stoker.events.prices import spot_note
 from stoker.events.runs import Point, RunData, figures_of, read_run
 from stoker.events.summary import Summary, less_is_better, number
 from stoker.figures import count_of, duration, size
@@ -111,7 +112,7 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
         found.append(("records trained", f"{records.trained:,}", note))
     if summary.cost and summary.cost.get("usd") is not None:
         per = number(summary.cost.get("usd_per_million_samples"))
-        note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
+        note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}{spot_note(summary.cost)}"
         if per is not None:
             note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
         found.append(("cost", charts.usd(summary.cost["usd"]), note))

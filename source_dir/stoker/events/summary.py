@@ -213,8 +213,8 @@ class Summary(BaseModel):
     """Duration of all starts, without the pauses between them."""
     earlier_s: float = 0.0
     """The part of `seconds` before the last start."""
-    earlier_usd: float | None = None
-    """Cost of the starts before the last one; None: not known."""
+    earlier_cost: dict[str, Any] | None = None
+    """`cost` of the starts before the last one; None: not known."""
     steps: int = 0
     epochs: int = 0
     train_workers: int = 0
