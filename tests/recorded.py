@@ -52,7 +52,7 @@ def record(
         times.add(parts)
         elapsed = 0.1 * (inside + 1)
         figures = {"epoch_samples": 64 * (inside + 1), "elapsed_s": elapsed, "wait_s": times.wait_s}
-        figures["terms_ms"] = times.since_told()
+        figures |= {"terms_ms": times.since_told(), "batches": inside + 1}
         loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
         now = 10 + 0.1 * step
         recorder.on_event(StepLogged(time=now, epoch=epoch, step=step, loss=loss, lr=0.1, **figures))

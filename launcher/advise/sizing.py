@@ -205,10 +205,10 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         raise UsageError(f"{name}: no run there (no summary.json)")
     summary = read_summary(file)
     speed, records = summary.speed, summary.records
-    if summary.steps < MIN_STEPS or not speed.steady_samples_per_s:
+    if (steps := speed.steps or summary.steps) < MIN_STEPS or not speed.steady_samples_per_s:
         elsewhere = "; run the job where it trains faster, or for more epochs, and pass --from RUN"
         raise UsageError(
-            f"{name}: too short to judge ({summary.steps} steps; at least {MIN_STEPS} are needed)"
+            f"{name}: too short to judge ({steps} steps; at least {MIN_STEPS} are needed)"
             + (elsewhere if here else "")
         )
     cpu_s = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000

@@ -13,7 +13,7 @@ from stoker.data import read_range
 from stoker.events import kinds
 from stoker.events.bottleneck import verdict
 from stoker.events.console import Console, report
-from stoker.events.kinds import HostCpu, event_of
+from stoker.events.kinds import EpochEnded, HostCpu, PassEnded, Resumed, event_of
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
@@ -100,8 +100,9 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     assert f"; with earlier starts {after.seconds:.0f} s" in shown[0]
 
 
-def test_cpu_use_counts_from_the_first_step_on(tmp_path: Path) -> None:
-    recorder, summary = start(tmp_path, steps=0)
+@pytest.mark.parametrize("steps", [0, 200])
+def test_cpu_use_counts_from_the_first_step_of_this_start_on(tmp_path: Path, steps: int) -> None:
+    recorder, summary = start(tmp_path, steps)
     cpu = Host(host="c", group="cpu", cpus=8, gpus=0, ip="")
     summary.cluster.hosts = [cpu.model_copy(update={"host": "here", "group": "gpu"}), cpu]
     step = event_of({**STEP, "elapsed_s": 4.0})
@@ -112,6 +113,85 @@ def test_cpu_use_counts_from_the_first_step_on(tmp_path: Path) -> None:
         {"host": "here", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
         {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
     ]
+
+
+def resumed(epoch: int, step: int, validate: int | None = None) -> Resumed:
+    return Resumed(path="c", epoch=epoch, step=step, validate=validate)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kept"),
+    [
+        (resumed(1, 10), 1),
+        (resumed(1, 15), 1),
+        (resumed(1, 20), 1),  # of the last step of epoch 2, from before its end
+        (resumed(2, 20, validate=1), 1),
+        (resumed(2, 20), 2),
+        (resumed(0, 5), 0),
+    ],
+)
+def test_best_and_last_are_of_epochs_that_the_checkpoint_of_a_restart_contains(
+    tmp_path: Path, checkpoint: Resumed, kept: int
+) -> None:
+    recorder, summary = start(tmp_path)
+    summary.metrics.take({"val/acc1": 0.8})  # of an earlier start
+    values = [0.9, 0.95]
+    for epoch, value in enumerate(values):
+        step = 10 * (epoch + 1)
+        recorder.on_event(EpochEnded(epoch=epoch, step=step, metrics={"val/acc1": value}))
+    recorder.on_event(checkpoint)
+    assert summary.metrics.best == summary.metrics.last == {"val/acc1": [0.8, *values][kept]}
+    recorder.on_event(EpochEnded(epoch=kept, step=30, metrics={"val/acc1": 0.7}))
+    assert summary.metrics.best == {"val/acc1": [0.8, *values][kept]}
+    recorder.close(summary)
+
+
+def test_a_part_of_an_epoch_that_its_checkpoint_contains_stays_with_it(tmp_path: Path) -> None:
+    recorder, summary = start(tmp_path)
+    recorder.on_event(EpochEnded(epoch=0, step=8, metrics={"val/acc1": 0.9}, whole=False))
+    recorder.on_event(resumed(0, 8))
+    recorder.close(summary)
+    assert summary.metrics.best == {"val/acc1": 0.9}
+
+
+def passed(epoch: int, steps: int, wait_s: float, batches: int) -> PassEnded:
+    """Of 0.1 s per step, and a wait."""
+    times = {"wait_production_s": wait_s, "compute_s": 0.1 * steps, "wait_s": wait_s, "batches": batches}
+    figures = {"samples": 32 * steps, "elapsed_s": 0.1 * steps + wait_s, "step_ms": [100.0] * steps}
+    return PassEnded(split="train", epoch=epoch, steps=steps, times=times, **figures)
+
+
+@pytest.mark.parametrize(("later", "counted"), [(9, 1009), (10, 10)])
+def test_the_steady_figures_need_as_many_steps_as_a_verdict(tmp_path: Path, later: int, counted: int) -> None:
+    recorder, summary = start(tmp_path)
+    recorder.on_event(passed(0, 1000, 0.0, 1000))
+    recorder.on_event(passed(1, later, 2.0, later))
+    recorder.close(summary)
+    speed, seconds = summary.speed, 0.1 * counted + 2
+    assert speed.steps == counted
+    assert speed.steady_samples_per_s == pytest.approx(32 * counted / seconds, abs=0.01)
+    assert speed.input_wait_pct == pytest.approx(200 / seconds, abs=0.01)
+
+
+def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_path: Path) -> None:
+    recorder, summary = start(tmp_path)
+    long = passed(0, 20, 2.0, 80)  # four batches make a step
+    recorder.on_event(long.model_copy(update={"times": long.times | {"first_wait_s": 1.95}}))
+    recorder.close(summary)
+    terms = summary.speed.step_terms_ms
+    assert (summary.speed.steps, terms["compute"], terms["wait_production"]) == (20, 25.0, 25.0)
+    assert summary.bottleneck == "one_wait"
+    assert "without it, 2 % of each step waits" in verdict(summary).headline
+
+
+def test_steps_within_a_pass_count_their_batches(tmp_path: Path) -> None:
+    recorder, summary = start(tmp_path)
+    terms = {"wait_production": 10.0, "compute": 40.0}
+    recorder.on_event(event_of({**STEP, "step": 220, "elapsed_s": 4.0, "batches": 80, "terms_ms": terms}))
+    recorder.on_event(event_of({**STEP, "step": 240, "elapsed_s": 8.0, "batches": 160, "terms_ms": terms}))
+    recorder.close(summary)
+    found = summary.speed.step_terms_ms
+    assert (found["wait_production"], found["compute"]) == (10.0, 40.0)
 
 
 def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they_say(

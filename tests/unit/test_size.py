@@ -18,6 +18,7 @@ from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
+from stoker.events.summary import read_summary
 
 BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
 POST = Measured(
@@ -187,8 +188,12 @@ def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said:
 
 def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
     short = record(job.parent / "short", 4)
-    shown = size(job, "--from", str(short))
-    assert "too short to judge (4 steps; at least 10 are needed)" in str(shown.exception)
+    for earlier in (0, 200):
+        summary = read_summary(short / "summary.json")
+        summary.steps += earlier
+        summary.write(short)
+        shown = size(job, "--from", str(short))
+        assert "too short to judge (4 steps; at least 10 are needed)" in str(shown.exception)
 
 
 def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:

@@ -87,7 +87,7 @@ class OneWait(NamedTuple):
 def _without_one_wait(summary: Summary) -> OneWait | None:
     """The one wait that explains the input wait, without which training would not be input-bound."""
     speed = summary.speed
-    total_s = sum(speed.step_terms_ms.values()) * speed.steps / 1000
+    total_s = sum(speed.step_terms_ms.values()) * (speed.batches or speed.steps) / 1000
     wait_s = total_s * speed.input_wait_pct / 100
     # Among equals, the first batch: the longest wait usually is for it.
     one_s, first = max((speed.first_wait_s, True), (speed.longest_wait_s, False))

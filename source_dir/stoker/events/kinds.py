@@ -97,6 +97,7 @@ class StepLogged(Event, kind="step"):
     wait_s: float
     first_wait_s: float = 0.0
     longest_wait_s: float = 0.0
+    batches: int = 0
     terms_ms: dict[str, float] = {}
 
 

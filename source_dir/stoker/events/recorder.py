@@ -74,8 +74,13 @@ class Recorder(Sink):
         self.pass_from = self.told_step = 0
         """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
+        self.trained = False
+        """Whether this start has trained a step."""
         self.cpu: dict[bool, defaultdict[str, list[float]]] = {n: defaultdict(list) for n in (False, True)}
         """CPU use by host; whether training had begun."""
+        self.ended: list[kinds.EpochEnded] = []
+        """By this start, as far as their weights are kept, and the metrics before them."""
+        self.metrics_before = summary.metrics
 
     def on_event(self, event: kinds.Event) -> None:
         if isinstance(event, kinds.RecordIds):
@@ -90,7 +95,7 @@ class Recorder(Sink):
             return
         if isinstance(event, kinds.HostCpu):
             for host, used in event.hosts.items():
-                self.cpu[self.summary.steps > 0][host].append(used)
+                self.cpu[self.trained][host].append(used)
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
@@ -116,7 +121,7 @@ class Recorder(Sink):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def _on_step(self, event: kinds.StepLogged) -> None:
-        self.summary.steps = event.step
+        self.summary.steps, self.trained = event.step, True
         if self.summary.speed.first_step_s is None:
             self.summary.speed.first_step_s = round(event.time - self.process_started, 2)
             self.summary.startup["first step"] = self.summary.speed.first_step_s
@@ -131,17 +136,21 @@ class Recorder(Sink):
         total = sum(terms.values()) or 1.0
         for name, mean_ms in terms.items():
             self.running[f"{name}_s"] += seconds * mean_ms / total
-        for name in ("elapsed_s", "wait_s", "first_wait_s", "longest_wait_s"):
+        for name in ("elapsed_s", "wait_s", "first_wait_s", "longest_wait_s", "batches"):
             self.running[name] = getattr(event, name)
         self.running["samples"] = event.epoch_samples
 
     def _on_epoch(self, event: kinds.EpochEnded) -> None:
         self.summary.steps, self.summary.epochs = event.step, event.epoch + 1
+        if not self.ended:
+            self.metrics_before = self.summary.metrics.model_copy(deep=True)
+        self.ended.append(event)
         self.summary.metrics.take(event.metrics)
 
     def _on_metrics(self, event: kinds.MetricsLogged) -> None:
         # A script may count differently from its loader.
         self.told_step = max(self.told_step, event.step)
+        self.trained |= event.step > 0
         self.summary.steps = max(self.summary.steps, event.step)
         self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
 
@@ -153,12 +162,12 @@ class Recorder(Sink):
             passed = Sums(int, {name: getattr(event, name) for name in WAITED})
             # The times begin when the first batch is there, so it counts for no rate.
             batches = event.steps
-            passed["taken"], passed["steps"] = batches, batches - 1
+            passed["taken"], passed["steps"], passed["batches"] = batches, batches - 1, batches - 1
             samples = event.samples * max(self.summary.train_workers, 1)
             passed["samples"] = samples * (batches - 1) // batches
             passed["wait_production_s"] = event.wait_s
             passed["compute_s"] = event.elapsed_s - event.wait_s
-            self.loaders[event.loader] = passed
+            self.loaders[event.loader], self.trained = passed, True
         self.running = _together(*self.loaders.values())
         self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
@@ -194,12 +203,18 @@ class Recorder(Sink):
 
     def _on_resumed(self, event: kinds.Resumed) -> None:
         self.summary.records.rewind(event.epoch, event.validate_only)
+        if self.ended:
+            self.ended = [done for done in self.ended if _within(done, event)]
+            self.summary.metrics = self.metrics_before.model_copy(deep=True)
+            for done in self.ended:
+                self.summary.metrics.take(done.metrics)
         self.running.clear()
         self.told_step = self.pass_from = event.step
 
     def _on_pass(self, event: kinds.PassEnded) -> None:
         if event.split != "train":
             return
+        self.trained |= event.steps > 0
         self.step_ms += event.step_ms
         self.running.clear()
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
@@ -229,9 +244,7 @@ class Recorder(Sink):
 
     def _kept(self) -> dict[str, Any]:
         """The figures of the start before, as long as this one has trained no step."""
-        if self.totals["steps"] + self.running["steps"]:
-            self.earlier = None  # for good: a restart of the train workers forgets running steps
-        return self.summary.measured_by(self.earlier) if self.earlier else {}
+        return self.summary.measured_by(self.earlier) if self.earlier and not self.trained else {}
 
     def _fill_speed(self) -> None:
         speed, total = self.summary.speed, _together(self.totals, self.running)
@@ -239,16 +252,16 @@ class Recorder(Sink):
             speed.samples_per_s = round(total["samples"] / total["elapsed_s"], 2)
             # The first epoch warms up: processes start and libraries are imported.
             steady = _together(self.steady, self.running) if self.running_epoch else self.steady
-            steady = steady if steady["elapsed_s"] else total
+            steady = steady if steady["steps"] >= MIN_STEPS else total
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
-            speed.steps = int(steady["steps"])
-            steps = max(speed.steps, 1)
+            speed.steps, speed.batches = int(steady["steps"]), int(steady["batches"])
+            batches = max(speed.batches, 1)
             speed.first_wait_s = round(steady["first_wait_s"], 3)
             speed.longest_wait_s = round(steady["longest_wait_s"], 3)
-            speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
-            self.summary.bottleneck = bottleneck(self.summary, steady) if steps >= MIN_STEPS else None
+            speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / batches, 3) for n in STEP_TERMS}
+            self.summary.bottleneck = bottleneck(self.summary, steady) if speed.steps >= MIN_STEPS else None
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
@@ -279,6 +292,13 @@ def _together(*parts: Sums) -> Sums:
             found[name] += value
     found["longest_wait_s"] = max((part["longest_wait_s"] for part in parts), default=0)
     return found
+
+
+def _within(done: kinds.EpochEnded, start: kinds.Resumed) -> bool:
+    """Whether the checkpoint contains the epoch: it may be of its last step, but from before its end."""
+    if done.step != start.step:
+        return done.step < start.step
+    return (done.epoch < start.epoch or not done.whole) and done.epoch != start.validate_only
 
 
 def _percent(part: float, whole: float) -> float:

@@ -140,14 +140,15 @@ class Speed(SummaryPart):
     steady_samples_per_s: float = 0.0
     input_wait_pct: float = 0.0
     steps: int = 0
-    """Number of steps that these figures cover, as do the two below."""
+    """Number of steps that these figures cover, as do the three below."""
+    batches: int = 0
     first_wait_s: float = 0.0
     """The input wait for the first batch of each pass."""
     longest_wait_s: float = 0.0
     """The longest input wait for one batch."""
     step_ms_p50: float = 0.0
     step_terms_ms: dict[str, float] = {}
-    """Mean ms per step by STEP_TERMS, as far as each delayed training; they add up to a step."""
+    """Mean ms per batch by STEP_TERMS, as far as each delayed training; they add up to its time."""
     bytes_per_sample: float = 0.0
     first_step_s: float | None = None
     """Seconds from the start of the process on the head to the end of the first step."""

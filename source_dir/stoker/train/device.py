@@ -194,6 +194,7 @@ class StepTimes:
 
     def figures(self) -> dict[str, float]:
         figures = {f"{name}_s": round(seconds, 6) for name, seconds in self.terms.items()}
+        figures["batches"] = self.steps
         names = ("fetch_s", "fetch_cpu_s")
         return figures | self.waits() | {name: round(getattr(self, name), 6) for name in names}
 

@@ -253,6 +253,7 @@ def log_step(worker: Worker, progress: Progress, feed: Feed, started: float, **v
             epoch_samples=progress.samples - progress.carried_samples,
             elapsed_s=time.perf_counter() - started,
             **feed.times.waits(),
+            batches=worker.feed_step,
             terms_ms=feed.times.since_told(),
             **values,
         )
