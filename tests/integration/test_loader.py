@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from stoker import DataLoader
+from stoker.errors import UsageError
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -226,6 +227,16 @@ def test_loaders_may_run_at_once_within_each_other_and_be_given_up() -> None:
     pairs = list(zip(train, val, strict=False))
     assert seen == [3] * 4 and len(pairs) == 3
     assert equal(list(train), list(TorchLoader(Records(), batch_size=6)))
+
+
+def test_a_loader_for_another_cluster_than_the_scripts_is_refused() -> None:
+    list(DataLoader(Records(), batch_size=61))
+    own = ray.get_runtime_context().gcs_address
+    for same in (own, f"localhost:{own.rpartition(':')[2]}", "auto"):
+        assert len(list(DataLoader(Records(), batch_size=61, address=same))) == 1
+    for other in ("192.0.2.1:6379", "localhost:1"):
+        with pytest.raises(UsageError, match="is connected to the Ray cluster at"):
+            iter(DataLoader(Records(), address=other))
 
 
 def test_a_dataset_that_changes_between_epochs_is_seen_as_it_is() -> None:

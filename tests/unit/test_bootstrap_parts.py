@@ -28,7 +28,7 @@ from stoker.hosts.cluster import read_token, set_environment
 from stoker.hosts.output import PrefixedStream, write_failure
 from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, store_arguments
 from stoker.hosts.services import sagemaker
-from stoker.hosts.topology import resolve
+from stoker.hosts.topology import TopologyError, resolve
 from stoker.serve.blocks import wire
 from tests.waiting import until
 
@@ -235,11 +235,18 @@ def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None
 def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> None:
     config = base / "input" / "config"
     (config / "resourceconfig.json").write_text('{"current_host": "algo-1", "hosts": ["algo-1"]}')
-    (config / "hyperparameters.json").write_text("[]")
+    (config / "hyperparameters.json").write_text(r'{"config": "\u0000"}')
     train = Path(run.__file__).parents[2] / "train.py"
     done = subprocess.run([sys.executable, train], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert (base / "output" / "failure").read_text().startswith("AttributeError: 'list' object")
+    assert (base / "output" / "failure").read_text().startswith("ValueError: embedded null byte")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"train.lr": '])
+def test_damaged_hyperparameters_are_not_taken_for_none(base: Path, content: str) -> None:
+    (base / "input" / "config" / "hyperparameters.json").write_text(content)
+    with pytest.raises(TopologyError, match=r"hyperparameters\.json"):
+        sagemaker.SERVICE.given()
 
 
 def test_names_that_resolve_late_are_waited_for(door: Door) -> None:

@@ -271,6 +271,40 @@ def test_quarantine_beyond_its_budget_is_an_error() -> None:
         list(loader)
 
 
+class Uncounted(Broken):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("whose", ["a rank's share", "no length", "a batch sampler"])
+def test_the_budget_is_a_share_of_what_the_pass_reads(whose: str) -> None:
+    options: dict[str, Any] = {"sampler": [3, 13, *range(4, 9)]}
+    if whose == "no length":
+        options = {"sampler": iter([3, 13, *range(4, 9)])}
+    elif whose == "a batch sampler":
+        options = {"batch_sampler": [[3, 13], [*range(4, 9)]]}
+    dataset = Uncounted() if whose == "no length" else Broken()
+    loader = DataLoader(dataset, **options, on_error="quarantine", bad_record_budget=0.1)
+    with pytest.raises(RuntimeError, match="of 7 records cannot be loaded"):
+        list(loader)
+
+
+def test_another_pass_does_not_change_the_dataset_of_one_that_goes_on() -> None:
+    class Sized(Records):
+        size = 224
+
+        def __getitem__(self, index: int) -> Any:
+            return self.size
+
+    train = DataLoader(Sized(), batch_size=4)
+    batches = iter(train)
+    first = next(batches)
+    Sized.size = 32
+    assert next(iter(DataLoader(Sized(), batch_size=4))).tolist() == [32] * 4
+    assert Sized.size == 32
+    assert {int(size) for batch in [first, *batches] for size in batch} == {224}
+
+
 def test_quarantine_that_has_no_effect_is_said() -> None:
     with pytest.warns(UserWarning, match="no effect on an IterableDataset"):
         DataLoader(Stream(), on_error="quarantine")

@@ -209,7 +209,10 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
     assert not [name for name in found if set(name) & set("[],")]
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("0,1", 2), ("", 0), ("0,1,2,3,4,5,6,7", 4)])
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [(None, 4), ("0,1", 2), ("", 0), ("0,1,2,3,4,5,6,7", 4), ("-1", 0), ("1,-1,2", 1), ("NoDevFiles", 0)],
+)
 def test_only_the_gpus_that_slurm_gave_the_job_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
 ) -> None:

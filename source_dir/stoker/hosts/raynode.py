@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -38,6 +39,8 @@ STARTED, START_TIMEOUT_S = "Ray runtime started", 120.0
 STARTS, OWN_DEADLINE_S = 3, 30.0
 """How often to start Ray in all if it gives up at a deadline of its own, which cannot be set."""
 STOP_TIMEOUT_S = 3.0
+NO_DEVICE = ("-1", "NoDevFiles")
+"""In CUDA_VISIBLE_DEVICES: neither this nor what follows is used."""
 
 OPEN_FOLDER = "s"
 """Ray's own folder, for sessions, in the private one."""
@@ -85,7 +88,10 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     there = len(list(devices.glob("nvidia[0-9]*")))
     # A scheduler whose jobs share hosts sets it.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if visible is None else min(there, len(visible.replace(",", " ").split()))
+    if visible is None:
+        return there
+    listed = itertools.takewhile(lambda each: each not in NO_DEVICE, visible.replace(",", " ").split())
+    return min(there, len(list(listed)))
 
 
 def address_of(interface: str) -> str:

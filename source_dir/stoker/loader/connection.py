@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -58,6 +59,7 @@ def connect(address: str | None) -> None:
                 "stoker.DataLoader: this process was forked after its parent had begun a pass, and Ray does"
                 " not work in forks; start it by multiprocessing's spawn"
             )
+        _refuse_other(address)
         return
     refuse_old_ray()
     address = address or os.environ.get("RAY_ADDRESS")
@@ -69,6 +71,30 @@ def connect(address: str | None) -> None:
         else:
             _start()
     _CONNECTED[_connection()] = os.getpid()
+
+
+def _refuse_other(address: str | None) -> None:
+    import ray
+
+    there = str(ray.get_runtime_context().gcs_address)
+    if address and _port(address).isdigit() and "//" not in address and _place(address) != _place(there):
+        raise UsageError(
+            f"stoker.DataLoader: address={address}, but this process is connected to the Ray cluster at"
+            f" {there}; a process works with one cluster"
+        )
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _place(address: str) -> tuple[str, str]:
+    """Resolved host, with all addresses of this machine as one, and port."""
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    own = {each.address for some in psutil.net_if_addrs().values() for each in some}
+    return ("" if host in own else host), _port(address)
 
 
 def _connection() -> str:
@@ -115,7 +141,7 @@ def _join(address: str) -> None:
     refused = f"stoker.DataLoader: no Ray cluster answers at {address}"
     if port.isdigit() and "//" not in address:
         try:  # Ray itself would retry for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         except OSError as error:
             raise UsageError(f"{refused}: {error}") from None
     try:
@@ -154,7 +180,8 @@ def _with_other_ranks() -> None:
         raise UsageError(
             f"stoker.DataLoader: {folder} belongs to another user or is open to others; remove it"
         )
-    file = folder / f"{os.getppid()}-{_torchrun()}.json"
+    # A run id may contain anything.
+    file = folder / f"{os.getppid()}-{hashlib.sha256(_torchrun().encode()).hexdigest()}.json"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         import ray
 

@@ -51,7 +51,7 @@ class DataLoader(TorchDataLoader[Item]):
         address: address of a Ray cluster. None means RAY_ADDRESS, the cluster that this process is connected
             to, or a new cluster on this machine.
         on_error: "raise", or "quarantine" to skip records of a map-style dataset that raise.
-        bad_record_budget: largest share of the records that one pass may skip.
+        bad_record_budget: largest share of its records that one pass of a rank may skip.
         stall_timeout_s: fail if no batch arrives for this long.
         **kwargs: same as torch's.
     """
@@ -109,11 +109,13 @@ class DataLoader(TorchDataLoader[Item]):
         """No warning: the workers run on the cluster."""
 
     def _total(self) -> int | None:
-        if self.on_error == "raise" or isinstance(self.dataset, IterableDataset):
+        """The records of a pass of this rank; None: its end will tell."""
+        own = self.batch_size is None and self.batch_sampler is not None
+        if own or self.on_error == "raise" or isinstance(self.dataset, IterableDataset):
             return None
         try:
-            return len(self.dataset)  # type: ignore[arg-type]
-        except Exception:  # with a sampler, torch does not need a length either
+            return len(self.sampler)  # type: ignore[arg-type]
+        except Exception:  # torch does not need a length either
             return None
 
     def __getstate__(self) -> dict[str, Any]:

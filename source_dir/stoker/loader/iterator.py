@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from stoker.loader.makers import BatchTime, finalize
 from stoker.loader.work import PLAIN, Failed, LoadRequest
 from stoker.protocol import Shard
+from stoker.serve.accounting import LEAST_ASSUMED
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
@@ -250,11 +251,13 @@ class ClusterIterator(_BaseDataLoaderIter):
                 self._ended = True
                 self._watch.ended()
                 self.close()
+                if reason := self._quarantine.ended():
+                    raise RuntimeError(f"DataLoader: {reason}")
                 raise StopIteration
             if isinstance(made, Failed):
                 self._settle()
                 _reraise(made)
-            reason = self._quarantine.add(made.bad)
+            reason = self._quarantine.add(made.bad, self._records)
             if made.empty and self._ranks > 1 and not reason:
                 reason = (
                     f"no record of batch {self._number - 1} can be loaded: {made.bad[0][1]}; left out on this"
@@ -358,15 +361,23 @@ def _reraise(made: Failed) -> None:
 
 class Quarantine:
     def __init__(self, budget: float, total: int | None) -> None:
-        self.budget, self.total = budget, total
+        self.budget, self.total, self.read = budget, total, 0
         self.records: list[tuple[Any, str]] = []
 
-    def add(self, bad: Any) -> str:
+    def add(self, bad: Any, read: int) -> str:
+        """Why the pass fails now; a few at the start of an unknown total prove nothing."""
         self.records += bad
-        if bad and self.total is not None and len(self.records) > self.budget * self.total:
-            index, reason = bad[-1]
-            return (
-                f"{len(self.records)} of {self.total} records cannot be loaded, more than"
-                f" bad_record_budget={self.budget}; last one: index {index!r}: {reason}"
-            )
-        return ""
+        self.read += read
+        return self._over(max(self.read, LEAST_ASSUMED if self.total is None else self.total)) if bad else ""
+
+    def ended(self) -> str:
+        return self._over(max(self.read, self.total or 0))
+
+    def _over(self, whole: int) -> str:
+        if len(self.records) <= self.budget * whole:
+            return ""
+        index, reason = self.records[-1]
+        return (
+            f"{len(self.records)} of {whole} records cannot be loaded, more than"
+            f" bad_record_budget={self.budget}; last one: index {index!r}: {reason}"
+        )

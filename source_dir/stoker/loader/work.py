@@ -27,6 +27,7 @@ import numpy as np
 from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
+from stoker.ray_compat import classes_apart
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
@@ -404,7 +405,8 @@ def import_script(pages: Any) -> str:
 
 
 def opened(pages: Any) -> LoaderWork:
-    work: LoaderWork = unpack(pages.copy())[0]
+    with classes_apart():
+        work: LoaderWork = unpack(pages.copy())[0]
     return work
 
 

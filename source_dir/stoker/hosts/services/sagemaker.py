@@ -48,8 +48,12 @@ def hyperparameters() -> dict[str, str]:
     file = base_folder() / "input" / "config" / "hyperparameters.json"
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise TopologyError(f"{file} is no mapping")
     return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
 
 
