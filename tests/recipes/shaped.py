@@ -29,7 +29,7 @@ class Shaped(Counting):
 
     kinds: tuple[str, ...] = ()
     loss: str = "always"
-    preds: bool = True
+    preds: bool | str = True
 
     @property
     def class_names(self) -> list[str]:  # type: ignore[override]
@@ -40,9 +40,10 @@ class Shaped(Counting):
 
         loss = self.training_step(model, batch)
         found: dict[str, Any] = {}
-        if self.loss == "always" or (self.loss == "sometimes" and float(batch["x0"][0]) > 0.5):
+        some = float(batch["x0"][0]) > 0.5
+        if self.loss == "always" or (self.loss == "sometimes" and some):
             found["loss"] = loss
-        if self.preds:
+        if self.preds is True or (self.preds == "sometimes" and some):
             found["preds"] = F.one_hot((batch["x0"] % 3).long(), 3).float()
             found["target"] = batch["x1"].long()
         return found

@@ -21,6 +21,7 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
+from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
@@ -255,6 +256,20 @@ def test_copies_are_independent_and_their_memory_is_used_again() -> None:
     again = copier.copy(tree)
     assert again["w"].data_ptr() == copied["w"].data_ptr()
     assert torch.equal(again["w"], tree["w"])
+
+
+def test_the_state_of_a_wrapped_optimiser_is_not_left_out_silently() -> None:
+    from timm.optim.lookahead import Lookahead
+
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.AdamW(model.parameters())
+    wrapper = Lookahead(inner)
+    assert strategies.full_state(model, wrapper)[1]
+    model(torch.ones(1, 2)).sum().backward()
+    wrapper.step()
+    with pytest.raises(UsageError, match="not contain the state of AdamW, which Lookahead wraps"):
+        strategies.full_state(model, wrapper)
+    assert strategies.full_state(model, inner)[1]["state"]
 
 
 WRITER = """

@@ -92,7 +92,7 @@ class Training:
 CURVES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done / EPOCHS)),
     "linear": lambda done: 1 - done / EPOCHS,
-    "step": lambda done: 0.1 ** (done // 3),
+    "step": lambda done: 0.1 ** (3 * done // EPOCHS),
     "none": lambda done: 1.0,
 }
 
@@ -190,6 +190,28 @@ def test_a_recipes_own_optimiser_keeps_its_own_rate(tmp_path: Path) -> None:
     other = Training(1, Own(), scheduler="none")
     snapshot.restore_state(other.worker, checkpoint.load_checkpoint(kept))
     assert learning_rate(other.worker.optimizer) == 0.125
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5, 7])
+def test_a_stepped_rate_drops_after_each_third_of_the_training(epochs: int) -> None:
+    train = {"scheduler": "step", "max_steps": 90, "lr": 1.0, "epochs": epochs}
+    worker = Worker(Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu"))
+    build(worker, None)
+    rates = []
+    for step in range(1, 91):
+        rates.append(round(learning_rate(worker.optimizer), 9))
+        worker.schedule.advance(BATCH, step)
+    assert rates == [1.0] * 30 + [0.1] * 30 + [0.01] * 30
+
+
+def test_a_warm_up_never_starts_above_the_rate_of_a_recipes_own_optimiser() -> None:
+    class Fine(Linear):
+        def optimizer(self, model: Any) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=2e-6)
+
+    training = Training(8, Fine(), scheduler="none", warmup_epochs=2)
+    training.run(3.0)
+    assert {rate for _, rate in training.points} == {2e-6}
 
 
 @pytest.mark.parametrize("scheduler", ["cosine", "linear"])

@@ -97,6 +97,13 @@ def test_a_run_from_another_runs_checkpoint_calls_best_what_its_model_is(tmp_pat
         assert summary.metrics.best["val/loss"] == about["metrics"]["val/loss"]
 
 
+def test_a_run_from_another_runs_checkpoint_stops_early_by_its_own_epochs(tmp_path: Path) -> None:
+    train = {**TRAIN, "early_stopping": {"monitor": "val/loss", "stopping_threshold": 1e9}}
+    assert len(start(tmp_path / "a", plain, train=train).metrics) == 1
+    assert len(start(tmp_path / "a", plain, train=train).metrics) == 0, "it had stopped"
+    assert len(start(tmp_path / "b", plain, resume=tmp_path / "a", train=train).metrics) == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "scores", "losses", "epoch"),
     [

@@ -135,6 +135,10 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
         ("params.depth=2", "params.depth: '2' here, None in step-00000005", ""),
         ("train.optimizer=adamw", "train.optimizer: 'adamw' here, 'sgd' in", ""),
         ("recipe=a:B", "recipe: 'a:B' here", ""),
+        ("train.layer_decay=0.5", "train.layer_decay: 0.5 here, None in step-00000005", ""),
+        ("params.tokenizer=org/gpt-b", "params.tokenizer: 'org/gpt-b' here, 'org/bert-a' in", ""),
+        ("params.weights=s3://b/w", "", "params.weights: 's3://b/w' here, '/w' in step-00000005"),
+        ("train.precision=bf16", "", "train.precision: bf16 from here on, fp32 before"),
         ("params.data=/mnt/b", "", "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are"),
         ("train.batch_size=32", "", "a step takes 32 records here"),
         ("train.lr=1", "", "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate continues"),
@@ -147,7 +151,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
 def test_another_run_is_refused_and_a_different_one_is_said(
     tmp_path: Path, override: str, refused: str, said: str
 ) -> None:
-    base = ["params.width=4", "params.data=/mnt/a"]
+    base = ["params.width=4", "params.data=/mnt/a", "params.tokenizer=org/bert-a", "params.weights=/w"]
     save(tmp_path / "checkpoints", 5, load(None, base).config)
     start = plan(tmp_path)[0][1]
     assert start is not None

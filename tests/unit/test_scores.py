@@ -148,6 +148,8 @@ def test_without_a_loss_there_is_no_loss(tmp_path: Path) -> None:
     assert made.error is None and "val/loss" not in made.metrics[-1]
     error = run(tmp_path / "mixed", "accuracy", loss="sometimes").error
     assert isinstance(error, UsageError) and "a loss for some records only (5 of 13)" in str(error)
+    error = run(tmp_path / "scored", "accuracy", preds="sometimes").error
+    assert isinstance(error, UsageError) and "preds and target for some records only (5 of 13)" in str(error)
 
 
 def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Path) -> None:

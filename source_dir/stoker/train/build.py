@@ -169,7 +169,7 @@ class Schedule:
     def _rate(self, rate: float, epochs: float, step: int) -> float:
         train = self.train
         if epochs < train.warmup_epochs:
-            first = min(WARMUP_LR, train.lr) if train.scale_lr == "none" else train.lr
+            first = min(WARMUP_LR if train.scale_lr == "none" else train.lr, rate)
             return first + (rate - first) * epochs / train.warmup_epochs
         if train.max_steps is not None:
             epochs = max(epochs, step / train.max_steps * train.epochs)
@@ -179,8 +179,8 @@ class Schedule:
         if train.scheduler == "linear":
             return rate * (1 - done)
         if train.scheduler == "step":
-            each: float = 0.1 ** ((epochs - train.warmup_epochs) // max(train.epochs // 3, 1))
-            return rate * each
+            thirds = min(int(3 * done + 1e-9), 2)
+            return float(rate * 0.1**thirds)
         return rate
 
 

@@ -45,7 +45,8 @@ class Evaluation:
         self.sharded, self.spare = strategies.is_sharded(self.model), dict[str, Any]()
         with self.quietly():
             self.scores = Scores(worker)
-        self.sums = torch.zeros(3, dtype=torch.float64)  # of losses, records that have one, all records
+        # Of losses, records that have one, those with preds and target, all records.
+        self.sums = torch.zeros(4, dtype=torch.float64)
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -63,13 +64,14 @@ class Evaluation:
                 # The forward passes of other ranks need this rank's shard of the weights.
                 self._step(self.spare)
             return
-        self.sums[2] += records
+        self.sums[3] += records
         result = self._step(batch)
         loss = result.get("loss")
         if loss is not None:
             self.sums[0] += float(loss) * records
             self.sums[1] += records
-        self.scores.update(result)
+        if self.scores.update(result):
+            self.sums[2] += records
 
     def _step(self, batch: Batch) -> dict[str, Any]:
         worker = self.worker
@@ -91,13 +93,14 @@ class Evaluation:
             sums, fed = sums.to(worker.device), fed.to(worker.device)
             dist.all_reduce(sums)
             dist.all_reduce(fed)
-        losses, with_loss, records = sums.tolist()
+        losses, with_loss, scored, records = sums.tolist()
         values = {"val/loss": losses / records} if with_loss else {}
-        if with_loss and abs(with_loss - records) > 1e-6 * records:
-            raise UsageError(
-                f"recipe: {type(worker.recipe).__name__}.validation_step returned a loss for some records"
-                f" only ({with_loss:.0f} of {records:.0f}); return one in each batch, or in none"
-            )
+        for what, count in (("a loss", with_loss), ("preds and target", scored)):
+            if count and abs(count - records) > 1e-6 * records:
+                raise UsageError(
+                    f"recipe: {type(worker.recipe).__name__}.validation_step returned {what} for some records"
+                    f" only ({count:.0f} of {records:.0f}); return that in each batch, or in none"
+                )
         ranks = [rank for rank, flag in enumerate(fed.tolist()) if flag]
         with self.quietly():
             if len(ranks) == worker.world_size:
@@ -226,8 +229,9 @@ class Scores:
         self.uncombined: dict[str, list[Any]] = {}
         """What metrics give that have no state which torchmetrics combines over the train workers."""
 
-    def update(self, result: Mapping[str, Any]) -> None:
-        if "preds" in result and "target" in result:
+    def update(self, result: Mapping[str, Any]) -> bool:
+        """Returns whether the metrics, if any, have taken a batch's result."""
+        if fed := "preds" in result and "target" in result:
             self.fed = True
             preds = tree_map(_at_least_float32, result["preds"])
             for name, metric in self.metrics.items():
@@ -235,6 +239,7 @@ class Scores:
                     metric.update(preds, result["target"])
                 except Exception as error:
                     raise self._failed(name, error) from error
+        return fed and bool(self.metrics)
 
     def compute(self, few: bool = False, group: Any = None) -> None:
         """Fill `values`, `tables` and `notes`. Collective, on all ranks or none."""

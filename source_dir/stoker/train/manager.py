@@ -209,9 +209,9 @@ class CheckpointManager:
         self.pending, worker.kept = saved.pending, saved.name
         self._completes = own = strategies.from_rank(saved.store.where == self.store.where)
         self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
-        if self.early_stopping:
+        if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
-        if worker.rank == 0 and saved.store.where == self.store.where:
+        if worker.rank == 0 and own:
             self.shelf.fill(meta["step"])
         validate = self.pending["epoch"] if self.pending else None
         event = Resumed(epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)

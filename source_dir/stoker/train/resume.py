@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 from stoker.checkpoints.format import Checkpoint, awaiting, load_meta, newest_valid
 from stoker.config.redaction import redact, redacted_at
 from stoker.config.schema import Config
+from stoker.config.values import is_path
 from stoker.errors import UsageError
 from stoker.events.recorder import notable_events
 from stoker.events.summary import Summary
@@ -21,7 +23,7 @@ from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
 
-FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
+FIXED = ("recipe", "seed", "train.optimizer", "train.layer_decay", "train.scheduler", "data.shuffle")
 """Keys that must not change: the saved state would not fit, or the result would be another run's."""
 
 
@@ -41,7 +43,7 @@ def find_start(
     store, start = plan_resume(config, place, log)
     if start is not None:
         start = awaiting(start, config.train.max_steps)
-        check_same_run(config, workers, start, log)
+        check_same_run(config, workers, start, log, data.recipe)
         fill_summary(summary, start, place.run_dir, own=start.store.where == store.where)
     return store, start
 
@@ -117,7 +119,11 @@ def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], An
     return found
 
 
-def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any]) -> None:
+def check_same_run(
+    config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any], recipe: Any = None
+) -> None:
+    fields = getattr(type(recipe), "model_fields", {}).items()
+    paths = {"data", *(info.alias or name for name, info in fields if is_path(info.annotation))}
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
         f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
@@ -133,7 +139,7 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         if old == new or (name == "class_names" and old is None):  # names alone change nothing
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
-        if _is_place(old) and _is_place(new):
+        if all(isinstance(value, str) and (name in paths or _is_place(value)) for value in (old, new)):
             log(f"{text}; the records are compared")
         else:
             problems.append(f"{text}; set it back, or start from scratch with --resume never")
@@ -155,6 +161,8 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
     for key in ("train.momentum", "train.weight_decay"):
         if _at(now, key) != _at(before, key):
             log(f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}")
+    if _at(now, "train.precision") != _at(before, "train.precision"):
+        log(f"train.precision: {train.precision} from here on, {_at(before, 'train.precision')} before")
     course = ["lr", "scale_lr"]
     if config.train.scheduler != "none":
         course += ["epochs", "max_steps", "warmup_epochs"]
@@ -193,8 +201,8 @@ def _at(tree: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _is_place(value: Any) -> bool:
-    return isinstance(value, str) and "/" in value
+def _is_place(value: str) -> bool:
+    return "://" in value or value.startswith(("/", "~", "./", "../")) or os.path.lexists(value)
 
 
 PROBE_TIMEOUT_S = 300.0

@@ -147,6 +147,7 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
+    refuse_wrapper(optimizer)
     share_buffers(model)
     whole = is_sharded(model)
     if not whole and dist.is_initialized() and dist.get_rank():
@@ -162,6 +163,15 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
     elif optimizer is not None:
         state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
     return weights, state
+
+
+def refuse_wrapper(optimizer: Any) -> None:
+    for inner in vars(optimizer).values() if optimizer is not None else ():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
+            raise UsageError(
+                f"optimizer: checkpoints would not contain the state of {type(inner).__name__}, which"
+                f" {type(optimizer).__name__} wraps; use {type(inner).__name__} alone"
+            )
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
