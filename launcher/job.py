@@ -301,20 +301,25 @@ def _is_staged(path: Path) -> bool:
 
 
 PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)
+NO_HISTORY = shutil.ignore_patterns(".git")
 LIMIT_BYTES = 500_000_000
+
+
+def is_private(file: Path) -> bool:
+    return any(fnmatch.fnmatch(file.name, pattern) for pattern in PRIVATE_FILES)
 
 
 def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
     """(name relative to `source`, path, size and time) of a file, or of every file in a folder.
 
-    A link that leads nowhere or to a folder above it is refused.
+    Without `.git`. A link that leads nowhere or to a folder above it is refused.
     """
     if source.is_file():
         about = source.stat()
         return [
             (source.name, source, Entry(str(source), source.name, True, about.st_size, about.st_mtime_ns))
         ]
-    below = [entry for entry in walk(str(source), hidden=True) if entry.is_file]
+    below = [entry for entry in walk(str(source), hidden=True, ignore=NO_HISTORY) if entry.is_file]
     return sorted((Path(e.path).relative_to(source).as_posix(), Path(e.path), e) for e in below)
 
 
@@ -331,6 +336,8 @@ class DataUpload:
     uri: str
     files: int
     bytes: int
+    private: tuple[str, ...] = ()
+    """Files that look private."""
 
     def path_in(self, folder: str) -> str:
         """Where hosts find the data if the target is this folder: a single file is placed in it."""
@@ -348,7 +355,9 @@ def find_data_uploads(
         lines += [kms_key] if kms_key else []
         fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
         size = sum(about.size for _, _, about in files)
-        found.append(DataUpload(parameter, source, f"{uri}/data/{fingerprint}/", len(files), size))
+        private = tuple(name for name, path, _ in files if is_private(path))
+        at = f"{uri}/data/{fingerprint}/"
+        found.append(DataUpload(parameter, source, at, len(files), size, private))
     return tuple(found)
 
 
@@ -379,7 +388,7 @@ def measure(
     problems += [
         f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
         for name, path, _ in found
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in PRIVATE_FILES)
+        if is_private(path)
     ]
     size = sum(about.size for _, _, about in found)
     if size > limit:

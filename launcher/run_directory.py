@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,11 +18,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.job import COMMAND
 from launcher.places import Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.place import RUN_DIR_VARIABLE
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ def new_run_path(job: Job, root: Path) -> Path:
     number = 1
     while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
+    return run_dir
+
+
+def create(run_dir: Path) -> Path:
+    """Create a planned run directory, under the next free number if another run took its name meanwhile."""
+    base = re.sub(r"(-\d{6})-\d+$", r"\1", run_dir.name)
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            run_dir.mkdir(parents=True)
+            break
+        run_dir = run_dir.with_name(f"{base}-{number}")
     return run_dir
 
 
@@ -100,11 +112,11 @@ class PastRun:
             os.kill(number, 0)
         except (OSError, ValueError):
             return None
-        with contextlib.suppress(OSError):
-            # Process ids are reused.
-            command = Path(f"/proc/{number}/cmdline").read_bytes()
-            return number if COMMAND[1].encode() in command else None
-        return number
+        try:  # process ids are reused
+            variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return None if Path("/proc/self").exists() else number
+        return number if os.fsencode(f"{RUN_DIR_VARIABLE}={self.run_dir}") in variables else None
 
     def status(self) -> str:
         from stoker.events.console import metrics_text

@@ -188,6 +188,8 @@ def logs(
         raise typer.Exit(remote.follow(found))
     for line in found.logs(follow):
         print(line, flush=True)
+    if follow:
+        raise typer.Exit(found.wait())
 
 
 @app.command(epilog="Example: python launcher/submit.py stop runs/latest")

@@ -78,6 +78,8 @@ class Measured:
     """As `chain` in summary.json, in the order of the chain, with `random` if known."""
     samples: int | None = None
     """Samples of the whole job: records × epochs; None if unknown."""
+    most_per_gpu: int | None = None
+    """Samples after which `train.max_steps` ends the job, per GPU."""
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -246,6 +248,9 @@ class _Search:
             return None
         low, middle, high = (predict(work, shape) for work in works if work is not None)
         cost, samples = usd_per_million_samples(middle, shape), self.measured.samples
+        if per_gpu := self.measured.most_per_gpu:
+            most = per_gpu * shape.gpu_hosts * shape.gpus_per_host
+            samples = min(samples or most, most)
         return Candidate(
             gpu_type=gpu.type,
             gpu_hosts=self.wanted.gpu_hosts,

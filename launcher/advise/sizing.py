@@ -231,7 +231,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         gpu_samples_per_s=found,
         gpu_spread=0.0 if rates else RUN_SPREAD,
         stages=list(summary.chain),
-        samples=job_samples(config, round((records.read - records.quarantined) / passes) or None),
+        **job_samples(config, round((records.read - records.quarantined) / passes) or None),
     )
 
 
@@ -271,14 +271,14 @@ def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     return {}, f"the training step: {what}; no instance type in the table has this GPU"
 
 
-def job_samples(config: Config, records: int | None) -> int | None:
-    limit = config.train.max_steps
-    if limit is not None:
-        limit *= config.train.batch_size * config.train.accumulate_steps * (config.train.workers or 1)
-    if records is None:
-        return limit
-    whole = records * config.train.epochs
-    return whole if limit is None else min(whole, limit)
+def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
+    train = config.train
+    whole = records and records * train.epochs
+    # By default, each GPU has a train worker, and each of them a batch.
+    most = train.max_steps and train.max_steps * train.batch_size * train.accumulate_steps
+    if most and train.workers:
+        return {"samples": min(whole or most * train.workers, most * train.workers)}
+    return {"samples": whole, "most_per_gpu": most}
 
 
 @contextmanager
@@ -300,8 +300,9 @@ def show(advice: Advice) -> None:
         else "capacity of the CPU side (no GPU's rate is known)"
     )
     head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
-    head += ["time", "$ job"] if advice.measured.samples else []
-    print(table(head, [_cells(one, advice) for one in advice.shown(SHOWN)], left=("hosts",)))
+    shown = advice.shown(SHOWN)
+    head += ["time", "$ job"] if shown and shown[0].hours is not None else []
+    print(table(head, [_cells(one, advice) for one in shown], left=("hosts",)))
     print("\n".join([*advice.lines, *(f"  {note}" for note in advice.notes)]))
 
 

@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 class LocalRequest:
     job: Job
     run_dir: Path
+    new: bool = True
 
     def render(self) -> str:
         config = self.job.resolved.config
@@ -133,14 +134,16 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    return LocalRequest(job, run_dir or run_directory.new_run_dir(job))
+    new = run_dir is None or not run_dir.exists()
+    return LocalRequest(job, run_dir or run_directory.new_run_dir(job), new)
 
 
 def submit(request: LocalRequest) -> LocalRun:
-    run_dir = request.run_dir
-    new = not run_dir.exists()
-    shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
+    run_dir, new = request.run_dir, request.new
     try:
+        if new:
+            run_dir = run_directory.create(run_dir)
+        shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
         request.job.stage(run_dir / "code", installs=False)
     except OSError as error:
         if new:

@@ -88,10 +88,11 @@ class RayRequest:
         """Write the source as a zip file; returns the lines for a RayJob manifest."""
         path.write_bytes(self.package())
         variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
+        pip = "\n  pip:" + "".join(f"\n    - {json.dumps(line)}" for line in self.pip) if self.pip else ""
         return (
             f"# publish {path} where the cluster can fetch it; for the RayJob (docs/ray-clusters.md):\n"
             f"entrypoint: {shlex.join(COMMAND)}\n"
-            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}"
+            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}{pip}"
         )
 
 
@@ -135,7 +136,8 @@ class RayRun(WatchedRun):
         return int(self.describe().get("driver_exit_code") or 1) if code == 1 else code
 
     def stop(self) -> None:
-        self.server.post(f"{self._path}/stop")
+        if not self.server.post(f"{self._path}/stop").get("stopped"):
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
 
     def closing(self) -> str:
         return f"{self.submission_id}: {self.status()}"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     unshare = running.unshare_command()
     if request.entry == "toolkit":
         sagemaker_hosts.toolkit_folder()  # installed before the rehearsal leaves anything
-    try:
-        request.run_dir.mkdir(parents=True)
-    except FileExistsError:  # another rehearsal started in the same second
-        other = request.run_dir.with_name(f"{request.run_dir.name}-{os.getpid()}-{time.monotonic_ns()}")
-        request = replace(request, run_dir=other)
-        other.mkdir()
+    request = replace(request, run_dir=run_directory.create(request.run_dir))
     (request.run_dir / "logs").mkdir()
     run_directory.point_latest(request.run_dir)
     folder = request.run_dir / "hosts"

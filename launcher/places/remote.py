@@ -5,6 +5,7 @@ A service's folder adds only what differs: how its request is built and checked,
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -20,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import yaml
 
 from launcher.job import DataUpload, Job, files_below, pack_source, stage
 from launcher.places import RemoteRun
@@ -413,6 +416,52 @@ def detached(name: str, run_id: str) -> str:
     return f"{name} keeps running. Watch it again: stoker logs -f {again}; stop it: stoker stop {again}"
 
 
+def texts_in(value: object) -> Iterator[str]:
+    """The strings in lists and mappings of any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(one)
+
+
+def lost_data(request: CloudRequest, there: str, remedy: str) -> Iterator[str]:
+    """Parameters that name data of this machine which is not uploaded.
+
+    `there`: how paths on the hosts begin. `remedy`: how else to name data.
+    """
+    placed = {*request.data_at, *request.job.data}
+    for name, value in request.job.resolved.config.params.items():
+        if isinstance(value, str) and value.startswith(("[", "{")):  # as typed on the command line
+            with contextlib.suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
+        for text in texts_in(value if name not in placed else ()):
+            if not text.startswith(there) and (why := _why_lost(text, value, request.job.resolved.file)):
+                yield f"params.{name}: {why} (got {text!r}); use an existing path, {remedy}"
+                break
+
+
+def _why_lost(text: str, value: object, file: Path | None) -> str:
+    local, here = text.startswith(("/", "./", "../", "~")), _found(text)
+    if "://" in text:
+        return ""
+    if not isinstance(value, str):
+        return "paths in lists and mappings are not uploaded" if local or (here and here.is_file()) else ""
+    if here is not None:
+        return f"patterns of local files are not uploaded; this one matches {here}"
+    if local:
+        return "not found on this machine"
+    beside = _found(text, file.resolve().parent) if file else None
+    return f"not found in {Path.cwd()}, but {beside} exists" if beside else ""
+
+
+def _found(pattern: str, base: Path = Path()) -> Path | None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError, NotImplementedError):
+        at = base / Path(pattern).expanduser()
+        return next(Path(at.anchor).glob(str(at.relative_to(at.anchor))), None)
+    return None
+
+
 def shared_problems(
     request: CloudRequest,
     section: str,
@@ -463,6 +512,8 @@ def shared_problems(
     for item in request.data:
         if not item.files:
             yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+        for name in item.private:
+            yield f"params.{item.parameter}: {name} looks private and would be uploaded; move it elsewhere"
     vault, entries = shown[0], [(key, *entry) for key, values in shown[1].items() for entry in values.items()]
     for key, name, value in entries:
         if is_secret(name, str(value)) or redact(str(value)) != str(value):

@@ -77,6 +77,7 @@ class RehearsalRun:
         self.failure_reason = ""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
+        self.missed: list[str] = []
         self._request, self._process, self._display = request, process, Display(request.hosts, show)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
@@ -188,6 +189,9 @@ class RehearsalRun:
         if event["host"] == "world":
             if event["event"] == "broken":
                 self._broken = str(event["text"])
+            if event["event"] == "missed":
+                fault = self._request.job.resolved.config.rehearsal.faults[event["number"]]
+                self.missed.append(f"{fault}: {event['text']}")
             return
         result = self.results[event["host"]]
         kind, at = event["event"], float(event["at_s"])
@@ -244,6 +248,7 @@ class RehearsalRun:
             "formed_after_last_host_s": self.formed_after_last_host_s,
             "workers_gone_s": self.workers_gone_s,
             "clashes": self.clashes,
+            "missed_faults": self.missed,
             "hosts": [vars(result) for result in self.results.values()],
         }
 
@@ -260,7 +265,9 @@ class RehearsalRun:
             reason = left or self._broken or "; ".join(result.notes)
             self.failure_reason = f"AlgorithmError: {reason or 'no reason given'}, exit code: {code}"
             return code
-        return 0
+        if self.missed:
+            self.failure_reason = "the job succeeded, but not all faults were injected"
+        return int(bool(self.missed))
 
     def _command(self, word: str) -> None:
         if self._process.stdin is not None:
@@ -310,6 +317,8 @@ class Display:
             self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head ended")
         for clash in run.clashes:
             self._console.print(f"conflict: {clash}", style="yellow")
+        for missed in run.missed:
+            self._console.print(Text(f"not injected: {missed}", style="red"))
         if run.failure_reason:
             self._console.print(Text(f"FailureReason: {run.failure_reason}", style="red"))
         for text in results(run.run_dir, run.status() == "succeeded"):

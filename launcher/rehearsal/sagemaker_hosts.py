@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job import COMMAND, Job, pack_source
-from launcher.places.sagemaker.training_job import ARCHIVE, CODE_FOLDER
+from launcher.places.sagemaker.training_job import ARCHIVE, CODE_FOLDER, given_hyperparameters
 from launcher.rehearsal.plan import (
     CODE_CHANNEL,
     PlannedHost,
@@ -64,7 +64,7 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
 
 def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     """The content of hyperparameters.json; every value is a JSON string, as SDKs write it."""
-    given = {"config": COMMAND[-1], **job.resolved.config.sagemaker.hyperparameters}
+    given = {"config": COMMAND[-1], **given_hyperparameters(job)}
     if entry == "toolkit":
         given |= {
             "sagemaker_program": COMMAND[1],

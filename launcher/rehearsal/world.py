@@ -94,8 +94,7 @@ class World:
             self._report_lines()
             for fault in self._faults:
                 if not fault.done and fault.due_s is not None and self._now() >= fault.due_s:
-                    fault.done = True
-                    self._apply(fault.action, fault.host)
+                    fault.done, fault.injected = True, self._apply(fault.action, fault.host)
             self._reap()
             self._deadlines()
             # Late hosts are not awaited once all started ones have ended.
@@ -106,6 +105,9 @@ class World:
             if host.reader is not None:
                 host.reader.join(timeout=5)
         self._report_lines()
+        for number, fault in enumerate(self._faults):
+            if why := fault.missed:
+                self._event("world", "missed", number=number, text=why)
         self._event("world", "over")
 
     def _start(self, host: EmulatedHost) -> None:
@@ -152,12 +154,13 @@ class World:
             for fault in self._faults:
                 fault.see(line, self._now())
 
-    def _apply(self, action: str, name: str) -> None:
-        for host in self._hosts:
-            ready = {"start": host.process is None, "return": host.finished}.get(action, host.running)
-            if ready and name in (host.name, "all"):
-                self._event(host.name, "fault", text=action)
-                self.do(action, host)
+    def _apply(self, action: str, name: str) -> bool:
+        """Whether a host was in a state in which the action has an effect."""
+        ready = [host for host in self._hosts if name in (host.name, "all") and _takes(action, host)]
+        for host in ready:
+            self._event(host.name, "fault", text=action)
+            self.do(action, host)
+        return bool(ready)
 
     def do(self, action: str, host: EmulatedHost) -> None:
         port = str(host.spec["port"])
@@ -187,12 +190,9 @@ class World:
             for process in _processes_of(host.init):
                 _signal(process, signal.SIGSTOP if action == "pause" else signal.SIGCONT)
         if action == "crash":
-            for process in _processes_of(host.init):
-                with contextlib.suppress(psutil.Error):
-                    if any(word.endswith("train.py") for word in psutil.Process(process).cmdline()[:4]):
-                        host.killed = process == host.init
-                        _signal(process, signal.SIGKILL)
-                        return
+            for process in _training(host.init)[:1]:
+                host.killed = process == host.init
+                _signal(process, signal.SIGKILL)
 
     def _renew(self, host: EmulatedHost) -> None:
         """Leave nothing of the earlier machine but what SageMaker would give the new one."""
@@ -279,6 +279,21 @@ def _processes_of(init: int) -> list[int]:
     return sorted(found)
 
 
+def _training(init: int) -> list[int]:
+    found = []
+    for process in _processes_of(init):
+        with contextlib.suppress(psutil.Error):
+            if any(word.endswith("train.py") for word in psutil.Process(process).cmdline()[:4]):
+                found.append(process)
+    return found
+
+
+def _takes(action: str, host: EmulatedHost) -> bool:
+    if action == "crash":
+        return host.running and bool(_training(host.init))
+    return {"start": host.process is None, "return": host.finished}.get(action, host.running)
+
+
 def _signal(process: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         if process:
@@ -318,6 +333,14 @@ class Fault:
     later_s: float
     due_s: float | None
     done: bool = False
+    injected: bool = False
+
+    @property
+    def missed(self) -> str:
+        """Why it was never injected; empty if it was."""
+        if self.done:
+            return "" if self.injected else "the host was in no state for it"
+        return "no line matched" if self.due_s is None else "the job ended before"
 
     def see(self, line: str, now_s: float) -> None:
         if self.due_s is None and self.pattern is not None and re.search(self.pattern, line):

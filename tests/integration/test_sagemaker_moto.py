@@ -135,14 +135,14 @@ def test_absent_buckets_and_prefixes_are_named_together() -> None:
             make_job(
                 {
                     "sagemaker.s3_uri": "s3://no-such-bucket-here/x",
-                    "sagemaker.channels": f"{{train: {{uri: 's3://{BUCKET}/nothing'}}}}",
+                    "sagemaker.channels": f"{{data: {{uri: 's3://{BUCKET}/nothing'}}}}",
                     "sagemaker.max_retries": "50",
                 }
             )
         )
     text = "\n".join(caught.value.problems)
     assert "aws s3 mb s3://no-such-bucket-here" in text
-    assert "sagemaker.channels.train.uri: nothing there" in text
+    assert "sagemaker.channels.data.uri: nothing there" in text
     assert "sagemaker.max_retries: at most 30" in text
 
 
@@ -229,7 +229,8 @@ def test_following_shows_late_lines_once_and_ends_with_the_job(
 
 
 def test_status_wait_and_closing_with_cost() -> None:
-    submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
+    job = make_job({"sagemaker.prices": "{ml.g5.2xlarge: 0.123}"})
+    submitted = sagemaker.submit(sagemaker.plan(job), quiet)
     assert list(submitted.logs()) == []
     assert submitted.status() == "succeeded"
     assert submitted.wait() == 0
@@ -238,7 +239,8 @@ def test_status_wait_and_closing_with_cost() -> None:
     assert (again.region, again.name) == (REGION, submitted.name)
     assert sagemaker.attach(submitted.describe()["TrainingJobArn"]).name == submitted.name
     closing = submitted.closing()
-    assert "ml.g5.2xlarge" in closing and "ml.c5.4xlarge" in closing and "model: s3://" in closing
+    assert ["gpu", "1", "ml.g5.2xlarge", "0.123"] in [line.split()[:4] for line in closing.splitlines()]
+    assert "ml.c5.4xlarge" in closing and "model: s3://" in closing
 
 
 @pytest.fixture
@@ -377,7 +379,7 @@ def test_dry_run_asks_only_whether_things_exist(calls: list[str], tmp_path: Path
     boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
     boto3.client("s3").put_object(Bucket=BUCKET, Key="train/0.tar", Body=b"x")
     calls.clear()
-    channels = f"{{train: {{uri: 's3://{BUCKET}/train/'}}}}"
+    channels = f"{{labels: {{uri: 's3://{BUCKET}/train/'}}}}"
     changes = {"params.data": str(tmp_path / "x.bin"), "sagemaker.channels": channels}
     sagemaker.plan(make_job(changes), offline=True).render()
     assert calls == []

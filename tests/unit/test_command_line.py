@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -235,3 +236,14 @@ def test_shown_parameters_are_what_the_recipe_gets(capsys: pytest.CaptureFixture
     assert code == 0
     rows = dict(re.findall(r"^params\.(\w+) +\S.*? {2,}(.+?) \(command line\)", shown, re.MULTILINE))
     assert rows["image_size"] == "32" and rows["augment"] == '"none"' and rows["data"] == '"a #1"'
+
+
+@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1)])
+def test_following_the_log_of_a_run_ends_with_the_runs_code(
+    status: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/console.log").write_text("step 1\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+    assert type_command(["logs", "-f", str(tmp_path)], capsys) == (code, [], "step 1\n")
+    assert type_command(["logs", str(tmp_path)], capsys)[0] == 0

@@ -83,6 +83,14 @@ def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
     assert started[0].process.wait() == 0
 
 
+def test_two_runs_that_were_planned_for_the_same_folder_get_one_each(tmp_path: Path) -> None:
+    job = Short(load(None, [f"output_dir={tmp_path}", "name=short"]), None, {})
+    request = local.plan(job)
+    first, second = local.submit(request), local.submit(request)
+    assert (first.run_dir, second.run_dir) == (request.run_dir, Path(f"{request.run_dir}-2"))
+    assert (first.wait(), second.wait()) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("typed", "begins"),
     [

@@ -65,6 +65,30 @@ def test_private_files_of_the_source_are_uploaded_nowhere(
     assert (code, private) == (2, [f"error: --source-dir: {name}" for name in (".env", "key.pem")])
 
 
+@pytest.mark.parametrize("place", ["sagemaker", "vertex"])
+def test_private_files_among_the_data_are_not_uploaded_either(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("data/.git/config", "data/.git/id_rsa", "data/a.jpg", "data/deep/.env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "job.yaml").write_text(f"name: flowers\nparams: {{data: {tmp_path}/data}}\n")
+    words = [str(tmp_path / "job.yaml"), "--on", place, "--dry-run", *WORDS[place], *OPTIONS[place]]
+    code, errors, _ = type_command(words, capsys)
+    private = [line.partition(" looks private")[0] for line in errors]
+    assert (code, private) == (2, ["error: params.data: deep/.env"])
+    (tmp_path / "data/deep/.env").unlink()
+    code, errors, shown = type_command(words, capsys)
+    assert (code, errors) == (0, []) and re.search(r"data +1 +1 B ", shown), shown
+
+
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    planned = tmp_path / "runs/a-20260101-000000"
+    made = [run_directory.create(planned) for _ in range(3)]
+    assert [path.name.removeprefix(planned.name) for path in made] == ["", "-2", "-3"]
+    assert run_directory.create(made[1]).name == f"{planned.name}-4", "also if the second was planned"
+
+
 def test_the_page_has_every_place() -> None:
     page = (DOCS / "places.md").read_text()
     assert {*re.findall(r"--on (\w+)", page)} == {*names()} - {"local"}

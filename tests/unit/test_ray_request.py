@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import yaml
 
 from launcher.job import open_job
 from launcher.places import attach, remote
@@ -59,6 +60,15 @@ def test_install_lets_ray_install_all_but_itself() -> None:
     assert "pip" not in plan().body("gcs://x")["runtime_env"]
 
 
+def test_the_printed_rayjob_has_the_runtime_environment_that_is_sent(tmp_path: Path) -> None:
+    for install in (True, False):
+        request = plan(install=install)
+        printed = yaml.safe_load(request.write(tmp_path / "job.zip"))
+        sent = request.body("https://<address>/job.zip")
+        assert yaml.safe_load(printed["runtimeEnvYAML"]) == sent["runtime_env"]
+        assert printed["entrypoint"] == sent["entrypoint"]
+
+
 def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "anyone who can reach this cluster" in plan().render()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
@@ -88,6 +98,8 @@ class Flaky:
             return None
         logs = {"logs": "step 1\nstep 2\n"}
         found = logs if request.path.endswith("/logs") else {"status": Flaky.state, "driver_exit_code": 0}
+        if request.path.endswith("/stop"):
+            return 200, "application/json", json.dumps({"stopped": Flaky.state == "RUNNING"}).encode()
         if not Flaky.plan:
             Flaky.state = "SUCCEEDED"
         if status != 200:
@@ -138,3 +150,11 @@ def test_an_answer_that_does_not_pass_is_not_waited_for(flaky: str, status: int)
     assert len(Flaky.plan) == 2 and "may still be running" in lines[-1]
     with pytest.raises(UsageError):  # a run that nobody has seen is a wrong id
         remote.follow(watched(flaky, submitted=False), lines.append)
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(flaky: str) -> None:
+    run = watched(flaky)
+    run.stop()
+    assert run.wait() == 0
+    with pytest.raises(UsageError, match=r"this run has already ended: succeeded"):
+        run.stop()

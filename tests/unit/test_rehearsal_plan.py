@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
@@ -82,6 +88,46 @@ def test_faults_know_their_moment() -> None:
     line = fault_of("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
     line.see("epoch 2", 7)
     assert line.due_s == 7.5
+
+
+UNSHARE = """#!/bin/bash
+eval "echo > /dev/fd/${@: -1}"
+exec {fd}>&-
+echo "epoch 1"
+sleep 1 & wait
+"""
+
+
+def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("unshare", UNSHARE), ("ip", "#!/bin/sh\n"), ("tc", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def rehearse(*faults: str) -> tuple[int, str]:
+        request = plan(job("rehearsal.hosts=gpu=2", f"rehearsal.faults={json.dumps(faults)}"))
+        request = replace(request, run_dir=tmp_path / f"run-{len(faults)}")
+        (request.run_dir / "logs").mkdir(parents=True)
+        (request.run_dir / "hosts").mkdir()
+        hosts = [{"name": h.name, "delay_s": 0, "port": "v", "link": "h", "rate": []} for h in request.hosts]
+        times = {"linger_s": 9, "timeout_s": 9, "stop_grace_s": 9, "ray_port": 1, "head": request.head}
+        spec = {"hosts": hosts, "faults": [asdict(fault) for fault in request.faults], **times}
+        (request.run_dir / "world.json").write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "launcher.rehearsal.world", str(request.run_dir / "world.json")]
+        world = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
+        return running.RehearsalRun(request, world, True).wait(), capsys.readouterr().out
+
+    code, shown = rehearse("slow:algo-2@/epoch 1/")
+    assert (code, "not injected" in shown) == (0, False), shown
+    late, never, vain = "kill:algo-2@600s", "kill:algo-2@/epoch 99/", "return:algo-2@0s"
+    code, shown = rehearse(late, never, vain, "crash:algo-2@0s")
+    assert code == 1 and "the job succeeded, but not all faults were injected" in shown, shown
+    assert f"not injected: {late}: the job ended before" in shown
+    assert f"not injected: {never}: no line matched" in shown
+    for text in (vain, "crash:algo-2@0s"):
+        assert f"not injected: {text}: the host was in no state for it" in shown
 
 
 def test_hyperparameters_are_strings_of_json() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from launcher import run_directory as launcher
-from launcher.places import place_named
+from launcher.places import local, place_named
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config.loading import load
@@ -220,16 +219,21 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
     run = Path(runs.output_dir) / "digits-20260102-000000"
     (run / "process.id").write_text(str(os.getpid()))
     assert resolve(str(run), "local", runs).run_dir == run, "the number belongs to another program"
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "train.py"])
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "train.py"]
+    stranger = subprocess.Popen(command, env=local.environment(run.with_name("other")))
+    process = subprocess.Popen(command, env=local.environment(run))
     try:
+        (run / "process.id").write_text(str(stranger.pid))
+        with pytest.raises(UsageError, match="this run has already ended"):
+            local.attach(str(run)).stop()
+        assert stranger.poll() is None, "another run, which got the number"
         (run / "process.id").write_text(str(process.pid))
-        while b"train.py" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-            time.sleep(0.01)
         with pytest.raises(UsageError, match="is still running; stop it first"):
             resolve("auto", "local", runs)
     finally:
-        process.kill()
-        process.wait()
+        for one in (stranger, process):
+            one.kill()
+            one.wait()
 
 
 @pytest.mark.parametrize(

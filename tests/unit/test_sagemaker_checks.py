@@ -118,17 +118,21 @@ WRONG: list[tuple[str, str, str]] = [
     ("request={InputDataConfig: [{ChannelName: code, DataSource: {}}]}", "request.InputDataConfig", "named 'code'"),
     ("request={InputDataConfig: [{ChannelName: a}]}", "request.InputDataConfig", "is required"),
     # channels and parameters
-    ("channels={train: {uri: 's3://b/x', groups: [cpu]}}", "channels.train.groups", "add gpu"),
-    ("channels={train: {uri: 's3://b/x', groups: [gpu, cpu, gpu]}}", "channels.train.groups", "listed twice"),
-    ("channels={train: {uri: 's3://b/x'}, Train: {uri: 's3://b/y'}}", "channels.Train", "only by case"),
+    ("channels={data: {uri: 's3://b/x', groups: [cpu]}}", "channels.data.groups", "add gpu"),
+    ("channels={data: {uri: 's3://b/x', groups: [gpu, cpu, gpu]}}", "channels.data.groups", "listed twice"),
+    ("channels={data: {uri: 's3://b/x'}, Data: {uri: 's3://b/y'}}", "channels.Data", "only by case"),
     ("channels={Code: {uri: 's3://b/x'}}", "channels.Code", "only by case"),
     ("channels={code: {uri: 's3://b/x'}}", "channels.code", "choose another"),
-    ("channels={'my data': {uri: 's3://b/x'}}", "channels.my data", "letters, digits"),
-    ("channels={train: {uri: /data/train}}", "channels.train.uri", "s3://"),
-    ("channels={train: {uri: 'https://b.s3.amazonaws.com/x'}}", "channels.train.uri", "s3://"),
-    ("channels={train: {uri: 's3://b/x', groups: [data]}}", "channels.train.groups", "the job has gpu, cpu"),
-    (f"channels={many('cN: {uri: s3://b/N}', 20)}", "channels", "at most 20"),
+    ("channels={'my data': {uri: 's3://b/x'}}; params={my data: x}", "channels.my data", "letters, digits"),
+    ("channels={data: {uri: /data/train}}", "channels.data.uri", "s3://"),
+    ("channels={data: {uri: 'https://b.s3.amazonaws.com/x'}}", "channels.data.uri", "s3://"),
+    ("channels={data: {uri: 's3://b/x', groups: [data]}}", "channels.data.groups", "the job has gpu, cpu"),
+    (f"channels={many('cN: {uri: s3://b/N}', 20)}; params={many('cN: x', 20)}", "channels", "at most 20"),
     ("params.data=./no/such/folder", "params.data", "not found on this machine"),
+    ("params.data=/etc/host*", "params.data", "this one matches /etc/host"),
+    ("params.parts=[a, ../b]", "params.parts", "lists and mappings are not uploaded (got '../b')"),
+    ("params.parts={train: {x: /etc/hosts}}", "params.parts", "(got '/etc/hosts')"),
+    ("channels={train: {uri: 's3://b/x'}}", "channels.train", "sets params.train, which the recipe is not known"),
     ("params.data=/opt/ml/input/data/train", "params.data", "add sagemaker.channels.train"),
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
@@ -148,7 +152,7 @@ WRONG: list[tuple[str, str, str]] = [
     (f"tags={many('tN: x', 50)}", "tags", "at most 50"),
     ("tags={'aws:team': x}", "tags.aws:team", "belong to AWS"),
     ("tags={'AWS:team': x}", "tags.AWS:team", "belong to AWS"),
-    ("channels={train: {uri: 's3://b/x'}}; request={InputDataConfig: [{ChannelName: train}]}", "request.InputDataConfig", "two channels are named"),
+    ("channels={data: {uri: 's3://b/x'}}; request={InputDataConfig: [{ChannelName: data}]}", "request.InputDataConfig", "two channels are named"),
     ("hyperparameters={train.epochs: 3, train__epochs: 4}", "hyperparameters.train__epochs", "set twice"),
     # names and images
     ("role=null", "role", "docs/iam/job-role.json"),
@@ -223,6 +227,41 @@ def test_right_request_field_by_field() -> None:
     assert "token" not in str(request.body).lower()
 
 
+def test_the_command_line_wins_over_hyperparameters(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    given = {"train__epochs": 3, "train.lr": 0.1, "params.size.x": 1, "params.sizes": 2}
+    file.write_text(json.dumps({"name": "a", "sagemaker": {"hyperparameters": given}}))
+    job = open_job(load(file, ["train.epochs=5", "params.size={x: 2}"]))
+    sent = request_of(job, "n", "us-east-1", "s3://bucket/p").body["HyperParameters"]
+    assert sent == {"config": "job.yaml", "train__lr": "0.1", "params__sizes": "2"}
+
+
+def test_a_channel_sets_the_parameter_of_its_name_unless_another_one_reads_it() -> None:
+    def data_at(recipe: str, **params: object) -> dict[str, str]:
+        channels = "sagemaker.channels={data: {uri: 's3://b/x'}}"
+        given = [recipe, *(f"params.{name}={json.dumps(value)}" for name, value in params.items()), channels]
+        return request_of(open_job(load(None, given)), "n", "us-east-1", "s3://bucket/p").data_at
+
+    mounted = {"data": "/opt/ml/input/data/data"}
+    assert data_at("name=a") == data_at(f"script={__file__}") == mounted
+    assert data_at("name=a", labels="/opt/ml/input/data/database") == mounted
+    assert data_at("name=a", parts=[{"x": "/opt/ml/input/data/data/x"}]) == {}
+
+
+def test_data_beside_the_jobs_file_but_not_here_are_refused_with_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flowers").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "job.yaml").write_text("params: {data: flowers, model: resnet18}")
+    monkeypatch.chdir(tmp_path / "here")
+    job = open_job(load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()]))
+    with pytest.raises(UsageError) as caught:
+        sagemaker.plan(job, offline=True)
+    (problem,) = caught.value.problems
+    assert f"params.data: not found in {tmp_path}/here, but {tmp_path}/flowers exists" in problem
+
+
 def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> None:
     """A training plan, a limit on waiting, a file system and an image of a private registry."""
     plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine-0123456789"
@@ -279,7 +318,7 @@ def test_one_group_is_a_homogeneous_job() -> None:
             {
                 "sagemaker.cpu.type": "null",
                 "sagemaker.keep_alive_s": "600",
-                "sagemaker.channels": "{train: {uri: 's3://b/x', groups: [gpu]}}",
+                "sagemaker.channels": "{data: {uri: 's3://b/x', groups: [gpu]}}",
                 "cluster.gpu_group": "gpu",
             }
         ),

@@ -197,9 +197,18 @@ def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
 
 
 def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:
-    given = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3", "train.workers=2"]
-    config = load(None, [*given, "train.epochs=5"]).config
-    assert (job_samples(config, 1000), job_samples(config, 20), job_samples(config, None)) == (240, 100, 240)
+    given = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3", "train.epochs=5"]
+    config = load(None, [*given, "train.workers=2"]).config
+    found = [job_samples(config, records) for records in (1000, 20, None)]
+    assert found == [{"samples": 240}, {"samples": 100}, {"samples": 240}]
+    assert job_samples(load(None, given).config, 1000) == {"samples": 5000, "most_per_gpu": 120}
+
+
+def test_by_default_each_gpu_takes_a_batch_per_step_so_more_gpus_take_more_samples() -> None:
+    wanted = Wanted(("ml.g5.xlarge", "ml.g5.12xlarge"), ("ml.c5.xlarge",))
+    table = advise(replace(POST, most_per_gpu=1000, samples=3000), wanted, price_list()).table
+    taken = {one.gpu_type: round((one.hours or 0) * 3600 * one.samples_per_s) for one in table}
+    assert (taken["ml.g5.xlarge"], taken["ml.g5.12xlarge"]) == (1000, 3000), "3000: all epochs"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,7 @@ REFUSED = [
         "slurm.gpu.extra: --time is set by Stoker; see the keys of slurm.gpu and slurm",
     ),
     ("slurm.gpu.extra=[reservation=x]", "must have the form --option"),
+    ("slurm.gpu.extra=[--wait]", "slurm.gpu.extra: --wait holds up sbatch"),
     (
         "slurm={gpu: {partition: gpu, cpus: 8}, cpu: {partition: gpu, nodes: 1, cpus: 8}}",
         "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node",
@@ -375,3 +377,21 @@ def test_a_refusal_of_slurm_leaves_nothing(
     code, told, _ = type_job(tmp_path, [], capsys)
     assert (code, told) == (2, ["error: sbatch: not in this test"])
     assert not (tmp_path / "shared").exists()
+
+
+def test_the_run_directory_of_a_job_that_may_be_queued_stays(
+    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 1)
+    fake(login_node, "sbatch", "exec sleep 60")
+    code, (told,), _ = type_job(tmp_path, [], capsys)
+    (run_dir,) = (tmp_path / "shared").iterdir()
+    assert code == 2 and (run_dir / "code/train.py").is_file()
+    assert f"no answer from Slurm within 1 s; the job may be queued all the same, so {run_dir} stays" in told
+
+
+def test_jobs_that_are_staged_in_the_same_second_have_scripts_of_their_own(tmp_path: Path) -> None:
+    first, second = (planned(tmp_path) for _ in range(2))
+    staged = first.stage(), replace(second, run_dir=first.run_dir, script=first.script).stage()
+    assert staged[0].run_dir != staged[1].run_dir
+    assert [f"{one.run_dir}/code" in one.script for one in staged] == [True, True]

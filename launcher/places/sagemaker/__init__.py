@@ -69,7 +69,8 @@ def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
         request.upload(aws.S3Store(request), tell)
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", region).create_training_job(**request.body)
-    return SageMakerRun(region, request.name, submitted=True)
+    known = price_list(request.settings.prices)
+    return SageMakerRun(region, request.name, submitted=True, prices=known)
 
 
 def attach(run_id: str) -> SageMakerRun:
@@ -87,9 +88,16 @@ def attach(run_id: str) -> SageMakerRun:
 
 
 class SageMakerRun(CloudRun):
-    def __init__(self, region: str, name: str, poll_s: float = POLL_S, submitted: bool = False) -> None:
+    def __init__(
+        self,
+        region: str,
+        name: str,
+        poll_s: float = POLL_S,
+        submitted: bool = False,
+        prices: PriceList | None = None,
+    ) -> None:
         super().__init__(f"sagemaker:{region}/{name}", name, poll_s, submitted, aws.PassingError)
-        self.region, self.name = region, name
+        self.region, self.name, self._prices = region, name, prices or price_list()
         self._groups: dict[str, str] = {}
 
     def ask(self) -> dict[str, Any]:
@@ -131,7 +139,7 @@ class SageMakerRun(CloudRun):
             ran = description["TrainingEndTime"] - description["TrainingStartTime"]
             billable_s = round(ran.total_seconds())
         if billable_s is not None:
-            lines.append(billed_table(described_groups(description), billable_s, price_list()))
+            lines.append(billed_table(described_groups(description), billable_s, self._prices))
         if artefact := description.get("ModelArtifacts", {}).get("S3ModelArtifacts"):
             lines.append(f"model: {artefact}")
         return "\n".join(lines)

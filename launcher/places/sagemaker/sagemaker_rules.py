@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from launcher.places.remote import nearest_of, shared_problems, training_group
+from launcher.places.remote import lost_data, nearest_of, shared_problems, training_group
 from launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
     INPUT,
     REMEDIES,
     SageMakerRequest,
+    recipe_fields,
 )
 from stoker.config.loading import load
 from stoker.config.redaction import is_secret
@@ -141,10 +142,16 @@ def _settings(request: SageMakerRequest) -> Iterator[str]:
 def _channels(request: SageMakerRequest) -> Iterator[str]:
     groups = [group.name for group in request.groups]
     trains = training_group(request.job.resolved.config, request.groups)
+    params = request.job.resolved.config.params
     for name, channel in request.settings.channels.items():
         key = f"sagemaker.channels.{name}"
         if name == CODE_CHANNEL:
             yield f"{key}: the channel of this name carries the source; choose another"
+        elif name in request.data_at and name not in {*params, *recipe_fields(request.job)}:
+            yield (
+                f"{key}: sets params.{name}, which the recipe is not known to have; rename the channel, or"
+                f" point a parameter to {INPUT}/{name}"
+            )
         for group in channel.groups:
             if group not in groups:
                 yield f"{key}.groups: no such group (got {group!r}); the job has {', '.join(groups)}"
@@ -164,6 +171,7 @@ def _channels(request: SageMakerRequest) -> Iterator[str]:
 
 def _parameters(request: SageMakerRequest) -> Iterator[str]:
     settings, config = request.settings, request.job.resolved.config
+    yield from lost_data(request, f"{INPUT}/", "an s3:// URI, or sagemaker.channels")
     for name, value in config.params.items():
         if name in request.data_at or name in request.job.data or not isinstance(value, str):
             continue
@@ -173,11 +181,6 @@ def _parameters(request: SageMakerRequest) -> Iterator[str]:
                 yield (
                     f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
                 )
-        elif value.startswith(("/", "./", "../", "~")):
-            yield (
-                f"params.{name}: not found on this machine (got {value!r}); use an existing path,"
-                f" an s3:// URI, or sagemaker.channels.{name}.uri"
-            )
         elif settings.network_isolation and value.startswith("s3://"):
             yield (
                 f"params.{name}: with network_isolation hosts cannot read S3 (got {value!r});"

@@ -17,14 +17,16 @@ from launcher.places.remote import (
     Keyed,
     cost_table,
     pruned,
+    texts_in,
     training_group,
     with_training_group,
 )
+from stoker.config.loading import TYPED
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
-from stoker.recipe import load_recipe, metric_names
+from stoker.recipe import ALIASES, Recipe, load_object, load_recipe, metric_names
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
@@ -162,7 +164,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
             "EnableSageMakerMetricsTimeSeries": True,
             "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
         },
-        "HyperParameters": Keyed(_hyperparameters(settings, code_uri), "sagemaker.hyperparameters"),
+        "HyperParameters": Keyed(_hyperparameters(job, code_uri), "sagemaker.hyperparameters"),
         "Environment": Keyed(
             {
                 key: Keyed(value, f"sagemaker.environment.{key}")
@@ -227,12 +229,36 @@ def metrics_of(job: Job) -> dict[str, str]:
     return found
 
 
-def _hyperparameters(settings: SageMakerConfig, code_uri: str) -> dict[str, Any]:
+def recipe_fields(job: Job) -> set[str]:
+    """The parameters that a recipe is known to have; a script finds any channel by its name."""
+    config, source = job.resolved.config, job.source_dir or examples_root()
+    if config.script is not None:
+        return {*config.sagemaker.channels}
+    with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+        cls = load_object(ALIASES.get(config.recipe, config.recipe), source, "recipe", offers=Recipe)
+        return {info.alias or name for name, info in cls.model_fields.items()}
+    return set()
+
+
+def given_hyperparameters(job: Job) -> dict[str, str | int | float | bool]:
+    """`sagemaker.hyperparameters` without keys that the command line sets, which hosts would overwrite."""
+    given, origins = job.resolved.config.sagemaker.hyperparameters, job.resolved.origins
+    typed = [key for key, origin in origins.items() if origin in TYPED]
+
+    def is_typed(name: str) -> bool:
+        key = name.replace("__", ".")
+        return any(key == one or key.startswith(f"{one}.") for one in typed)
+
+    return {name: value for name, value in given.items() if not is_typed(name)}
+
+
+def _hyperparameters(job: Job, code_uri: str) -> dict[str, Any]:
+    settings = job.resolved.config.sagemaker
     found: dict[str, Any] = {"config": COMMAND[-1]}
     if settings.entry == "script-mode":
         found["sagemaker_program"] = COMMAND[1]
         found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
-    for key, value in settings.hyperparameters.items():
+    for key, value in given_hyperparameters(job).items():
         text = json.dumps(value)
         if isinstance(value, str):
             try:
@@ -293,9 +319,15 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
-        if name in config.params and not in_place:
+        if not in_place and (name in config.params or not is_read(config, name)):
             found[name] = f"{INPUT}/{name}"
     return found
+
+
+def is_read(config: Config, channel: str) -> bool:
+    """Whether a parameter's value, or an argument of the script, points into a channel."""
+    given = [config.params, config.sagemaker.hyperparameters, config.args]
+    return any(f"{INPUT}/{channel}/" in f"{text}/" for text in texts_in(given))
 
 
 def overlaid(

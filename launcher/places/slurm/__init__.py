@@ -10,7 +10,7 @@ import contextlib
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import run_directory
@@ -47,18 +47,21 @@ class SlurmRequest:
         rows = [f"results   {self.run_dir}", *(f"note: {line}" for line in self.notes)]
         return f"{self.script}\n" + "\n".join(rows)
 
-    def stage(self) -> None:
-        self.run_dir.mkdir(parents=True)
-        (self.run_dir / LOG).parent.mkdir()
-        stage(self.job, self.run_dir / "code", {})
-        (self.run_dir / SCRIPT).write_text(self.script)
+    def stage(self) -> SlurmRequest:
+        """Write the run directory; the request for the one that this run got."""
+        run_dir = run_directory.create(self.run_dir)
+        (run_dir / LOG).parent.mkdir()
+        stage(self.job, run_dir / "code", {})
+        script = batch_script(self.job.resolved.config.slurm, self.job.name, run_dir)
+        (run_dir / SCRIPT).write_text(script)
+        return replace(self, run_dir=run_dir, script=script)
 
     def write(self, path: Path) -> str:
         """Stage the job and write its script to a file, for users who edit it first; returns what to type."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.stage()
-        path.write_text(self.script)
-        return f"sbatch {shlex.quote(str(path))}\n# status, logs and stop: {self.run_dir}"
+        staged = self.stage()
+        path.write_text(staged.script)
+        return f"sbatch {shlex.quote(str(path))}\n# status, logs and stop: {staged.run_dir}"
 
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
@@ -83,9 +86,12 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
 
 
 def submit(request: SlurmRequest) -> SlurmRun:
-    request.stage()
+    request = request.stage()
     try:
         job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
+    except slurm_commands.NoAnswerError as error:
+        kept = f"the job may be queued all the same, so {request.run_dir} stays"
+        raise UsageError(f"{error}; {kept}; remove it if squeue --me does not show the job") from None
     except UsageError:
         run_directory.remove_refused(request.run_dir, None)
         raise

@@ -231,6 +231,8 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
                 yield f"{section}.extra: {option!r} must have the form --option or --option=value"
             elif name in OURS:
                 yield f"{section}.extra: --{name} is set by Stoker; see the keys of {section} and slurm"
+            elif name == "wait":
+                yield f"{section}.extra: --wait holds up sbatch until the job's end; remove it: Stoker waits"
     same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition
     if same and config.cpu.cpus and config.gpu.cpus:
         yield (

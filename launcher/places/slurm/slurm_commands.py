@@ -56,6 +56,10 @@ class State:
         return bool(self.word) and not self.word.startswith(ENDED)
 
 
+class NoAnswerError(UsageError):
+    """The command may have had its effect."""
+
+
 def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool = False) -> str:
     if shutil.which(command[0]) is None:
         raise UsageError(
@@ -73,7 +77,7 @@ def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
+        raise NoAnswerError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         words = "; ".join(re.sub(rf"^{command[0]}: (error: )?", "", line) for line in lines[-3:])

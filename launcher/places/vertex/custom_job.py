@@ -19,6 +19,7 @@ from launcher.places.remote import (
     HostGroup,
     Keyed,
     cost_table,
+    lost_data,
     nearest_of,
     pruned,
     shared_problems,
@@ -209,7 +210,7 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    rules = (_pools, _accelerators, _shared, _places, _parameters, _image)
+    rules = (_pools, _accelerators, _shared, _places, _image)
     found = [line for rule in rules for line in rule(request)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
@@ -314,6 +315,7 @@ def _shared(request: VertexRequest) -> Iterator[str]:
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
     more, secrets = "vertex.cpu.replicas", ("Secret Manager", shown)
     yield from shared_problems(request, "vertex", trains, more, types, secrets)
+    yield from lost_data(request, "/gcs/", "a gs:// URI or /gcs/<bucket>/…")
 
 
 def _places(request: VertexRequest) -> Iterator[str]:
@@ -345,17 +347,6 @@ def _places(request: VertexRequest) -> Iterator[str]:
     for name, value in settings.labels.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}", f"{name}={value}"):
             yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
-
-
-def _parameters(request: VertexRequest) -> Iterator[str]:
-    for name, value in request.job.resolved.config.params.items():
-        if name in request.data_at or not isinstance(value, str):
-            continue
-        if value.startswith(("/", "./", "../", "~")) and not value.startswith("/gcs/"):
-            yield (
-                f"params.{name}: not found on this machine (got {value!r}); use an existing path, a gs:// URI"
-                " or /gcs/<bucket>/…"
-            )
 
 
 def _image(request: VertexRequest) -> Iterator[str]:
