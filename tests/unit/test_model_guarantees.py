@@ -414,3 +414,12 @@ def test_the_training_loss_is_the_mean_over_records_although_the_last_batch_is_s
         for b in uneven("train", 0).batches
     ]
     assert run.metrics[0]["train/loss"] == pytest.approx(torch.cat(errors).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_steps_tell_how_many_batches_of_their_pass_were_trained(tmp_path: Path, accumulate: int) -> None:
+    train = {"epochs": 2, "batch_size": 8, "accumulate_steps": accumulate}
+    run = start(tmp_path, plain, train=train, has_val=False, tracking={"log_every_steps": 1})
+    count = len(plain("train", 0).batches)
+    counts = [*range(accumulate, count, accumulate), count]
+    assert [event["batches"] for event in run.head.of("step")] == counts * 2
