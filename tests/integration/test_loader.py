@@ -436,12 +436,18 @@ def test_a_pass_whose_loader_is_let_go_of_ends_though_its_work_refers_to_the_loa
     assert gone() is None
 
 
-def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
+def end_the_service() -> None:
     from stoker.loader import connection
 
+    name = f"stoker-loader-{connection.service_name()}"
+    ray.kill(ray.get_actor(name, namespace="stoker"))
+    until(lambda: name not in {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)})
+
+
+def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
     loader = DataLoader(Records(), batch_size=6)
     assert len(list(loader)) == 11
-    ray.kill(ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker"))
+    end_the_service()
     assert equal(list(loader), list(TorchLoader(Records(), batch_size=6)))
 
 
@@ -455,12 +461,10 @@ class Endless(IterableDataset[Any]):
 
 
 def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_next_pass_says() -> None:
-    from stoker.loader import connection
-
     loader = DataLoader(Endless(), batch_size=2)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
-    ray.kill(ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker"))
+    end_the_service()
     with pytest.raises(RuntimeError, match="lost with the service"):
         list(loader)
 

@@ -157,12 +157,12 @@ def test_no_dry_run_shows_a_secret(
     source.mkdir()
     recipe = "from stoker.data import read_range\nfrom stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n"
     recipe += "    data: str\n    hf_token: str\n    def read(self, split): return read_range(99)\n"
-    (source / "mine.py").write_text(recipe + "    def model(self): ...\n")
+    (source / "discreet.py").write_text(recipe + "    def model(self): ...\n")
     index = "--extra-index-url https://ci:index-tok-66@packages.example/wheels\n"
     (source / "requirements.txt").write_text(index)
     address = "s3://AKIAINTHEADDRESS0001:url-secret-19@bucket/x"
     sections = {
-        "recipe": "mine:Mine",
+        "recipe": "discreet:Mine",
         "params": {"data": address, "hf_token": SECRET},
         "tracking": {"mlflow": {"tags": {"api_key": "tag-secret-81"}}},
     }
