@@ -180,7 +180,9 @@ def test_a_text_that_does_not_fit_is_refused_with_its_key_and_as_typed(word: str
         read(word)
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).filter(
+    lambda text: text[:1] not in ("~", "$")  # paths, if they exist
+)
 KEYS = st.text(st.sampled_from("abcxyz019-"), min_size=1, max_size=5)
 SCALARS: dict[str, st.SearchStrategy[Any]] = {
     "text": TEXTS,
@@ -387,6 +389,39 @@ def test_the_command_line_wins_over_the_file_and_origins_are_kept(tmp_path: Path
     assert resolved.config.params == {"model": "resnet18"}
     assert resolved.origins["train.epochs"] == "command line"
     assert resolved.origins["train.lr"] == str(path)
+
+
+def test_a_mapping_for_a_section_or_params_leaves_their_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "params: {a: 1, b: {x: 1, y: 2}}\nsagemaker: {prices: {a: 1}}\n"
+        "train: {epochs: 7, lr: 0.5, early_stopping: {monitor: val/loss}}\n"
+    )
+    typed = [
+        "train={epochs: 3, early_stopping: {patience: 9}}",
+        "params={b: {x: 5}}",
+        "sagemaker.prices={b: 2}",
+    ]
+    resolved = load(path, typed)
+    train = resolved.config.train
+    assert (train.epochs, train.lr) == (3, 0.5)
+    assert (train.early_stopping.monitor, train.early_stopping.patience) == ("val/loss", 9)
+    assert resolved.config.params == {"a": 1, "b": {"x": 5}}, "a parameter is replaced"
+    assert resolved.config.sagemaker.prices == {"b": 2}
+    assert resolved.origins["train.epochs"] == "command line"
+    assert resolved.origins["train.lr"] == str(path)
+
+
+def test_numbers_of_a_file_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    text = "params: {a: 1e-3, b: -1.5E5, c: 0x10, d: '1e-3', e: '010', f: 12e4567, g: 0.5, h: 0, i: 00.5}\n"
+    path.write_text(text + "sagemaker: {hyperparameters: {train.lr: 1e-3, train.compile: on}}\n")
+    first = load(path).config
+    expected = [0.001, -150000.0, 16, "1e-3", "010", "12e4567", 0.5, 0, 0.5]
+    assert list(first.params.values()) == expected
+    assert first.sagemaker.hyperparameters == {"train.lr": 0.001, "train.compile": True}
+    path.write_text(resolved_yaml(load(path)))
+    assert load(path).config == first
 
 
 def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.config.values import Quoted, Text, expanded_data, read_yaml, typed, without_cycles
+from stoker.config.values import Dumper, Quoted, Text, expanded_data, read_yaml, typed, without_cycles
 from stoker.errors import UsageError, nearest, nearest_file
 
 _MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
@@ -99,10 +99,12 @@ def load(
     for key, value in given:
         try:
             # Only the recipe's class says what its parameters are: `typed_params`.
-            _put(tree, key, value if key.startswith("params.") else typed(value, Config, key.split(".")))
+            meant = value if key.startswith("params.") else typed(value, Config, key.split("."))
+            for part, below in _merged(key, meant):
+                _put(tree, part, below)
+                origins[part] = origin
         except ValueError as error:
             problems.append(f"{origin}: {key or repr('=' + value)}: {error}")
-        origins[key] = origin
     params: Any = tree.get("params")
     for name, value in params.items() if isinstance(params, dict) else ():
         try:
@@ -235,7 +237,7 @@ def to_yaml(config: BaseModel) -> str:
         whole = {section: below for section, below in tree.items() if for_scripts(section, "")}
         parts = {s: {key: tree[s][key] for key in keys} for s, keys in SCRIPT_KEYS.items() if keys}
         tree = {section: (whole | parts)[section] for section in tree if section in whole | parts}
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def secrets_json(config: BaseModel) -> str | None:
@@ -270,6 +272,16 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _merged(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The keys to set: those of a mapping that is given for a section or for `params`."""
+    section = key == "params" or any(name.startswith(f"{key}.") for name, _, _ in schema_rows(Config))
+    if isinstance(value, dict) and value and section:
+        for name, below in value.items():
+            yield from _merged(f"{key}.{name}", below)
+    else:
+        yield key, value
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -320,9 +332,6 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: the file is empty; `--show-config` lists every key")
     if not isinstance(tree, dict):
         raise UsageError(f"{where}: holds a {type(tree).__name__}, not keys and values")
-    if isinstance(tree.get("args"), list):
-        # Arguments stay strings, so that 007 and 1e-3 arrive as typed.
-        tree["args"] = yaml.load(text, Loader=yaml.BaseLoader)["args"]  # noqa: S506 - makes only text
     return _filled(tree)
 
 

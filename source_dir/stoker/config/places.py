@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from stoker.config.values import expanded
+from stoker.config.values import expanded, true_as_number
 
 Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded)]
 """A path or URI, in which `~` and `$VARIABLES` are expanded."""
@@ -57,7 +57,7 @@ class Section(BaseModel):
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python takes true for 1. False passes as 0, because YAML reads `off` as false."""
         field = cls.model_fields[str(info.field_name)]
-        if value is True and {int, float} & {field.annotation, *get_args(field.annotation)}:
+        if true_as_number(value, field.annotation):
             raise ValueError("must be a number")
         return value
 

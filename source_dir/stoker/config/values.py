@@ -72,6 +72,23 @@ def has_text(value: Any) -> bool:
     return isinstance(value, Text) or any(map(has_text, parts))
 
 
+def true_as_number(value: Any, kind: Any) -> bool:
+    """Whether true, which Python takes for 1, stands where a number must; a section checks its own keys."""
+    return _true_as_number(value, list(_members(kind)))
+
+
+def _true_as_number(value: Any, kinds: list[Any]) -> bool:
+    if value is True:
+        return bool not in kinds and (int in kinds or float in kinds)
+    if any(inspect.isclass(kind) and issubclass(kind, BaseModel) for kind in kinds):
+        return False
+    if isinstance(value, dict):
+        return any(_true_as_number(below, _part(kinds, str(key))) for key, below in value.items())
+    return isinstance(value, list) and any(
+        _true_as_number(item, _item(kinds, at)) for at, item in enumerate(value)
+    )
+
+
 def is_path(kind: Any) -> bool:
     return any(inspect.isclass(one) and issubclass(one, PurePath) for one in _members(kind))
 
@@ -157,7 +174,35 @@ class _Unique(yaml.constructor.BaseConstructor):
 
 
 class UniqueKeys(_Unique, yaml.SafeLoader):
-    """YAML of a file."""
+    """YAML of a file; `args` are texts, so that 007 and 1e-3 arrive as typed."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value == "args" and isinstance(value, yaml.SequenceNode):
+                for item in value.value:
+                    item.tag = "tag:yaml.org,2002:str" if isinstance(item, yaml.ScalarNode) else item.tag
+        return node
+
+
+class Dumper(yaml.SafeDumper):
+    """YAML that `UniqueKeys` reads back."""
+
+
+def _number(loader: Any, node: Any) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    found = getattr(loader, f"construct_yaml_{kind}")(node)
+    if re.match(r"[-+]?0[\d_]|.*:", node.value) and "." not in node.value.partition(":")[0]:
+        problem = f"{node.value} is {found} in YAML; quote it if it is text, or write the plain number"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return found
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    UniqueKeys.add_constructor(_tag, _number)
+for _yaml in (UniqueKeys, Dumper):  # PyYAML takes 1e-3 for text
+    _exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}$")
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, [*"-+.0123456789"])
 
 
 class Texts(_Unique, yaml.BaseLoader):
