@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -128,6 +129,87 @@ def in_turns(workers: int, size: int | None, drop: bool) -> list[Any]:
     return [batch for each in rounds for batch in each if batch is not None]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_side_by_side_and_draws_between_iter_and_next_are_as_in_torch(workers: int) -> None:
+    found = []
+    for of in (TorchLoader, DataLoader):
+        torch.manual_seed(0)
+        first, second = (of(range(12), batch_size=4, shuffle=True, num_workers=workers) for _ in range(2))
+        both = [(one.tolist(), other.tolist()) for one, other in zip(first, second, strict=True)]
+        late = iter(first)
+        drawn = float(torch.rand(()))
+        found.append((both, drawn, [batch.tolist() for batch in late], float(torch.rand(()))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(taken: int, own: bool) -> None:
+    generator = torch.Generator().manual_seed(1) if own else None
+    loader = DataLoader(range(12), batch_size=3, shuffle=True, generator=generator)
+    iterator = iter(loader)
+    torch.rand(1, generator=generator)
+    found = [next(iterator).tolist() for _ in range(taken)]
+    state, drawn = loader.state_dict(), torch.get_rng_state()
+    found += [batch.tolist() for batch in iterator]
+    for global_state in (drawn, torch.Generator().manual_seed(77).get_state()):
+        again = DataLoader(range(12), batch_size=3, shuffle=True, generator=generator and torch.Generator())
+        again.load_state_dict(state)
+        torch.set_rng_state(global_state)
+        resumed = iter(again)
+        assert again.state_dict() == state
+        assert [batch.tolist() for batch in resumed] == found[taken:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_pass_left_early_leaves_the_generator_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, workers: int, seeds: bool
+) -> None:
+    """However far the sampler was read ahead; but not if the script has seeded it since."""
+
+    def orders(of: type[Any]) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        loader = of(range(40), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+        found = []
+        for taken in (2, 6, 7, 10):
+            found.append([batch.tolist() for batch in itertools.islice(iter(loader), taken)])
+            if seeds:
+                generator.manual_seed(taken)
+        return found
+
+    expected = orders(TorchLoader)
+    for together, ahead in ((1, 1), (1, 8), (3, 8), (1, 20)):
+        pace = together, ahead
+        monkeypatch.setattr(ProcessMaker, "pace", lambda _, least, pace=pace: (pace[0], max(least, pace[1])))
+        assert orders(DataLoader) == expected
+
+
+class Sized(list[int]):
+    size = 0
+
+
+class Sizes(Records):
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [(index, getattr(indices, "size", None)) for index in indices]
+
+
+def sized() -> Iterator[Any]:
+    for size in range(3):
+        batch = Sized([size])
+        batch.size = size
+        yield batch
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [lambda: (iter([n, n + 1]) for n in range(3)), lambda: ((i for i in [n]) for n in range(3)), sized],
+)
+def test_a_batch_sampler_may_give_iterators_and_lists_with_attributes(batches: Any) -> None:
+    dataset = Sizes() if batches is sized else Records()
+    assert equal(*(list(of(dataset, batch_sampler=batches())) for of in (TorchLoader, DataLoader)))
+
+
 def test_records_fetched_together_are_the_same() -> None:
     assert equal(list(DataLoader(Together(), batch_size=5)), list(TorchLoader(Together(), batch_size=5)))
 
@@ -244,6 +326,48 @@ class Broken(Records):
         if index % 10 == 3:
             raise KeyError(f"no record {index}")
         return torch.tensor(index)
+
+
+class NoSample(Exception):  # noqa: N818
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
+
+
+class TwoArguments(Exception):  # noqa: N818
+    """Cannot be unpickled."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+
+
+class Raises(Records):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.kind, self.arguments = type(error), error.args
+
+    def __getitem__(self, index: int) -> Any:
+        raise self.kind(*self.arguments)
+
+
+def test_without_workers_the_exception_itself_is_raised_as_by_torch() -> None:
+    for of in (TorchLoader, DataLoader):
+        with pytest.raises(NoSample) as caught:
+            next(iter(of(Raises(NoSample("none", 7)))))
+        assert caught.value.args == ("none", 7) and caught.value.code == 7
+    assert re.search(
+        r"(?s)at index 0 \(batch 0\), on host .*Traceback.*in __getitem__", caught.value.__notes__[0]
+    )
+
+
+class RaisesTwo(Records):
+    def __getitem__(self, index: int) -> Any:
+        raise TwoArguments("none", 7)
+
+
+def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)TwoArguments at index 0.*in __getitem__"):
+        next(iter(DataLoader(RaisesTwo())))
 
 
 class Stops(Records):

@@ -352,6 +352,50 @@ def test_copies_of_a_dataset_go_on_also_after_the_folder_and_the_module_path_hav
         assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
 
 
+class CollatesItself:
+    """Mixed into a loader: its `collate_fn` is a method of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, collate_fn=self.collate, **options)
+
+    def collate(self, batch: list[int]) -> list[int]:
+        return batch
+
+
+class OurOwn(CollatesItself, DataLoader[Any]):
+    pass
+
+
+class TorchsOwn(CollatesItself, TorchLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_copies_of_a_dataset_go_on_where_the_loader_collates_itself(own: bool) -> None:
+    found = []
+    for of in (TorchsOwn, OurOwn):
+        generator = torch.Generator().manual_seed(3) if own else None
+        made = of(Counts(), batch_size=4, generator=generator)
+        found.append([list(made) for _ in range(3)])
+    assert found[0] == found[1]
+
+
+class CountsItsLength(Counts):
+    length: int | None = None
+
+    def __len__(self) -> int:
+        self.length = 23
+        return self.length
+
+
+def test_copies_that_begin_anew_because_the_dataset_has_changed_are_told() -> None:
+    made = DataLoader(CountsItsLength(), batch_size=4)
+    assert min(lists(made))[0] >= 100
+    len(made)
+    with pytest.warns(UserWarning, match="begins with new copies of the dataset"):
+        lists(made)
+
+
 class Refilled(Sampler[Any]):
     """Fills the same two places again for each batch."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_loader_order import Records
@@ -128,6 +129,37 @@ def test_a_state_of_more_batches_than_there_are_is_refused() -> None:
             iter(again)
 
 
+class Permuted(Countless):
+    """Draws from a generator that no state includes."""
+
+    drawn = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.drawn.permutation(43).tolist())
+
+
+@pytest.mark.parametrize("kind", ["permuted", "distributed"])
+def test_a_state_of_batches_that_the_sampler_no_longer_gives_is_refused(kind: str) -> None:
+    """Records would be lost and repeated. States of versions that knew no digest are taken."""
+
+    def sampler() -> Any:
+        return Permuted() if kind == "permuted" else DistributedSampler(Records(), 1, 0)
+
+    loader = DataLoader(Records(), batch_size=4, sampler=sampler())
+    if kind == "distributed":
+        loader.sampler.set_epoch(3)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    again = DataLoader(Records(), batch_size=4, sampler=sampler())
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"after 2 batches, and the sampler now gives other .*set_epoch"):
+        iter(again)
+    del state["place"]["indices"]
+    again.load_state_dict(state)
+    assert sum(1 for _ in again) == 9
+
+
 @pytest.mark.parametrize(
     ("dataset", "arguments", "named"),
     [
@@ -159,6 +191,18 @@ def test_a_loader_may_be_copied_in_the_midst_of_a_pass() -> None:
     next(iter(loader))
     copy = pickle.loads(pickle.dumps(loader))  # noqa: S301
     assert [batch[1].tolist() for batch in copy] == [batch[1].tolist() for batch in loader]
+
+
+@pytest.mark.long
+def test_accelerate_may_be_imported_after_a_loader_was_made() -> None:
+    pytest.importorskip("accelerate")
+    script = (
+        "import sys; from stoker import DataLoader; loader = DataLoader(range(8), batch_size=4);"
+        "assert 'accelerate' not in sys.modules; from accelerate import Accelerator;"
+        "print(type(Accelerator(cpu=True).prepare(loader).base_dataloader).__module__)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "stoker.loader.dataloader"
 
 
 class NoLength(Records):

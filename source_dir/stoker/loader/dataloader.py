@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
+from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, drawn_states, set_states
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
@@ -29,6 +29,10 @@ HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
 VERSION = 2
 Item = TypeVar("Item", covariant=True)
+OF_PROCESS = {"_live", "kept", "_id"}
+"""Attributes of a loader that its copies do not take over."""
+OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
+"""Attributes that change between passes. Workers do not get them, or each pass would send another content."""
 
 
 class DataLoader(TorchDataLoader[Item]):
@@ -55,6 +59,9 @@ class DataLoader(TorchDataLoader[Item]):
         stall_timeout_s: fail if no batch arrives for this long.
         **kwargs: same as torch's.
     """
+
+    _sends = False
+    """Whether the loader is being packed for workers, as the object of a bound `collate_fn`."""
 
     def __init__(
         self,
@@ -119,8 +126,17 @@ class DataLoader(TorchDataLoader[Item]):
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the current pass: it belongs to this process."""
-        return self.__dict__ | {"_live": None, "kept": Kept(), "_id": secrets.token_hex(8)}
+        left = OF_PROCESS | OF_PASS if self._sends else OF_PROCESS
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _live=None, kept=Kept(), _id=secrets.token_hex(8))
+
+    @functools.cached_property
+    def _is_accelerate_prepared(self) -> bool:
+        """Accelerate reads it before it takes a loader apart, and may be imported after one was made."""
+        follow_accelerate()
+        return False
 
     def __iter__(self) -> Any:
         """Start a pass; an unfinished earlier pass is abandoned."""
@@ -132,6 +148,8 @@ class DataLoader(TorchDataLoader[Item]):
         if keeps and self._live:
             # The copies serve one pass at a time, as torch's persistent workers do.
             self._live[0].close(superseded=True)
+        if self._live:
+            self._live[0].give_back()
         passes = state["place"]["passes"] if state else self.kept.passes
         now = states()
         if passes and not self.kept.base:  # the earlier passes were those of another process
@@ -145,8 +163,10 @@ class DataLoader(TorchDataLoader[Item]):
                 self._set_generators(before)
             iterator = ClusterIterator(self, self._maker(), state and state["place"])
         finally:
-            if state:
-                # Restoring the global generators is up to the script.
+            late = state and state["place"].get("late")
+            if state and not (late and late["global"] == now):
+                # Restoring the global generators is up to the script; where it did before the sampler was
+                # first asked, they are now as the sampler left them.
                 restore_generators(now)
         if keeps:
             self.kept.opened(iterator, self.persistent_workers)
@@ -159,7 +179,16 @@ class DataLoader(TorchDataLoader[Item]):
         return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
 
     def _maker(self) -> ClusterMaker | ProcessMaker:
+        served = self._keeps and self.kept.served
         pages = self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps)
+        expected = isinstance(self.dataset, IterDataPipe) or hasattr(self.dataset, "set_epoch")
+        if served and not self.kept.served and not expected:
+            warnings.warn(
+                "stoker.DataLoader: the dataset, collate_fn or a reloaded module has changed since the pass"
+                " before, so this pass begins with new copies of the dataset: what the earlier ones counted,"
+                " such as epochs, starts again",
+                stacklevel=3,
+            )
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages, self.kept.copies)
         connection.connect(self.address)
@@ -182,6 +211,7 @@ class DataLoader(TorchDataLoader[Item]):
             quarantines=self.on_error == "quarantine",
             keeps=self._keeps,
         )
+        self._sends = True
         try:
             modules = reloaded()
             return pack([(folder, path, modules)]), pack([modules]), pack([work])
@@ -190,6 +220,8 @@ class DataLoader(TorchDataLoader[Item]):
                 f"stoker.DataLoader: the dataset cannot be sent to other processes: {type(error).__name__}:"
                 f" {error}; open files, connections and locks in __getitem__, not in __init__"
             ) from error
+        finally:
+            del self._sends
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the current pass, after the last batch that the script received.
@@ -275,13 +307,11 @@ class DataLoader(TorchDataLoader[Item]):
     def _generators(self) -> dict[str, Any]:
         """State of every generator and stateful sampler that a pass depends on."""
         samplers = [sampler.state_dict() for sampler in self._stateful()]
-        own = [bytes(g.get_state().numpy()) for g in self._own()]
-        return {"global": states(), "own": own, "samplers": samplers}
+        return {"global": states(), "own": drawn_states(self._own()), "samplers": samplers}
 
     def _set_generators(self, found: dict[str, Any]) -> None:
         restore_generators(found["global"])
-        for generator, state in zip(self._own(), found["own"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        set_states(self._own(), found["own"])
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
 

@@ -12,6 +12,7 @@ import secrets
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from stoker.loader.makers import BatchTime, finalize
-from stoker.loader.work import PLAIN, Failed, LoadRequest
+from stoker.loader.work import PLAIN, Failed, LoadRequest, MadeBatch, digest_of
 from stoker.protocol import Shard
+from stoker.read.sources import restore_generators, states
 from stoker.serve.accounting import LEAST_ASSUMED
+from stoker.serve.blocks.packing import unpack
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
@@ -121,13 +124,25 @@ class ClusterIterator(_BaseDataLoaderIter):
         finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._streams = max(1, loader.num_workers)
-        self._ahead = self._streams * (loader.prefetch_factor or 2)
+        self._ahead = self._streams * (loader.prefetch_factor or 2) + 1  # torch asks after a batch has come
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = self._superseded = False
         self._records = loader.batch_size or 1
         """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
-        self._sizes: deque[int] = deque()
+        self._drawn: deque[tuple[int, int]] = deque()
+        """By drawn batch that the script does not have: its records, and the digest of the indices so far."""
+        self._indices = self._last = 0
+        """Digest of the indices of the batches that the script has, and of all that are drawn."""
+        self._own: list[torch.Generator] = loader._own()
+        self._opened_with = self._now()
+        self._late: dict[str, Any] | None = None
+        """State of the generators before the sampler was first asked, if another than in `iter()`."""
+        self._begun = bool(start or loader.restored or loader.num_workers)
+        """Whether the sampler has been asked; without workers, torch asks it in `next()`."""
+        self._asks, self._lead = 0, loader.num_workers * (loader.prefetch_factor or 0)
+        self._marks = deque([(0, self._opened_with["own"])])
+        """How often the sampler had been asked when it left its generators in these states."""
         self._ready: deque[Any] = deque()
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""
@@ -148,7 +163,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._resume(start)
         if self._iterable:
             self._open_streams()
-        else:
+        elif self._begun:
             self._fill()
         self._settle()
 
@@ -159,15 +174,64 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
             return
+        if late := start.get("late"):
+            restore_generators(late["global"])
+            set_states(self._own, late["own"])
+        self._late = late
         for drawn in range(start["drawn"]):
-            if next(self._sampler_iter, END) is END:
+            try:
+                self._draw()
+            except StopIteration:
                 raise ValueError(
                     f"the state was saved after {start['drawn']} batches, but the sampler now has {drawn}"
-                )
+                ) from None
+        if self._last != start.get("indices", self._last):
+            raise ValueError(
+                f"the state was saved after {start['drawn']} batches, and the sampler now gives other indices"
+                " for them, so records would be lost or repeated; seed it or set its epoch (set_epoch) as in"
+                " the saved pass, or load a state that was saved between two passes"
+            )
+        self._drawn.clear()
+        self._indices = self._last
         self._submitted = self._number = start["drawn"]
 
+    def _draw(self) -> Any:
+        """Ask the sampler for the indices of a batch."""
+        try:
+            indices = next(self._sampler_iter)
+        finally:
+            self._asks += 1
+            if self._own and (now := drawn_states(self._own)) != self._marks[-1][1]:
+                self._marks.append((self._asks, now))
+                self._drop_marks()
+        if self._auto_collation and isinstance(indices, Iterator):
+            indices = list(indices)  # a generator cannot be sent
+        indices = _as_now(indices)
+        self._last = digest_of(MadeBatch(indices), self._last)
+        batched = self._auto_collation and hasattr(indices, "__len__")
+        self._drawn.append((len(indices) if batched else 1, self._last))
+        return indices
+
+    def give_back(self) -> None:
+        """At the end of a pass left early: leave the generators as torch does, which asks less far ahead.
+
+        Not if the script has seeded or used them since.
+        """
+        if not self._ended and drawn_states(self._own) == self._marks[-1][1]:
+            self._drop_marks()
+            set_states(self._own, self._marks[0][1])
+
+    def _drop_marks(self) -> None:
+        """Keep the last mark that torch would have passed, and those after it."""
+        while len(self._marks) > 1 and self._marks[1][0] <= self._number + self._lead:
+            self._marks.popleft()
+
     def place(self) -> dict[str, Any] | None:
-        return None if self._ended else self._place
+        late = self._late if self._begun or self._iterable else self._now()
+        return None if self._ended else self._place | {"late": late}
+
+    def _now(self) -> dict[str, Any]:
+        return {"global": states(), "own": drawn_states(self._own)}
 
     def _settle(self) -> None:
         """The script has what was taken. Last in a call: an interrupt before it leaves the position alone."""
@@ -181,6 +245,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             "over": sorted(self._over),
             "turn": self._turn,
             "digests": list(self._digests),
+            "indices": self._indices,
         }
         self._place, self._torn = place, False
 
@@ -195,6 +260,9 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def _fill(self) -> None:
         """Draw indices ahead, in this thread, and submit their batches."""
+        if not self._begun:
+            now = self._now()
+            self._late, self._begun = now if now != self._opened_with else None, True
         self._torn = True  # an interrupt would end a sampler that is a generator, as if that were all
         shards = []
         together, most = self._maker.pace(self._ahead)
@@ -202,10 +270,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             batches: list[tuple[int, Any]] = []
             while len(batches) < together:
                 try:
-                    indices = _as_now(next(self._sampler_iter))
-                    batches.append((self._submitted, indices))
-                    batched = self._auto_collation and hasattr(indices, "__len__")
-                    self._sizes.append(len(indices) if batched else 1)
+                    batches.append((self._submitted, self._draw()))
                 except StopIteration:
                     self._exhausted = True
                     break
@@ -256,7 +321,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 raise StopIteration
             if isinstance(made, Failed):
                 self._settle()
-                _reraise(made)
+                _reraise(made, self._num_workers)
             reason = self._quarantine.add(made.bad, self._records)
             if made.empty and self._ranks > 1 and not reason:
                 reason = (
@@ -270,9 +335,10 @@ class ClusterIterator(_BaseDataLoaderIter):
                 return made.batch
 
     def _next_batch(self, deadline: float | None) -> Any:
+        short = self._submitted - self._number <= self._lead
+        if not self._exhausted and (short or not self._ready):
+            self._fill()
         while not self._ready:
-            if not self._exhausted:
-                self._fill()
             if self._exhausted and self._number == self._submitted:
                 if self._broken is not None:
                     raise self._broken
@@ -281,7 +347,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._asked.popleft()
         self._torn = True
         self._number += 1
-        self._records = self._sizes.popleft()
+        self._records, self._indices = self._drawn.popleft()
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:
@@ -341,19 +407,31 @@ class ClusterIterator(_BaseDataLoaderIter):
 
 def _as_now(index: Any) -> Any:
     """A copy of what a sampler gave: it may fill the same list, array or tensor again."""
-    if isinstance(index, list | tuple) and FIXED.issuperset(map(type, index)):
-        return [*index] if isinstance(index, list) else index
-    if type(index) in (list, tuple):
-        return type(index)(map(_as_now, index))
+    if type(index) in (list, tuple):  # a subclass may have attributes
+        fixed = FIXED.issuperset(map(type, index))
+        return type(index)(index if fixed else map(_as_now, index))
     return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
 
 
-def _reraise(made: Failed) -> None:
-    """Raise a worker's exception as torch does: same type, original traceback in the message."""
+def drawn_states(generators: list[torch.Generator]) -> list[bytes]:
+    return [bytes(generator.get_state().numpy()) for generator in generators]
+
+
+def set_states(generators: list[torch.Generator], found: list[bytes]) -> None:
+    for generator, state in zip(generators, found, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _reraise(made: Failed, workers: int) -> None:
+    """Raise a worker's exception as torch does: itself if there are no workers, or its type and words."""
     kind = made.kind
     if issubclass(kind, StopIteration | SystemExit | GeneratorExit):
         # Raised as it is, it would end the loop or the script without an error.
         raise RuntimeError(f"{kind.__name__} {made.where}\n{made.words}")
+    if made.error is not None and not workers:
+        error: BaseException = unpack(made.error)[0]
+        error.add_note(f"Raised {made.where}. Original {made.words}")
+        raise error
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, made.words, made.where
     wrapper.reraise()  # type: ignore[no-untyped-call]

@@ -39,6 +39,8 @@ class Failed(NamedTuple):
     words: str
     chain: tuple[int, int] = (0, 0)
     """Digests of its stream's batches without this one, and with it."""
+    error: Any = None
+    """The exception itself, packed, if a copy of it is the same."""
 
 
 class MadeBatch(NamedTuple):
@@ -153,7 +155,7 @@ class LoaderWork:
             why, before = self._begun_as(order, order.worker, order.worker), 0
             # Repeated, because a stream that is opened again skips batches.
             for made in itertools.repeat(why) if why else self._stream(order):
-                after = _digest(made, before)
+                after = digest_of(made, before)
                 yield [made._replace(chain=(before, after))]
                 before = after
             return
@@ -266,7 +268,7 @@ class LoaderWork:
             number += 1
 
 
-def _digest(made: MadeBatch | Failed, before: int) -> int:
+def digest_of(made: MadeBatch | Failed, before: int) -> int:
     if isinstance(made, Failed):
         return batch_digest(made.kind.__qualname__, before)
     try:
@@ -311,7 +313,19 @@ class _AtIndexError(Exception):
 def failed(error: BaseException, what: str) -> Failed:
     kind = type(error)
     words = "".join(traceback.format_exception(error))
-    return Failed(kind, f"at {what}, on host {socket.gethostname()}", words)
+    where = f"at {what}, on host {socket.gethostname()}"
+    return Failed(kind, where, words, error=_alike(error))
+
+
+def _alike(error: BaseException) -> Any:
+    """An exception, packed; None if a copy of it would be another, or none."""
+    try:
+        pages = pack([error])
+        copy = unpack(pages.copy())[0]
+        names = {(type(each).__module__, type(each).__qualname__) for each in (error, copy)}
+        return pages if len(names) == 1 and copy.args == error.args else None  # a script's class is sent, too
+    except Exception:
+        return None
 
 
 def short(indices: Any) -> str:
