@@ -149,7 +149,7 @@ class CopyStore:
             self.remove(name)
         folder = f"{self.path}/{name}"
         self.filesystem.create_dir(folder, recursive=True)
-        for info in self.filesystem.get_file_info(fs.FileSelector(folder)):
+        for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
             if not (draft / info.base_name).exists():  # of other weights, it would count as part of these
                 self.filesystem.delete_file(info.path)
         # The manifest last, after every other file.
