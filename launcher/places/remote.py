@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import glob
 import json
+import os
 import re
 import secrets
 import shlex
@@ -436,30 +438,29 @@ def lost_data(request: CloudRequest, there: str, remedy: str) -> Iterator[str]:
             with contextlib.suppress(yaml.YAMLError):
                 value = yaml.safe_load(value)
         for text in texts_in(value if name not in placed else ()):
-            if not text.startswith(there) and (why := _why_lost(text, value, request.job.resolved.file)):
+            listed, file = not isinstance(value, str), request.job.resolved.file
+            if not text.startswith(there) and (why := _why_lost(name, text, listed, file)):
                 yield f"params.{name}: {why} (got {text!r}); use an existing path, {remedy}"
                 break
 
 
-def _why_lost(text: str, value: object, file: Path | None) -> str:
-    local, here = text.startswith(("/", "./", "../", "~")), _found(text)
-    if "://" in text:
+def _why_lost(name: str, text: str, listed: bool, file: Path | None) -> str:
+    """Empty for what may be another text: only paths, and the parameter `data`, are looked for."""
+    local, path = text.startswith(("/", "./", "../", "~")), "/" in text
+    if not text.strip("/") or "://" in text:
         return ""
-    if not isinstance(value, str):
-        return "paths in lists and mappings are not uploaded" if local or (here and here.is_file()) else ""
-    if here is not None:
-        return f"patterns of local files are not uploaded; this one matches {here}"
+    pattern = os.path.expanduser(text) if path and "\0" not in text else ""  # noqa: PTH111 - any text
+    match = next(glob.iglob(pattern), None)  # noqa: PTH207
+    if listed:
+        return "paths in lists and mappings are not uploaded" if match else ""
+    if match:
+        return f"patterns of local files are not uploaded; this one matches {match}"
     if local:
         return "not found on this machine"
-    beside = _found(text, file.resolve().parent) if file else None
-    return f"not found in {Path.cwd()}, but {beside} exists" if beside else ""
-
-
-def _found(pattern: str, base: Path = Path()) -> Path | None:
-    with contextlib.suppress(OSError, ValueError, RuntimeError, NotImplementedError):
-        at = base / Path(pattern).expanduser()
-        return next(Path(at.anchor).glob(str(at.relative_to(at.anchor))), None)
-    return None
+    beside = os.path.join(file.resolve().parent, text) if file else ""  # noqa: PTH118
+    if (path or "." in text or name == "data") and os.path.lexists(beside):
+        return f"not found in {Path.cwd()}, but {beside} exists"
+    return ""
 
 
 def shared_problems(

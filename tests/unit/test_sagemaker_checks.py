@@ -16,7 +16,7 @@ from clouds import SAGEMAKER, changes_of, full, job_of
 
 from launcher.job import Job, open_job
 from launcher.places import sagemaker
-from launcher.places.remote import job_name
+from launcher.places.remote import job_name, lost_data
 from launcher.places.sagemaker import sagemaker_rules
 from launcher.places.sagemaker.training_job import default_image, request_of
 from stoker.config.loading import load
@@ -130,9 +130,8 @@ WRONG: list[tuple[str, str, str]] = [
     (f"channels={many('cN: {uri: s3://b/N}', 20)}; params={many('cN: x', 20)}", "channels", "at most 20"),
     ("params.data=./no/such/folder", "params.data", "not found on this machine"),
     ("params.data=/etc/host*", "params.data", "this one matches /etc/host"),
-    ("params.parts=[a, ../b]", "params.parts", "lists and mappings are not uploaded (got '../b')"),
+    ("params.parts=[a, /etc/hosts]", "params.parts", "lists and mappings are not uploaded (got '/etc/hosts')"),
     ("params.parts={train: {x: /etc/hosts}}", "params.parts", "(got '/etc/hosts')"),
-    ("channels={train: {uri: 's3://b/x'}}", "channels.train", "sets params.train, which the recipe is not known"),
     ("params.data=/opt/ml/input/data/train", "params.data", "add sagemaker.channels.train"),
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
@@ -243,7 +242,8 @@ def test_a_channel_sets_the_parameter_of_its_name_unless_another_one_reads_it() 
         return request_of(open_job(load(None, given)), "n", "us-east-1", "s3://bucket/p").data_at
 
     mounted = {"data": "/opt/ml/input/data/data"}
-    assert data_at("name=a") == data_at(f"script={__file__}") == mounted
+    assert data_at("name=a") == mounted
+    assert data_at(f"script={__file__}") == data_at("recipe=absent:Mine") == {}
     assert data_at("name=a", labels="/opt/ml/input/data/database") == mounted
     assert data_at("name=a", parts=[{"x": "/opt/ml/input/data/data/x"}]) == {}
 
@@ -260,6 +260,26 @@ def test_data_beside_the_jobs_file_but_not_here_are_refused_with_both_places(
         sagemaker.plan(job, offline=True)
     (problem,) = caught.value.problems
     assert f"params.data: not found in {tmp_path}/here, but {tmp_path}/flowers exists" in problem
+
+
+def test_texts_are_not_taken_for_lost_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "here").mkdir()
+    texts = {
+        "suffix": "",
+        "seps": ["\n", "/", ""],
+        "layers": "**",
+        "split": "train",
+        "cache": {"dir": "/no/such"},
+    }
+    texts |= {"labels": ["cat", "notes.txt"], "routes": ["/v1/a", "~10 units"], "pattern": "a/(b|c)*[d"}
+    (tmp_path / "job.yaml").write_text(json.dumps({"recipe": "absent:Mine", "params": texts}))
+    monkeypatch.chdir(tmp_path / "here")
+    job = open_job(load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()]))
+    assert (
+        list(lost_data(request_of(job, "n", "us-east-1", "s3://bucket/p"), "/opt/ml/input/data/", "")) == []
+    )
 
 
 def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> None:

@@ -100,7 +100,7 @@ WRONG: list[tuple[str, str, str]] = [
     # the image
     ("image=null", "image", "Python 3.11 to 3.13"),
     ("params.data=/etc/host*", "params.data", "this one matches /etc/host"),
-    ("params.parts=[/gcs/b/x, ~/mine]", "params.parts", "lists and mappings are not uploaded"),
+    ("params.parts=[/gcs/b/x, /etc/hosts]", "params.parts", "lists and mappings are not uploaded"),
     ("image=1234.dkr.ecr.us-east-1.amazonaws.com/x:1", "image", "Artifact Registry"),
     (f"image={PREBUILT}/pytorch-gpu.2-4.py310:latest", "image", "Python 3.10"),
     ("image=docker.io/pytorch/pytorch:2.4.0-cuda12.4-cudnn9-runtime", "image", "PyTorch 2.4"),

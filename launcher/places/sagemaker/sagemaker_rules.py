@@ -20,7 +20,7 @@ from launcher.places.sagemaker.training_job import (
     INPUT,
     REMEDIES,
     SageMakerRequest,
-    recipe_fields,
+    is_read,
 )
 from stoker.config.loading import load
 from stoker.config.redaction import is_secret
@@ -61,6 +61,10 @@ def warnings(request: SageMakerRequest) -> list[str]:
         )
     if settings.spot and len(request.groups) > 1:
         notes.append("AWS does not document spot with several instance groups: try a short job first")
+    config = request.job.resolved.config
+    for name in config.sagemaker.channels if config.script is None else ():
+        if not (name in request.data_at or name in config.params or is_read(config, name)):
+            notes.append(f"sagemaker.channels.{name}: the recipe is not known to have params.{name} to set")
     return notes
 
 
@@ -142,16 +146,10 @@ def _settings(request: SageMakerRequest) -> Iterator[str]:
 def _channels(request: SageMakerRequest) -> Iterator[str]:
     groups = [group.name for group in request.groups]
     trains = training_group(request.job.resolved.config, request.groups)
-    params = request.job.resolved.config.params
     for name, channel in request.settings.channels.items():
         key = f"sagemaker.channels.{name}"
         if name == CODE_CHANNEL:
             yield f"{key}: the channel of this name carries the source; choose another"
-        elif name in request.data_at and name not in {*params, *recipe_fields(request.job)}:
-            yield (
-                f"{key}: sets params.{name}, which the recipe is not known to have; rename the channel, or"
-                f" point a parameter to {INPUT}/{name}"
-            )
         for group in channel.groups:
             if group not in groups:
                 yield f"{key}.groups: no such group (got {group!r}); the job has {', '.join(groups)}"

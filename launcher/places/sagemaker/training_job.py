@@ -230,10 +230,10 @@ def metrics_of(job: Job) -> dict[str, str]:
 
 
 def recipe_fields(job: Job) -> set[str]:
-    """The parameters that a recipe is known to have; a script finds any channel by its name."""
+    """The parameters that a recipe is known to have."""
     config, source = job.resolved.config, job.source_dir or examples_root()
     if config.script is not None:
-        return {*config.sagemaker.channels}
+        return set()
     with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
         cls = load_object(ALIASES.get(config.recipe, config.recipe), source, "recipe", offers=Recipe)
         return {info.alias or name for name, info in cls.model_fields.items()}
@@ -319,7 +319,8 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
-        if not in_place and (name in config.params or not is_read(config, name)):
+        known = name in config.params or (name in recipe_fields(job) and not is_read(config, name))
+        if known and not in_place:
             found[name] = f"{INPUT}/{name}"
     return found
 
