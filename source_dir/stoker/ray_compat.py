@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +175,6 @@ def look_at_tasks_every(seconds: float) -> None:
 
         if hasattr(state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S"):
             state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
-
-
-@contextlib.contextmanager
-def classes_apart() -> Iterator[None]:
-    """Meanwhile, classes of a script that are unpickled again are new ones.
-
-    Else a later copy of a class, with other values, would change the objects of earlier ones.
-    """
-    from ray import cloudpickle
-
-    module = getattr(cloudpickle, "cloudpickle", None)
-    classes = getattr(module, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
-    before = dict(classes)
-    classes.clear()
-    try:
-        yield
-    finally:
-        classes.update(before)
 
 
 def end_at_once(trainer: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -161,28 +162,36 @@ def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(taken: i
         assert [batch.tolist() for batch in resumed] == found[taken:]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("seeds", [False, True])
-def test_a_pass_left_early_leaves_the_generator_as_torch_does(
-    monkeypatch: pytest.MonkeyPatch, workers: int, seeds: bool
-) -> None:
-    """However far the sampler was read ahead; but not if the script has seeded it since."""
+class Drawing(Sampler[int]):
+    """Draws as it goes; its own state is empty."""
 
-    def orders(of: type[Any]) -> list[Any]:
-        generator = torch.Generator().manual_seed(1)
-        loader = of(range(40), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
-        found = []
-        for taken in (2, 6, 7, 10):
-            found.append([batch.tolist() for batch in itertools.islice(iter(loader), taken)])
-            if seeds:
-                generator.manual_seed(taken)
-        return found
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
 
-    expected = orders(TorchLoader)
-    for together, ahead in ((1, 1), (1, 8), (3, 8), (1, 20)):
-        pace = together, ahead
-        monkeypatch.setattr(ProcessMaker, "pace", lambda _, least, pace=pace: (pace[0], max(least, pace[1])))
-        assert orders(DataLoader) == expected
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(8):
+            yield int(torch.randint(1000, (1,), generator=self.generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_sampler_with_a_state_that_draws_as_it_goes_goes_on_where_it_was(taken: int) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(range(1000), sampler=Drawing(torch.Generator().manual_seed(1)))
+
+    first = loader()
+    batches = iter(first)
+    torch.manual_seed(3)
+    head = [int(next(batches)) for _ in range(taken)]
+    state = first.state_dict()
+    rest = list(map(int, batches))
+    again = loader()
+    again.load_state_dict(state)
+    assert list(map(int, again)) == rest and len(head + rest) == 8
 
 
 class Sized(list[int]):
@@ -413,20 +422,14 @@ def test_the_budget_is_a_share_of_what_the_pass_reads(whose: str) -> None:
         list(loader)
 
 
-def test_another_pass_does_not_change_the_dataset_of_one_that_goes_on() -> None:
-    class Sized(Records):
-        size = 224
-
-        def __getitem__(self, index: int) -> Any:
-            return self.size
-
-    train = DataLoader(Sized(), batch_size=4)
-    batches = iter(train)
-    first = next(batches)
-    Sized.size = 32
-    assert next(iter(DataLoader(Sized(), batch_size=4))).tolist() == [32] * 4
-    assert Sized.size == 32
-    assert {int(size) for batch in [first, *batches] for size in batch} == {224}
+def test_the_budget_of_a_resumed_pass_is_that_of_the_whole_pass() -> None:
+    options: dict[str, Any] = {"on_error": "quarantine", "bad_record_budget": 0.1}
+    options["batch_sampler"] = [[*range(4, 13)], [13, 14]]
+    loader = DataLoader(Broken(), **options)
+    next(iter(loader))
+    again = DataLoader(Broken(), **options)
+    again.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in again] == [[14]]
 
 
 def test_quarantine_that_has_no_effect_is_said() -> None:

@@ -29,10 +29,8 @@ HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
 VERSION = 2
 Item = TypeVar("Item", covariant=True)
-OF_PROCESS = {"_live", "kept", "_id"}
-"""Attributes of a loader that its copies do not take over."""
 OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
-"""Attributes that change between passes. Workers do not get them, or each pass would send another content."""
+"""Attributes that change between passes. Workers get None, or each pass would send another content."""
 
 
 class DataLoader(TorchDataLoader[Item]):
@@ -126,11 +124,9 @@ class DataLoader(TorchDataLoader[Item]):
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        left = OF_PROCESS | OF_PASS if self._sends else OF_PROCESS
-        return {name: value for name, value in self.__dict__.items() if name not in left}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _live=None, kept=Kept(), _id=secrets.token_hex(8))
+        """Without the current pass: it belongs to this process."""
+        state = self.__dict__ | {"_live": None, "kept": Kept(), "_id": secrets.token_hex(8)}
+        return state | dict.fromkeys([*OF_PASS, "kept", "_id"]) if self._sends else state
 
     @functools.cached_property
     def _is_accelerate_prepared(self) -> bool:
@@ -148,8 +144,6 @@ class DataLoader(TorchDataLoader[Item]):
         if keeps and self._live:
             # The copies serve one pass at a time, as torch's persistent workers do.
             self._live[0].close(superseded=True)
-        if self._live:
-            self._live[0].give_back()
         passes = state["place"]["passes"] if state else self.kept.passes
         now = states()
         if passes and not self.kept.base:  # the earlier passes were those of another process

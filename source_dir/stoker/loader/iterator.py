@@ -5,6 +5,7 @@ torch's sampler chooses the indices here, chain workers make the batches, and a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -124,7 +125,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._streams = max(1, loader.num_workers)
-        self._ahead = self._streams * (loader.prefetch_factor or 2) + 1  # torch asks after a batch has come
+        self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = self._superseded = False
@@ -136,13 +137,10 @@ class ClusterIterator(_BaseDataLoaderIter):
         """Digest of the indices of the batches that the script has, and of all that are drawn."""
         self._own: list[torch.Generator] = loader._own()
         self._opened_with = self._now()
-        self._late: dict[str, Any] | None = None
+        self._late: dict[str, Any] | None = start and start.get("late")
         """State of the generators before the sampler was first asked, if another than in `iter()`."""
         self._begun = bool(start or loader.restored or loader.num_workers)
         """Whether the sampler has been asked; without workers, torch asks it in `next()`."""
-        self._asks, self._lead = 0, loader.num_workers * (loader.prefetch_factor or 0)
-        self._marks = deque([(0, self._opened_with["own"])])
-        """How often the sampler had been asked when it left its generators in these states."""
         self._ready: deque[Any] = deque()
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""
@@ -152,6 +150,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._broken: Exception | None = None
         self._torn = False
         """Whether a call is changing the state; still so in the next one if an interrupt broke it off."""
+        if self._late:
+            restore_generators(self._late["global"])
+            set_states(self._own, self._late["own"])
         if loader.restored and not self._iterable:
             # The state of a sampler may be that of its end: torchdata's then begin again.
             first = next(self._sampler_iter, END)
@@ -174,10 +175,6 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
             return
-        if late := start.get("late"):
-            restore_generators(late["global"])
-            set_states(self._own, late["own"])
-        self._late = late
         for drawn in range(start["drawn"]):
             try:
                 self._draw()
@@ -191,40 +188,21 @@ class ClusterIterator(_BaseDataLoaderIter):
                 " for them, so records would be lost or repeated; seed it or set its epoch (set_epoch) as in"
                 " the saved pass, or load a state that was saved between two passes"
             )
+        self._quarantine.read = sum(records for records, _ in self._drawn)
         self._drawn.clear()
         self._indices = self._last
         self._submitted = self._number = start["drawn"]
 
     def _draw(self) -> Any:
         """Ask the sampler for the indices of a batch."""
-        try:
-            indices = next(self._sampler_iter)
-        finally:
-            self._asks += 1
-            if self._own and (now := drawn_states(self._own)) != self._marks[-1][1]:
-                self._marks.append((self._asks, now))
-                self._drop_marks()
+        indices = next(self._sampler_iter)
         if self._auto_collation and isinstance(indices, Iterator):
             indices = list(indices)  # a generator cannot be sent
         indices = _as_now(indices)
-        self._last = digest_of(MadeBatch(indices), self._last)
+        self._last = digest_of(MadeBatch(_as_one(indices)), self._last)
         batched = self._auto_collation and hasattr(indices, "__len__")
         self._drawn.append((len(indices) if batched else 1, self._last))
         return indices
-
-    def give_back(self) -> None:
-        """At the end of a pass left early: leave the generators as torch does, which asks less far ahead.
-
-        Not if the script has seeded or used them since.
-        """
-        if not self._ended and drawn_states(self._own) == self._marks[-1][1]:
-            self._drop_marks()
-            set_states(self._own, self._marks[0][1])
-
-    def _drop_marks(self) -> None:
-        """Keep the last mark that torch would have passed, and those after it."""
-        while len(self._marks) > 1 and self._marks[1][0] <= self._number + self._lead:
-            self._marks.popleft()
 
     def place(self) -> dict[str, Any] | None:
         late = self._late if self._begun or self._iterable else self._now()
@@ -335,10 +313,9 @@ class ClusterIterator(_BaseDataLoaderIter):
                 return made.batch
 
     def _next_batch(self, deadline: float | None) -> Any:
-        short = self._submitted - self._number <= self._lead
-        if not self._exhausted and (short or not self._ready):
-            self._fill()
         while not self._ready:
+            if not self._exhausted:
+                self._fill()
             if self._exhausted and self._number == self._submitted:
                 if self._broken is not None:
                     raise self._broken
@@ -411,6 +388,15 @@ def _as_now(index: Any) -> Any:
         fixed = FIXED.issuperset(map(type, index))
         return type(index)(index if fixed else map(_as_now, index))
     return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
+
+
+def _as_one(indices: Any) -> Any:
+    """A list of numbers or of tensors as one array, whose digest takes less time."""
+    kinds = {*map(type, indices)} if type(indices) in (list, tuple) else set()
+    if len(kinds) == 1 and issubclass(kind := kinds.pop(), np.number | torch.Tensor):
+        with contextlib.suppress(RuntimeError, TypeError):  # of several shapes
+            return torch.stack(list(indices)) if kind is torch.Tensor else np.asarray(indices)
+    return indices
 
 
 def drawn_states(generators: list[torch.Generator]) -> list[bytes]:

@@ -27,7 +27,6 @@ import numpy as np
 from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
-from stoker.ray_compat import classes_apart
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
@@ -419,8 +418,7 @@ def import_script(pages: Any) -> str:
 
 
 def opened(pages: Any) -> LoaderWork:
-    with classes_apart():
-        work: LoaderWork = unpack(pages.copy())[0]
+    work: LoaderWork = unpack(pages.copy())[0]
     return work
 
 
