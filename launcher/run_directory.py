@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.places import Place, Resume
+from launcher.places import EXIT_CODES, Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -159,7 +159,7 @@ class PastRun:
     def wait(self) -> int:
         while self.process_id() is not None:
             time.sleep(0.5)
-        return 0 if self.summary().get("status") == "succeeded" else 1
+        return EXIT_CODES.get(str(self.summary().get("status")), 1)
 
     def stop(self) -> str | None:
         number = self.process_id()

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from launcher.job import Job
 
 
+EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
+"""By a run's status."""
+
+
 def names() -> list[str]:
     """The values of `--on`; imports no place."""
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "remote"]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import yaml
 
 from launcher.job import DataUpload, Job, files_below, pack_source, stage
-from launcher.places import RemoteRun
+from launcher.places import EXIT_CODES, RemoteRun
 from stoker import figures
 from stoker.config.redaction import is_secret, redact
 from stoker.config.schema import Config
@@ -41,7 +41,6 @@ DRAIN_S = 20.0
 """How long to wait for the last lines after the job has ended."""
 UNREACHABLE_S = 600.0
 """How long a service that has answered may not."""
-EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
 Tell = Callable[[str], None]
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")

@@ -238,7 +238,7 @@ def test_shown_parameters_are_what_the_recipe_gets(capsys: pytest.CaptureFixture
     assert rows["image_size"] == "32" and rows["augment"] == '"none"' and rows["data"] == '"a #1"'
 
 
-@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1)])
+@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1), ("interrupted", 143)])
 def test_following_the_log_of_a_run_ends_with_the_runs_code(
     status: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -415,13 +415,24 @@ def test_a_mapping_for_a_section_or_params_leaves_their_other_keys(tmp_path: Pat
 def test_numbers_of_a_file_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     text = "params: {a: 1e-3, b: -1.5E5, c: 0x10, d: '1e-3', e: '010', f: 12e4567, g: 0.5, h: 0, i: 00.5}\n"
+    text = text.replace("}", ", j: 1234e56, k: &k 3}")
     path.write_text(text + "sagemaker: {hyperparameters: {train.lr: 1e-3, train.compile: on}}\n")
     first = load(path).config
-    expected = [0.001, -150000.0, 16, "1e-3", "010", "12e4567", 0.5, 0, 0.5]
+    expected = [0.001, -150000.0, 16, "1e-3", "010", "12e4567", 0.5, 0, 0.5, "1234e56", 3]
     assert list(first.params.values()) == expected
     assert first.sagemaker.hyperparameters == {"train.lr": 0.001, "train.compile": True}
     path.write_text(resolved_yaml(load(path)))
     assert load(path).config == first
+
+
+def test_arguments_are_texts_and_leave_other_uses_of_an_anchor_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "script: a.py\ntrain: {epochs: &e 3}\nsagemaker: {max_wait_s: &n null}\nargs: [*e, *n, 007]\n"
+    )
+    config = load(path).config
+    assert config.args == ["3", "null", "007"]
+    assert (config.train.epochs, config.sagemaker.max_wait_s) == (3, None)
 
 
 def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:

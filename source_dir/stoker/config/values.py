@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import copy
 import enum
 import inspect
 import json
@@ -178,11 +179,20 @@ class UniqueKeys(_Unique, yaml.SafeLoader):
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key.value == "args" and isinstance(value, yaml.SequenceNode):
-                for item in value.value:
-                    item.tag = "tag:yaml.org,2002:str" if isinstance(item, yaml.ScalarNode) else item.tag
+        if isinstance(node, yaml.MappingNode):
+            node.value = [(key, _texts(below) if key.value == "args" else below) for key, below in node.value]
         return node
+
+
+def _texts(node: Any) -> Any:
+    """A list with its scalars as texts; a copy, since an anchor may stand for the same node elsewhere."""
+    if not isinstance(node, yaml.SequenceNode):
+        return node
+    copied = copy.copy(node)
+    copied.value = [copy.copy(item) for item in node.value]
+    for item in copied.value:
+        item.tag = "tag:yaml.org,2002:str" if isinstance(item, yaml.ScalarNode) else item.tag
+    return copied
 
 
 class Dumper(yaml.SafeDumper):
@@ -200,8 +210,8 @@ def _number(loader: Any, node: Any) -> Any:
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
     UniqueKeys.add_constructor(_tag, _number)
-for _yaml in (UniqueKeys, Dumper):  # PyYAML takes 1e-3 for text
-    _exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}$")
+for _yaml in (UniqueKeys, Dumper):  # PyYAML takes 1e-3 for text; 1234e56 may be a commit
+    _exponent = re.compile(r"[-+]?((\d|\d+\.\d*|\.\d+)[eE][-+]?|\d+[eE][-+])\d{1,2}$")
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, [*"-+.0123456789"])
 
 
