@@ -448,16 +448,16 @@ def _why_lost(name: str, text: str, listed: bool, file: Path | None) -> str:
     local, path = text.startswith(("/", "./", "../", "~")), "/" in text
     if not text.strip("/") or "://" in text:
         return ""
-    pattern = os.path.expanduser(text) if path and "\0" not in text else ""  # noqa: PTH111 - any text
-    match = next(glob.iglob(pattern), None)  # noqa: PTH207
+    pattern = os.path.expanduser(text) if path and "\0" not in text else ""  # noqa: PTH111 - Path raises for "~10"
+    match = next(glob.iglob(pattern), None)  # noqa: PTH207 - takes absolute patterns
     if listed:
         return "paths in lists and mappings are not uploaded" if match else ""
     if match:
         return f"patterns of local files are not uploaded; this one matches {match}"
     if local:
         return "not found on this machine"
-    beside = os.path.join(file.resolve().parent, text) if file else ""  # noqa: PTH118
-    if (path or "." in text or name == "data") and os.path.lexists(beside):
+    beside = file.resolve().parent / text if file else None
+    if beside and (path or "." in text or name == "data") and os.path.lexists(beside):
         return f"not found in {Path.cwd()}, but {beside} exists"
     return ""
 
