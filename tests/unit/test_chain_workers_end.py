@@ -73,11 +73,13 @@ class Worker:
 
     def claim(self) -> bool:
         """Ask for work; whether the lease goes on."""
-        for _ in range(200):
+        for _ in range(2):
             self.reply = self.head.claim(self.me, ["train"], None)
             if self.reply.claim or not self.reply.go_on:
                 break
-            time.sleep(0.01)  # shards are listed by another thread
+            for pass_ in self.head.attempt.open.values():
+                if pass_.coming is not None:  # shards are listed by another thread
+                    pass_.coming.result(60)
         work = self.reply.claim.work if self.reply.claim else ()
         self.todo = [(w.number, nth) for w in work for nth in range(w.skip, GROUPS[w.number])]
         return self.reply.go_on

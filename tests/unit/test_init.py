@@ -45,8 +45,9 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
     for folder, file in ((here, f"my {kind}/job.yaml"), (here / f"my {kind}", "job.yaml")):
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(here))
-        code, errors, out = type_command([file, "--dry-run"], capsys)
-        assert (code, errors) == (0, []), errors
+        if folder == here or kind == "tabular":  # it takes seconds, and what it checks is the same
+            code, errors, out = type_command([file, "--dry-run"], capsys)
+            assert (code, errors) == (0, []), errors
         job = open_job(load(file, ["output_dir=results"]))
         assert job.name == f"my-{kind}" and job.source_dir == here / f"my {kind}"
         job.stage(Path("results/code"))

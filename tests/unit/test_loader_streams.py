@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -134,6 +135,7 @@ def arguments(kind: str) -> dict[str, Any]:
     return {"batch_size": 4}
 
 
+EXAMPLES = int(os.environ.get("STOKER_LOADER_EXAMPLES", "40"))
 KINDS = (
     *("in order", "shuffled", "global", "batches", "global batches", "weighted"),
     *("positions", "yielded", "dropping", "eager", "stream"),
@@ -164,7 +166,7 @@ def test_passes_of_persistent_workers_are_torchs(kind: str, workers: int, persis
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(KINDS),
     workers=st.integers(0, 3),

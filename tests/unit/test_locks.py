@@ -40,6 +40,7 @@ class Code:
     locks: set[str] = field(default_factory=set)
     """Names that a lock is bound to anywhere."""
     functions: dict[Place, Function] = field(default_factory=dict)
+    named: dict[str, list[Place]] = field(default_factory=dict)
     modules: dict[str, ast.Module] = field(default_factory=dict)
     imports: dict[str, set[str]] = field(default_factory=dict)
 
@@ -53,6 +54,7 @@ class Code:
                 self.locks.add(target)
         for place, function in functions_of(name, module):
             self.functions[place] = function
+            self.named.setdefault(place.name, []).append(place)
 
     def meant(self, call: ast.Call, caller: Place) -> list[Place]:
         """The functions that a call may mean: of its own class, or of what its module imports."""
@@ -63,8 +65,8 @@ class Code:
             return [own] if own in self.functions else []
         if isinstance(function, ast.Attribute) and name in COMMON:
             return []
-        near = {m for known in self.imports[caller.module] for m in self.imports.get(known, ())}
-        return [place for place in self.functions if place.name == name and place.module in near]
+        near = [self.imports.get(known, ()) for known in self.imports[caller.module]]
+        return [place for place in self.named.get(name, ()) if any(place.module in names for names in near)]
 
     def waits_for_ray(self) -> set[Place]:
         inside = {place: list(calls(function.body)) for place, function in self.functions.items()}
@@ -93,7 +95,8 @@ def functions_of(module: str, tree: ast.AST, owner: str = "") -> Iterator[tuple[
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield Place(module, owner, node.name), node
-        yield from functions_of(module, node, node.name if isinstance(node, ast.ClassDef) else owner)
+        if not isinstance(node, ast.expr):
+            yield from functions_of(module, node, node.name if isinstance(node, ast.ClassDef) else owner)
 
 
 def made_here(node: ast.AST) -> Iterator[str]:

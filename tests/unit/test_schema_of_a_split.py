@@ -24,7 +24,7 @@ from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 
-EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "300"))
 
 VALUES: dict[str, Any] = {
     "int": lambda i: 3 * i - 5,
@@ -179,7 +179,7 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
     turned: bool,
     direct: bool,
 ) -> None:
-    """Long since 1,000 examples go the whole way: about 5 s of one core. STOKER_SCHEMA_EXAMPLES has more."""
+    """Long since 300 examples go the whole way: about 6 s of one core. STOKER_SCHEMA_EXAMPLES has more."""
     rows = records_of(kinds, count, defects)
     shard, block_records, batch_size, workers = sizes
     try:

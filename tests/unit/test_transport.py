@@ -115,17 +115,16 @@ def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: 
 
 
 def transport(far: Setting, moved: Any) -> Transport:
-    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=5)
+    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=1)
     found.folder = lambda: far.folder  # type: ignore[method-assign]
     return found
 
 
-@pytest.mark.long
 def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
     lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
     with pytest.raises(DataError, match="too many records are bad"):
         transport(far, lambda part, missing: "too many records are bad").fetch([lost], schema)
-    with pytest.raises(DataError, match=r"did not come within 5 s .*: being made again"):
+    with pytest.raises(DataError, match=r"did not come within 1 s .*: being made again"):
         transport(far, lambda part, missing: part).fetch([lost], schema)
 
 
