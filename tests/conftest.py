@@ -39,7 +39,10 @@ def part_of(path: Path) -> str:
 
 
 TOGETHER = {
-    "ranks": ("test_exact_resume", "test_finite_on_ranks", "test_step_on_two_ranks", "test_strategies"),
+    "ranks": (
+        *("test_exact_resume", "test_finite_on_ranks", "test_metrics_on_ranks"),
+        *("test_step_on_two_ranks", "test_strategies"),
+    ),
     "nodes": ("test_ray_jobs", "test_several_hosts", "test_notebook_run"),
     "demo": ("test_local", "test_notebook"),
 }

@@ -107,6 +107,7 @@ def test_a_script_trains_alike_with_the_other_import(name: str, scripts: Losses)
     assert scripts[f"after_{name}"] == scripts[f"before_{name}"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_like_the_script_that_it_replaces(
     recipe: str, scripts: Losses, on_cluster: Losses

@@ -81,7 +81,12 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("digits-*"))) == 2
 
 
-def test_a_loop_of_ones_own_has_the_batches_of_torch_and_goes_on_within_a_pass() -> None:
+@pytest.mark.parametrize("where", ["process", pytest.param("", marks=pytest.mark.soak)])
+def test_a_loop_of_ones_own_has_the_batches_of_torch_and_goes_on_within_a_pass(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the notebook's process; that a cluster makes the same batches, the loader's tests hold."""
+    monkeypatch.setenv("STOKER_LOADER", where)
     shown = execute("dataloader")
     compared = [out["data"] for cell in ("equal", "resume") for out in shown[cell] if "data" in out]
     assert [values["text/plain"] for values in compared] == ["True", "True"]

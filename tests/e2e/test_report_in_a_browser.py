@@ -58,9 +58,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["a/report.html", "b/report.html", "c/report.html", "all.html"])
-def test_every_figure_is_drawn(browser: Any, report: Path, view: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        *(("a/report.html", view) for view in VIEWS),
+        *(
+            ("b/report.html", "phone"),
+            ("c/report.html", "dark"),
+            ("all.html", "light"),
+            ("all.html", "phone"),
+        ),
+    ],
+)
+def test_every_figure_is_drawn(browser: Any, report: Path, name: str, view: str) -> None:
     width, scheme = VIEWS[view]
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     context.set_default_timeout(180_000)

@@ -1,4 +1,4 @@
-"""Laptop → S3 → hosts → model: what the launcher uploads is what trains in emulated SageMaker hosts."""
+"""Laptop → S3 → hosts → model: what is uploaded is the staged source, and it trains on emulated hosts."""
 
 from __future__ import annotations
 
@@ -129,18 +129,26 @@ def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
     assert "epoch 1/1 done" in (run.run_dir / "logs" / "algo-1.log").read_text()
 
 
-def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
+def test_what_is_uploaded_is_the_staged_source_and_the_data_as_files_and_in_an_archive(
     environment: dict[str, str], digits: Path, tmp_path: Path
 ) -> None:
-    """A rehearsal of the code channel in S3; of the archive in soak tests."""
+    """That hosts train with such source: tests/rehearsal/test_digits.py, and from S3 the soak test below."""
+    sagemaker.plan(open_job(load(None, overrides(digits)))).write(tmp_path / "planned.json")
+    code, data = uploaded(digits, tmp_path)
+    assert files(code) == files(tmp_path / "planned-code") and "train.py" in files(code)
+    archive, again = archived(digits, tmp_path)
+    assert files(archive).keys() == files(code).keys()
+    for found in (data, again):
+        assert {name: files(folder) for name, folder in found.items()} == {
+            "data": files(digits / "webdataset")
+        }
+
+
+def uploaded(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     job = open_job(load(None, overrides(digits)))
     described = sagemaker.submit(sagemaker.plan(job), lambda _: None).describe()
-    found = channels(described, tmp_path / "in")
-    code = found.pop("code")
-    check(*rehearse(code, found, tmp_path / "out", "container"))
-    archive, data = archived(digits, tmp_path)
-    assert files(archive) == files(code)
-    assert data.keys() == found.keys()
+    found = channels(described, folder / "in")
+    return found.pop("code"), found
 
 
 def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
@@ -154,12 +162,15 @@ def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     return folder / "code", channels(described, folder / "script-mode")
 
 
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+def files(folder: Path) -> dict[str, bytes]:
+    """Contents by name, without the token that each upload gets."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != ".ray-token"}
 
 
 @pytest.mark.soak
-def test_uploaded_archive_trains_under_the_toolkit(
-    environment: dict[str, str], digits: Path, tmp_path: Path
+@pytest.mark.parametrize(("upload", "entry"), [(uploaded, "container"), (archived, "toolkit")])
+def test_what_is_uploaded_trains(
+    environment: dict[str, str], digits: Path, tmp_path: Path, upload: Any, entry: str
 ) -> None:
-    check(*rehearse(*archived(digits, tmp_path), tmp_path / "out", "toolkit"))
+    check(*rehearse(*upload(digits, tmp_path), tmp_path / "out", entry))

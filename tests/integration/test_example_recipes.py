@@ -17,7 +17,7 @@ from running import run_job
     ("recipe", "records", "epochs", "data", "metric", "good"),
     [
         ("recipes.text:Reviews", 1000, 2, {"cache": "memory"}, "val/acc1", 0.9),
-        ("recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5),
+        pytest.param("recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5, marks=pytest.mark.soak),
         pytest.param(
             "recipes.audio:Tones", 600, 1, {"transport": "ray"}, "val/acc1", 0.8, marks=pytest.mark.soak
         ),

@@ -59,7 +59,7 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "workers", "after"), list(itertools.product((False, True), (0, 2), (0, 3, "end")))
+    ("shuffle", "workers", "after"), [(False, 0, 3), (True, 0, 0), (True, 2, 3), (True, 2, "end")]
 )
 def test_batches_are_torchs_and_a_pass_goes_on_where_it_stood(
     shuffle: bool, workers: int, after: int | str

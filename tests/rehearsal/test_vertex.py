@@ -14,6 +14,7 @@ from tests.summaries import trained
 LIKE = ("rehearsal.like=vertex", "vertex.environment={RAY_worker_niceness: '0'}")
 
 
+@pytest.mark.soak
 def test_digits_train_on_the_second_pool_and_leave_their_results_in_the_bucket(tmp_path: Path) -> None:
     """The first pool has no GPU, so the job ends with a host that does not train."""
     options = (*LIKE, "train.epochs=1", "tracking.record_ids=true")
