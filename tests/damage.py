@@ -22,7 +22,7 @@ from stoker.protocol import BadRecord, BlockReport
 from stoker.read.sources import Source
 from stoker.serve.opening import Data
 
-DAMAGES = int(os.environ.get("STOKER_FUZZ", "500"))
+DAMAGES = int(os.environ.get("STOKER_FUZZ", "250"))
 """Damages per format; STOKER_FUZZ raises the number."""
 SEED = int(os.environ.get("STOKER_FUZZ_SEED", "12"))
 

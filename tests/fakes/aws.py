@@ -45,7 +45,7 @@ def served(application: Callable[..., Any]) -> Iterator[dict[str, str]]:
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # one line per request otherwise
     server = make_server("127.0.0.1", 0, application, threaded=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",

@@ -105,8 +105,10 @@ def few(digits: Path, root: Path) -> Callable[[str], Path]:
     return copied
 
 
-@pytest.mark.parametrize("form", ["images", "parquet", "webdataset"])
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("images", "memory"), ("parquet", "memory"), ("webdataset", "memory"), ("images", "disk")],
+)
 def test_a_pass_is_the_same_with_and_without_it(form: str, kind: Any, few: Any, root: Path) -> None:
     source = opened(folder := few(form))
     expected = [run_pass(source, epoch, None) for epoch in range(3)]

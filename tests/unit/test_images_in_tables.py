@@ -236,9 +236,9 @@ def test_a_row_group_of_more_than_2_gb_is_read_in_batches(struct: bool, tmp_path
     )
     source = checked(read_parquet(str(tmp_path), "train"))
     (shard,) = source.shards(10, None)
-    count = 0
+    count, images = 0, (big, big[::-1])
     for count, row in enumerate(source.read(shard, None), start=1):
-        assert row["image"] == (big, big[::-1])[row["label"]] and row["key"] == f"train.parquet:{count - 1}"
+        assert row["image"] == images[row["label"]] and row["key"] == f"train.parquet:{count - 1}"
     assert count == rows
 
 

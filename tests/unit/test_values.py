@@ -207,7 +207,7 @@ COLLECTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.mark.long
 @given(st.one_of(*[st.tuples(st.just(name), values) for name, values in SCALARS.items()]))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
     name, value = case
     written = value if isinstance(value, str) else json.dumps(value)
@@ -216,7 +216,7 @@ def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
 
 @pytest.mark.long
 @given(st.one_of(*[st.tuples(st.just(name), values) for name, values in COLLECTIONS.items()]))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str, Any]) -> None:
     name, value = case
     for written in (json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()):
