@@ -229,11 +229,7 @@ QUARANTINED: dict[str, tuple[Make, int, str]] = {
     "infinity as a label": (table(label=[0.0, 1.0, float("inf")]), 1, "cannot convert float infinity"),
     "a negative label": (table(label=[0, 1, -1]), 1, "label -1 is outside 0…9"),
     "a label too high": (table(label=[0, 1, 10]), 1, "label 10 is outside 0…9"),
-    "an unsigned label": (
-        table(label=np.array([0, 1, 2**64 - 1], np.uint64)),
-        1,
-        "is outside 0…9",
-    ),
+    "an unsigned label": (table(label=np.array([0, 1, 2**64 - 1], np.uint64)), 1, "is outside 0…9"),
     "a class as a word": (shard(("2.jpg", JPG), ("2.cls", b"cat")), 1, ".cls: invalid literal"),
     "a class as a fraction": (shard(("2.jpg", JPG), ("2.cls", b"1.0")), 1, ".cls: invalid literal"),
     "a class with a separator": (shard(("2.jpg", JPG), ("2.cls", b"1_0")), 1, ".cls: invalid literal"),

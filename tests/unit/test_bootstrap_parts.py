@@ -296,9 +296,7 @@ def test_however_the_driver_fails_the_outcome_says_why(
     assert outcome.cause.startswith(cause)
 
 
-def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raynode, "count_gpus", lambda: 0)
     monkeypatch.delenv("STOKER_PLACE", raising=False)
     hosts = {"current_host": "algo-1", "hosts": ["algo-1"]}

@@ -182,11 +182,7 @@ def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) 
     [
         ("Padded", {}, "recipe: Padded has both pad and collate; pad in collate"),
         ("Wrong", {}, "train: collate: KeyError: 'nobody' (collating.py:"),
-        (
-            "Collated",
-            {"bucket_by": "mark"},
-            "data.bucket_by: no record has 'mark'; columns: x0, x1, y",
-        ),
+        ("Collated", {"bucket_by": "mark"}, "data.bucket_by: no record has 'mark'; columns: x0, x1, y"),
     ],
 )
 def test_a_wrong_collate_is_refused_before_training(recipe: str, data: dict[str, Any], text: str) -> None:

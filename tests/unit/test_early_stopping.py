@@ -121,8 +121,7 @@ MORE = "acc1 maestro_acc f1/maestro tpr_at_fpr hamming_score iou/tv l1_acc sam_i
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())],
+    ("name", "mode"), [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())]
 )
 def test_the_name_of_a_metric_tells_whether_less_is_better(name: str, mode: str) -> None:
     assert mode_of(f"val/{name}", "auto") == mode

@@ -63,12 +63,7 @@ def chain(prefix: bool = True, share: float = 1.0) -> Chain:
 
 
 def run_pass(
-    source: Source,
-    epoch: int,
-    cache: HostCache | None,
-    store: bool = True,
-    skip: int = 0,
-    share: float = 1.0,
+    source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0, share: float = 1.0
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
     loaded = LoadedSplit(source.for_workers(), chain(cache is not None, share), cache)

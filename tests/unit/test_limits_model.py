@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.sizing.model import (
-    ClusterShape,
-    Workload,
-    cheapest_count,
-    knee,
-    predict,
-    usd_per_million_samples,
-)
+from stoker.sizing.model import ClusterShape, Workload, cheapest_count, knee, predict, usd_per_million_samples
 
 
 class TestPublished:

@@ -179,10 +179,7 @@ def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path, order: st
 
 def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path: Path) -> None:
     run = Run(
-        tmp_path,
-        params={"train_records": 96, "shard": 20},
-        data=BLOCKS,
-        train={"batch_size": 8, "epochs": 1},
+        tmp_path, params={"train_records": 96, "shard": 20}, data=BLOCKS, train={"batch_size": 8, "epochs": 1}
     )
     run.train(1, steps=5)
     run.step = 0  # without a checkpoint
@@ -192,9 +189,7 @@ def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path:
 
 
 @pytest.mark.long
-def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(
-    tmp_path: Path,
-) -> None:
+def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(tmp_path: Path) -> None:
     import torch
 
     from stoker.checkpoints.format import Content, save

@@ -62,14 +62,8 @@ def test_arrays_of_mixed_channels_become_rgb(mode: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        (
-            {"first": "nothing"},
-            r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage",
-        ),
-        (
-            {"first": "image", "mode": "L"},
-            r"differs in channels .*all of them to RGB in the chain, with",
-        ),
+        ({"first": "nothing"}, r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage"),
+        ({"first": "image", "mode": "L"}, r"differs in channels .*all of them to RGB in the chain, with"),
         ({"first": "image", "mode": "L", "pads": True}, r"pad would add black channels.*DecodeImage\(\)"),
         ({"first": "nothing", "mode": "L", "array": True}, r"differs in channels .*to RGB"),
     ],

@@ -151,10 +151,7 @@ PNGS: dict[str, tuple[bytes, Any]] = {
     "RGB of 16 bits": (png(U16[..., :3], 2, 16), U16[..., :3] >> 8),
     "RGBA of 16 bits": (png(np.dstack([U16[..., :3], ALPHA]), 6, 16), U16[..., :3] >> 8),
     "grey and alpha of 16 bits": (png(np.dstack([U16[..., :1], ALPHA]), 4, 16), U16[..., [0, 0, 0]] >> 8),
-    "a palette": (
-        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())),
-        PALETTE[INDEX[..., 0]],
-    ),
+    "a palette": (png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())), PALETTE[INDEX[..., 0]]),
     "a palette with one transparent colour": (
         png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", b"\0")),
         PALETTE[INDEX[..., 0]],

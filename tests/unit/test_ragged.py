@@ -223,8 +223,7 @@ def test_a_damaged_block_never_becomes_a_batch(way: Way, change: Any, expected: 
 
 
 @pytest.mark.parametrize(
-    ("offsets", "values"),
-    [([0, 2, 3], 4), ([0, 4, 3], 3), ([1, 2, 3], 3), ([0, -1, 3], 3), ([0, 2, 3], 2)],
+    ("offsets", "values"), [([0, 2, 3], 4), ([0, 4, 3], 3), ([1, 2, 3], 3), ([0, -1, 3], 3), ([0, 2, 3], 2)]
 )
 def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int], values: int) -> None:
     ours, theirs = socket.socketpair()

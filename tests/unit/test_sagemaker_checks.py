@@ -197,11 +197,7 @@ def test_right_request_field_by_field() -> None:
     request = sagemaker.plan(job, offline=True)
     body = request.body
     assert body["TrainingJobName"] == request.name
-    assert body["HyperParameters"] == {
-        "config": "job.yaml",
-        "train__lr": "0.1",
-        "train__epochs": "3",
-    }
+    assert body["HyperParameters"] == {"config": "job.yaml", "train__lr": "0.1", "train__epochs": "3"}
     assert body["AlgorithmSpecification"]["ContainerEntrypoint"][-1].endswith(
         "exec python train.py --config job.yaml"
     )
@@ -210,16 +206,10 @@ def test_right_request_field_by_field() -> None:
     assert code["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu", "cpu"]
     assert train["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu"]
     assert train["InputMode"] == "FastFile"
-    assert body["StoppingCondition"] == {
-        "MaxRuntimeInSeconds": 86_400,
-        "MaxWaitTimeInSeconds": 172_800,
-    }
+    assert body["StoppingCondition"] == {"MaxRuntimeInSeconds": 86_400, "MaxWaitTimeInSeconds": 172_800}
     assert body["EnableManagedSpotTraining"] and body["EnableInterContainerTrafficEncryption"]
     assert body["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
-    assert body["OutputDataConfig"] == {
-        "S3OutputPath": "s3://my-bucket/stoker",
-        "KmsKeyId": "alias/mine",
-    }
+    assert body["OutputDataConfig"] == {"S3OutputPath": "s3://my-bucket/stoker", "KmsKeyId": "alias/mine"}
     assert body["RetryStrategy"] == {"MaximumRetryAttempts": 3}
     assert request.data_at == {"train": "/opt/ml/input/data/train"}
     assert request.job.resolved.config.cluster.gpu_group == "gpu"

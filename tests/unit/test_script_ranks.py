@@ -20,14 +20,7 @@ from stoker.hosts.machine import runs
 from stoker.scripts import rank as worker
 from stoker.scripts import supervisor as supervising
 from stoker.scripts.rank import Child
-from stoker.scripts.supervisor import (
-    Exit,
-    RankCommand,
-    Supervisor,
-    first_failure,
-    last_error,
-    reason_of,
-)
+from stoker.scripts.supervisor import Exit, RankCommand, Supervisor, first_failure, last_error, reason_of
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,11 +14,7 @@ REAL = {
     "current_instance_type": "ml.c5.xlarge",
     "hosts": ["algo-1", "algo-2"],
     "instance_groups": [
-        {
-            "hosts": ["algo-1"],
-            "instance_group_name": "data_group",
-            "instance_type": "ml.c5.xlarge",
-        },
+        {"hosts": ["algo-1"], "instance_group_name": "data_group", "instance_type": "ml.c5.xlarge"},
         {"hosts": ["algo-2"], "instance_group_name": "dnn_group", "instance_type": "ml.g5.xlarge"},
     ],
     "network_interface_name": "eth0",

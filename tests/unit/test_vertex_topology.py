@@ -1,8 +1,8 @@
 """The topology from the shapes that CLUSTER_SPEC has in real Vertex AI jobs, and from damaged ones.
 
 Sources: (1) Google Cloud documentation, "Distributed training"; (2) google-deepmind/xmanager, tests of
-`xmanager.cloud.utils`; (3) google/yggdrasil-decision-forests, tests of `ydf.util.vertex_ai`; (4)
-Snapchat/GiGL, tests of its Vertex AI context; (5) jobs that print their own variable in public repositories.
+`xmanager.cloud.utils`; (3) Snapchat/GiGL, tests of its Vertex AI context; (4) jobs that print their own
+variable in public repositories.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OUTPUTS = {
     "AIP_TENSORBOARD_LOG_DIR": "gs://bucket/job/logs/",
 }
 NOT_TOLD = '{"python_module":"","package_uris":[],"job_args":[]}'
-"""The field `job` as hosts show it (5): a string without machines."""
+"""The field `job` as hosts show it (4): a string without machines."""
 
 
 def spec(pool: str, index: Any, cluster: Any, **more: Any) -> dict[str, Any]:
@@ -93,20 +93,7 @@ def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
             5,
             id="xmanager",
         ),
-        pytest.param(  # (3)
-            spec(
-                "workerpool0",
-                0,
-                {
-                    "workerpool0": ["cmle-training-workerpool0-669872baaf-0:2222"],
-                    "workerpool1": [f"cmle-training-workerpool1-669872baaf-{i}:2222" for i in range(2)],
-                },
-            ),
-            "cmle-training-workerpool0-669872baaf-0",
-            3,
-            id="ydf",
-        ),
-        pytest.param(  # (4): without ports, several replicas in the first pool
+        pytest.param(  # (3): without ports, several replicas in the first pool
             {
                 "cluster": {
                     "workerpool0": ["replica0-0", "replica0-1"],
@@ -121,7 +108,7 @@ def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
             6,
             id="gigl",
         ),
-        pytest.param(  # (5)
+        pytest.param(  # (4)
             spec(
                 "workerpool1",
                 2,
@@ -136,18 +123,6 @@ def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
             4,
             id="printed-by-a-job",
         ),
-        pytest.param(  # (5)
-            {
-                "cluster": {
-                    "workerpool0": ["workerpool0-9b6f87bcee-0:2222"],
-                    "workerpool1": ["workerpool1-9b6f87bcee-0:2222", "workerpool1-9b6f87bcee-1:2222"],
-                },
-                "task": {"type": "workerpool0", "index": 0},
-            },
-            "workerpool0-9b6f87bcee-0",
-            3,
-            id="short-names",
-        ),
     ],
 )
 def test_shapes_of_other_projects(found: dict[str, Any], host: str, hosts: int) -> None:
@@ -159,7 +134,7 @@ def test_shapes_of_other_projects(found: dict[str, Any], host: str, hosts: int) 
 
 
 def test_a_single_replica_trains_whatever_its_machine() -> None:
-    """(5): a log of a job with one pool."""
+    """(4): a log of a job with one pool."""
     pools = {"workerpool0": ["cmle-training-workerpool0-d3072ebba8-0:2222"]}
     found = topology(spec("workerpool0", 0, pools, job=NOT_TOLD))
     assert (found.role, found.trains) == ("head", True)
@@ -228,6 +203,6 @@ def test_wrong_or_partial_variables_are_one_line(variables: dict[str, Any], says
 
 
 def test_pools_of_unknown_machines_need_a_name_for_the_one_that_trains() -> None:
-    """(5): `job` tells no machines, and nobody else does."""
+    """(4): `job` tells no machines, and nobody else does."""
     with pytest.raises(TopologyError, match=r"cluster.gpu_group: no group's type is known to have GPUs"):
         topology(spec("workerpool0", 0, DOCUMENTED, job=NOT_TOLD))
