@@ -182,7 +182,6 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
     assert shelf.best() == ["step-00000002"]
 
 
-@pytest.mark.long
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
     monkeypatch.setattr("stoker.checkpoints.format.WORTH_SAYING_S", 0.0)
     said: list[str] = []
@@ -193,7 +192,7 @@ def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch:
     def write() -> None:
         running.append(1)
         most.append(len(running))
-        threading.Event().wait(0.05 if len(most) > 1 else 1.0)
+        threading.Event().wait(0.05 if len(most) > 1 else 0.3)
         running.pop()
 
     for step in range(4):

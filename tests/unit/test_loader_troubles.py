@@ -43,7 +43,6 @@ from stoker.protocol import (
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
-from stoker.serve.items import ITEM_S
 from stoker.serve.passes import Shared
 from stoker.serve.pool import ChainHost
 from stoker.serve.shards import Setup
@@ -216,95 +215,6 @@ def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
-PROCESS, OTHER = Process("worker", "h", "process"), Process("other", "h", "another")
-
-
-class Head:
-    """The planner of two passes on a host with one process, without Ray."""
-
-    def __init__(self, budget: int, streams: int) -> None:
-        shared = Shared(lambda event: None, budget, {})
-        shared.pool.update([ChainHost("h", 1)], False, 0.0)
-        self.attempt = LoaderAttempt(0, shared, {})
-        self.planner = self.attempt.planner
-        with self.attempt.changed:
-            for key, workers in (("train", streams), ("val", 0)):
-                self.attempt.open(key, key, workers, 600.0)
-                if key == "train" or not workers:
-                    shards = [(n, Shard(f"{n}"), 0) for n in range(workers or 9)]
-                    self.attempt.submit(key, shards, None)
-
-    def claim(self) -> tuple[int, str, int, int]:
-        """Number, pass and shard of what the process is given, and blocks to skip."""
-        with self.attempt.changed:
-            claim = self.planner.claim(PROCESS)
-        assert claim is not None
-        return claim.number, claim.plan.split, claim.work[0].number, claim.work[0].skip
-
-    def made(self, number: int, shard: int, nth: int = 0, last: bool = True) -> bool:
-        """The process reports a batch; whether it makes the next one of the same shard."""
-        with self.attempt.changed:
-            # So long that each shard is an item.
-            report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=ITEM_S)
-            go_on = self.planner.reported(PROCESS, number, Made(report, f"{shard}.{nth}"))
-            if last:
-                self.planner.ended(PROCESS)
-        return go_on
-
-
-def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
-    """A training pass that was left fills the room for batches; validation goes on."""
-    head = Head(budget=200, streams=0)
-    found = []
-    for _ in range(9):
-        number, split, shard, _ = head.claim()
-        found.append(split)
-        head.made(number, shard)
-        if split == "val":
-            with head.attempt.changed:  # its script takes what is there
-                stream = head.attempt.passes["val"]
-                stream.next = (shard + 1, 0)
-                stream.ready.clear()
-    assert found.count("val") >= 6
-
-
-def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
-    head = Head(budget=10**9, streams=2)
-    train, val = head.attempt.passes["train"], head.attempt.passes["val"]
-    with head.attempt.changed:
-        waiting, val.work = val.work, type(val.work)()
-    number, split, shard, _ = head.claim()
-    assert (split, shard) == ("train", 0)
-    assert head.made(number, shard, 0, last=False)
-    train.next = (1, 0)  # the script has taken the first batch and waits for one of the other stream
-    train.ready.clear()
-    assert not head.made(number, shard, 1, last=False)
-    number, _, shard, skip = head.claim()
-    assert (shard, skip) == (1, 0)
-    assert [head.made(number, 1, nth, last=False) for nth in range(4)] == [True, True, True, False]
-    number, _, shard, skip = head.claim()
-    assert (shard, skip) == (0, 2), "the one that is less ahead"
-    assert [head.made(number, 0, nth, last=False) for nth in range(2, 5)] == [True, True, False]
-    with head.attempt.changed:
-        assert head.planner.claim(PROCESS) is None, "both are far enough"
-        assert head.planner.claim(OTHER) is None, "and nobody else reads them"
-        val.work = waiting
-    number, split, shard, _ = head.claim()
-    assert split == "val"
-    head.made(number, shard)
-    train.next = (0, 1)
-    del train.ready[0, 1]
-    val.work.clear()
-    assert head.claim()[1:] == ("train", 0, 5)
-    with head.attempt.changed:
-        head.planner.pool.workers_are({PROCESS.worker: "h"}, 0.0)
-        assert head.attempt.bound() == {PROCESS.worker}
-        head.planner.pool.workers_are({}, 0.0)
-        del train.ready[1, 0]
-        claim = head.planner.claim(OTHER)
-    assert claim is not None and (claim.work[0].number, claim.work[0].skip) == (1, 4), "its process is gone"
-
-
 @pytest.mark.parametrize(
     "option", [{"stall_timeout_s": 0}, {"stall_timeout_s": float("nan")}, {"bad_record_budget": 5}]
 )
@@ -397,9 +307,9 @@ class TwoHosts:
         self.attempt = LoaderAttempt(0, shared, {"s": {}})
         self.planner = self.attempt.planner
 
-    def open(self, key: str, streams: int, stall_s: float = 60.0) -> LoaderPass:
-        """A pass over so many streams, or over 99 batches."""
-        self.attempt.open(key, "s", streams, stall_s)
+    def open(self, key: str, streams: int, stall_s: float = 60.0, of: str = "s") -> LoaderPass:
+        """A pass of the loader `of` over so many streams, or over 99 batches."""
+        self.attempt.open(key, of, streams, stall_s)
         shards = [(n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)]
         self.attempt.submit(key, shards, len(shards))
         self.planner.advance()
@@ -419,6 +329,61 @@ class TwoHosts:
         claim = self.claim(worker)
         assert claim is not None
         return claim
+
+
+def at(claim: Claim | None) -> tuple[int, int]:
+    """The shard of a claim, and how many of its blocks are skipped."""
+    assert claim is not None
+    return claim.work[0].number, claim.work[0].skip
+
+
+def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
+    """A training pass that was left fills the room for batches; validation goes on."""
+    head, found = TwoHosts(budget=300, trains=False), list[str]()
+    with head.attempt.changed:
+        head.open("train", 0, of="train")
+        val = head.open("val", 0, of="val")
+        for _ in range(9):
+            claim = head.given("a")
+            found.append(claim.plan.split)
+            head.made("a", claim, 0, last=True)
+            if claim.plan.split == "val":  # its script takes what is there
+                val.next = (claim.work[0].number + 1, 0)
+                val.ready.clear()
+    assert found.count("val") >= 6
+
+
+def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
+    head = TwoHosts(budget=10**9, trains=False)
+    with head.attempt.changed:
+        train, val = head.open("train", 2, of="train"), head.open("val", 0, of="val")
+        waiting, val.work = val.work, type(val.work)()
+        first = head.given("a")
+        assert (first.plan.split, *at(first)) == ("train", 0, 0)
+        assert head.made("a", first, 0)
+        train.next = (1, 0)  # the script has taken the first batch and waits for one of the other stream
+        train.ready.clear()
+        assert not head.made("a", first, 1)
+        second = head.given("a")
+        assert at(second) == (1, 0)
+        assert [head.made("a", second, nth) for nth in range(4)] == [True, True, True, False]
+        third = head.given("a")
+        assert at(third) == (0, 2), "the one that is less ahead"
+        assert [head.made("a", third, nth) for nth in range(2, 5)] == [True, True, False]
+        assert head.claim("a") is None, "both are far enough"
+        assert head.claim("b") is None, "and nobody else reads them"
+        val.work = waiting
+        other = head.given("a")
+        assert other.plan.split == "val"
+        head.made("a", other, 0, last=True)
+        train.next = (0, 1)
+        del train.ready[0, 1]
+        val.work.clear()
+        assert at(head.claim("a")) == (0, 5)
+        assert head.attempt.bound() == {"a"}
+        head.pool.workers_are({"b": "b"}, 4.0)
+        del train.ready[1, 0]
+        assert at(head.claim("b")) == (1, 4), "its process is gone"
 
 
 @pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
