@@ -1,10 +1,12 @@
-"""A run while it goes on: its verdict on the terminal, Ray's dashboard in a browser."""
+"""A run while it goes on: its verdict on the terminal, Ray's dashboard in a browser, its end by Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -19,8 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = str(ROOT / "launcher/submit.py")
 
 
-def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path: Path) -> None:
-    """One job tells both. Its chain sleeps, as one that waits for slow storage does."""
+def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_leaves_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """One job tells all. Its chain sleeps, as one that waits for slow storage does.
+
+    SIGTERM to the launcher: tests/integration/test_resume.py.
+    """
     (tmp_path / "job.yaml").write_text(
         "name: slow\nrecipe: asleep:Asleep\n"
         "params: {records: 100000, cpu_s: 0.1, bytes_per_sample: 100}\n"
@@ -37,7 +44,14 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
 
     screen = tmp_path / "screen"
     with screen.open("w") as output:
-        job = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A shell that runs the tests in the background has them ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     try:
         said = until(lambda: "".join(re.findall("dashboard: .*\n", screen.read_text())), 240)
         address, file = said.split()[1], said.split()[-1]
@@ -56,8 +70,14 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
         assert re.search(r"\d+ samples/s, input wait \d+ %", told), told
         assert json.loads((run / "summary.json").read_text())["status"] == "running"
     finally:
-        subprocess.run([sys.executable, SUBMIT, "stop", "runs/latest"], cwd=tmp_path, timeout=240)
-        job.wait(timeout=240)
+        job.send_signal(signal.SIGINT)  # as an IDE does; a terminal sends it to the job, too
+        code = job.wait(timeout=240)
+    shown = screen.read_text()
+    assert code == 130 and "stopped: Ctrl-C" in shown and "Traceback" not in shown, shown
+    again = shlex.join(["python", *command[1:]])
+    assert f"continue: {again} --resume runs/{run.readlink()}" in shown.replace(f"{tmp_path}/", ""), shown
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert list(run.glob("checkpoints/step-*/manifest.json"))
     assert not Path(file).exists(), "the token goes with the cluster"
     written = [screen, *(path for path in run.resolve().rglob("*") if path.is_file())]
     assert len(written) > 10 and not any(token.encode() in path.read_bytes() for path in written)

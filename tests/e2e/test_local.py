@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
-from commands import DIGITS, ROOT, Demo, shown_until, submit, typed
-from pyarrow import parquet
+from commands import DIGITS, Demo, shown_until, submit, typed
 
 from tests.summaries import EVERYWHERE, fields
 
@@ -70,57 +66,6 @@ def check(folder: Path, screen: str) -> None:
     assert found["records"]["read"] == 8 * 1437
     assert (folder / "runs/latest/model/model.safetensors").is_file()
     assert "epoch 8/8 done" in screen
-
-
-def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path) -> None:
-    """A regression on Parquet rows, with nothing changed in this repository, until a terminal's Ctrl-C.
-
-    SIGTERM to the launcher: tests/integration/test_resume.py.
-    """
-    project = tmp_path / "my_project"
-    project.mkdir()
-    (project / "prices.py").write_text(
-        "from stoker.data import read_parquet\n"
-        "from stoker.recipe import Recipe\n"
-        "import torch\n"
-        "import torch.nn.functional as F\n"
-        "from torch import nn\n"
-        "class Prices(Recipe):\n"
-        "    data: str\n"
-        "    def read(self, split): return read_parquet(self.data, split)\n"
-        "    def model(self): return nn.Linear(2, 1)\n"
-        "    def training_step(self, model, batch):\n"
-        "        x = torch.stack([batch['size'], batch['rooms']], dim=1).float()\n"
-        "        return F.mse_loss(model(x).squeeze(1), batch['price'].float())\n"
-    )
-    rng = np.random.default_rng(0)
-    for split, n in (("train", 500), ("val", 100)):
-        size, rooms = rng.random(n), rng.random(n)
-        (tmp_path / "rows" / split).mkdir(parents=True)
-        table = pa.table({"size": size, "rooms": rooms, "price": 3 * size + 2 * rooms + 1})
-        parquet.write_table(table, tmp_path / "rows" / split / "rows.parquet")
-    (tmp_path / "job.yaml").write_text(
-        "name: prices\nrecipe: prices:Prices\nparams: {data: rows}\n"
-        "train: {epochs: 5000, batch_size: 50, lr: 0.1}\n"
-    )
-    process = typed("job.yaml", "--source-dir", "my_project", cwd=tmp_path)
-    try:
-        shown = shown_until(process, "epoch 20/5000 done")
-        process.send_signal(signal.SIGINT)  # as an IDE does; a terminal sends it to the job, too
-        rest, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 130, shown + rest
-    assert "stopped: Ctrl-C" in rest
-    run = (tmp_path / "runs/latest").readlink()
-    command = ["python", str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", "my_project"]
-    continued = f"continue: {shlex.join(command)} --resume {tmp_path}/runs/{run}"
-    assert continued.replace(f"{tmp_path}/", "") in rest
-    assert "Traceback" not in rest
-    found = summary(tmp_path)
-    assert found["status"] == "interrupted"
-    assert found["metrics"]["best"]["val/loss"] < 0.01
-    assert list((tmp_path / "runs/latest/checkpoints").glob("step-*/manifest.json"))
 
 
 def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path: Path) -> None:

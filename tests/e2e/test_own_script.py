@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,10 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: Path) -> None:
-    """Two jobs: the first is stopped within the script, the second goes on in its run directory."""
+    """Two jobs: the first is stopped within the script, the second goes on in its run directory.
+
+    SIGTERM to the launcher, which passes it on: tests/unit/test_launcher_signals.py.
+    """
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text(TRAIN)
     (tmp_path / "project" / "helper.py").write_text("def double(x): return 2 * x\n")
@@ -82,7 +84,7 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     process = typed(*words, cwd=tmp_path)
     try:
         shown = shown_until(process, "waiting")
-        process.send_signal(signal.SIGTERM)
+        assert submit("stop", "runs/latest", cwd=tmp_path).returncode == 0
         shown += process.communicate(timeout=300)[0]
     finally:
         process.kill()

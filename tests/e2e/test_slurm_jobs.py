@@ -21,6 +21,7 @@ from commands import ROOT
 from slurm_cluster import SlurmCluster, absent
 
 from tests.summaries import EVERYWHERE, fields, trained
+from tests.waiting import until
 
 if reason := absent():
     pytest.skip(reason, allow_module_level=True)
@@ -126,6 +127,7 @@ def kill_task_on(node: str, job: str) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_once(
     slurm: SlurmCluster, project: Path
 ) -> None:
@@ -182,20 +184,32 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     )
 
 
-def test_a_plain_job_is_stopped_with_a_checkpoint_and_stays_stopped(
+def test_a_job_of_gpu_and_cpu_nodes_is_stopped_with_a_checkpoint_and_stays_stopped(
     slurm: SlurmCluster, project: Path
 ) -> None:
-    """A Ray cluster of one host: about 15 s alone."""
-    paced = (f"params.go={project}/never", "train.epochs=50", "slurm.max_runtime_s=3600", "slurm.gpu.cpus=2")
+    """A Ray cluster of two hosts: about 20 s alone."""
+    nodes = ("slurm.gpu.partition=gpu", "slurm.cpu.partition=cpu", "slurm.cpu.nodes=1", "slurm.gpu.cpus=2")
+    paced = (*nodes, f"params.go={project}/never", "train.epochs=50", "slurm.max_runtime_s=3600")
     job = Submitted(slurm, project, "stopped", *paced, "slurm.gpu.extra=['--comment=two words']")
-    job.wait_for_line("step 1 ")
+    job.wait_for_line("epoch 1/50 done")
     assert "Comment=two words" in slurm.run("scontrol", "show", "job", job.job)
     job.stoker("stop", str(job.run_dir))
     assert job.code() == 143
-    assert job.summary["status"] == "interrupted"
+    summary = job.summary
+    assert (summary["status"], summary["place"]) == ("interrupted", "slurm")
+    assert fields(summary) == EVERYWHERE
+    groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
+    assert groups == {"gpu-1": "gpu", "cpu-1": "cpu"}
+    assert summary["train_workers_by_host"] == {"gpu-1": 1}
+    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, "those that Slurm allocated"
     assert list((job.run_dir / "checkpoints").glob("step-*")), "what it resumes from"
+    log = job.stoker("logs", str(job.run_dir))
+    assert "[cpu cpu-1 worker] joined" in log and "[cpu cpu-1 worker] joined" in job.screen.read_text()
+    assert not (job.run_dir / "code/.ray-token").exists(), "nothing needs the token any more"
     assert f"continue: the same command with --resume {job.run_dir}" in job.screen.read_text()
     assert "with a checkpoint committed" in (job.run_dir / "failure").read_text()
+    temporary = f"stoker-{job.job}-*"
+    until(lambda: not list(Path(tempfile.gettempdir()).glob(temporary)))  # the epilog removes them
     assert job.stoker("status", f"slurm:{job.job}").startswith("interrupted")
     again = subprocess.run(
         slurm.command(*job.program, "stop", str(job.run_dir)), capture_output=True, text=True

@@ -65,15 +65,14 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
         params={"data": str(digits / "webdataset")},
         train={"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 0.003, "scheduler": "cosine"},
         tracking={"log_every_steps": 5, "mlflow": tracked},
-        export=["safetensors", "torch_export", "onnx", "torchscript"],
+        export=["safetensors"],
     )
     assert outcome.code == 0, outcome.summary.error
     summary = outcome.summary
 
-    # The four files answered like the model.
-    assert [e["format"] for e in summary.exports] == ["safetensors", "torch_export", "onnx", "torchscript"]
+    # The files answered like the model; other forms: tests/unit/test_export.py.
+    assert [e["format"] for e in summary.exports] == ["safetensors", "torch_export"]
     for entry in summary.exports:
-        print(f"{entry['path']}: max abs difference {entry['max_abs_diff']:.3g}")
         assert entry["error"] is None
         assert entry["max_abs_diff"] < 1e-4
         assert (outcome.run_dir / "model" / entry["path"]).stat().st_size == entry["bytes"]
@@ -143,7 +142,7 @@ def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
             tmp_path,
             name="later",
             recipe="rows:Counting",
-            train={"epochs": 2, "batch_size": 20},
+            train={"epochs": 1, "batch_size": 20},
             tracking={"mlflow": {"uri": nowhere}},
         )
     assert outcome.code == 0
@@ -192,35 +191,35 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     settings = MlflowConfig(uri=server.uri, run_name="restarted")
     said: list[str] = []
     sink = MlflowSink(settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append)
-    train(sink, range(1, 801))
+    train(sink, range(1, 301))
     until(lambda: not sink.rows)
 
     def told() -> str:
         return "\n".join(said)
 
     server.stop()
-    train(sink, range(801, 1201))
+    train(sink, range(301, 401))
     until(lambda: "does not accept data" in told())
     time.sleep(2)  # several attempts more
     assert told().count("does not accept data") == 1
     server.start()
     until(lambda: "answers again" in told())
-    sink.close(finished(1200, "interrupted"))
+    sink.close(finished(400, "interrupted"))
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "KILLED"
-    assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 1201)]
+    assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 401)]
     assert len(said) == 2
 
     # A restart on another host finds the run through what was kept with the checkpoints.
     again = recorded(tmp_path, "second")
     (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
     second = MlflowSink(settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append)
-    train(second, range(1201, 1211))
-    second.close(finished(1210))
+    train(second, range(401, 411))
+    second.close(finished(410))
     assert len(said) == 2, "nothing more was to be said"
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "FINISHED"
-    assert len(server.history(run, "train/step_loss")) == 1210
+    assert len(server.history(run, "train/step_loss")) == 410
     assert pairs(run, "params")["train.epochs"] == "9"
     assert pairs(run, "tags")["stoker.changed.train.epochs"] == "12"
 

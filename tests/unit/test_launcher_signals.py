@@ -1,6 +1,6 @@
 """A local run's launcher: signals that reach it alone, and what it begins first.
 
-Ctrl-C in a terminal: tests/e2e/test_local.py.
+Ctrl-C in a terminal: tests/e2e/test_a_run_under_way.py.
 """
 
 from __future__ import annotations
