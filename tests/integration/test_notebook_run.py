@@ -24,31 +24,16 @@ from pyarrow import parquet
 import stoker
 from launcher import notebook as launched
 from launcher.notebook import plan, submit
+from stoker.checkpoints import format as checkpoint
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port
+from stoker.storage.checkpoint_store import open_store
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
 
-RECIPE = """
-import time
-from pathlib import Path
-
-from rows import Counting
-
-
-class Slow(Counting):
-    train_records: int = 800
-    gate: str
-
-    def read(self, split):
-        return super().read(split) if split == "train" else None
-
-    def training_step(self, model, batch):
-        time.sleep(0 if Path(self.gate).exists() else 0.2)
-        return super().training_step(model, batch)
-"""
 EXPERIMENT = "/Shared/digits"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 @pytest.fixture
@@ -88,38 +73,40 @@ def delta_tables(digits: Path, folder: Path) -> Path:
 
 
 @pytest.fixture
-def slow(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "slow.py").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path / "mine")
-    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
-    return {
-        "name": "slow",
-        "recipe": "slow:Slow",
-        "params": {"gate": str(tmp_path / "gate")},
-        "output_dir": str(notebook / "runs"),
-        "train": {"epochs": 1, "batch_size": 8, "workers": 1},
-        "tracking": {"tensorboard": False},
-    }
+def counting(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(RECIPES)
+    return {"name": "counting", "recipe": "rows:Counting", "output_dir": str(notebook / "runs")}
 
 
-def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
+def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_and_stands_in_mlflow(
     notebook: Path, workspace: MlflowServer, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A whole run on three nodes, whose processes all start anew for it, and an MLflow server."""
-    data = delta_tables(digits, notebook / "digits")
-    result = stoker.run(
-        "example:digits",
-        f"params.data={data}",
+    """Two starts on three nodes, whose processes all start anew for each, and an MLflow server."""
+    job = [
+        f"params.data={delta_tables(digits, notebook / 'digits')}",
         f"output_dir={notebook / 'runs'}",
-        "train.epochs=1",
         "train.workers=1",
         "tracking.tensorboard=false",
-    )
+    ]
+    interrupt = at_the_first("epoch", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(stoker.RunInterrupt) as caught:
+        stoker.run("example:digits", *job, "train.epochs=500")
+    interrupt.join()
+    stopped = caught.value.result
+    assert (stopped.code, stopped.status) == (130, "interrupted")
+    kept = checkpoint.newest_valid(open_store(str(stopped.run_dir / "checkpoints"), False))
+    assert kept is not None
+    epochs = int(kept.meta["next_epoch"]) + 1
+
+    # The next cell goes on there.
+    capsys.readouterr()
+    result = stoker.run("example:digits", *job, f"train.epochs={epochs}", resume=str(stopped.run_dir))
     shown = capsys.readouterr().out
-    assert result.code == 0 and result.status == "succeeded"
+    assert result.code == 0 and result.status == "succeeded" and result.run_dir != stopped.run_dir
+    [resumed] = [event for event in result.summary["events"] if event["event"] == "resumed"]
+    assert (Path(resumed["path"]).name, resumed["step"]) == (kept.name, kept.meta["step"])
     assert result.best["val/acc1"] > 0.2 and result.metrics["train/loss"] > 0
-    assert "epoch 1/1 done" in shown, "in the cell"
+    assert f"epoch {epochs}/{epochs} done" in shown, "in the cell"
     assert f"mlflow   databricks {EXPERIMENT} (Databricks)" in shown
 
     # The run directory is in the volume, written as volumes allow: whole files.
@@ -144,48 +131,25 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
     )
     assert "dapi0123456789abcdef" not in everything and os.environ["RAY_AUTH_TOKEN"] not in everything
 
-    (run,) = workspace.runs(EXPERIMENT)
-    assert run["info"]["status"] == "FINISHED"
+    [run] = [run for run in workspace.runs(EXPERIMENT) if run["info"]["status"] == "FINISHED"]
     assert latest(run)["val/acc1"] == pytest.approx(result.metrics["val/acc1"])
     assert pairs(run, "tags")["stoker.place"] == "ray"
 
 
-def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on_until_its_job_crashes(
-    slow: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two runs on three nodes, whose processes all start anew for each."""
-    interrupt = at_the_first("step", lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(stoker.RunInterrupt) as caught:
-        stoker.run(slow)
-    interrupt.join()
-    stopped = caught.value.result
-    assert (stopped.code, stopped.status) == (130, "interrupted")
-    (kept,) = (stopped.run_dir / "checkpoints").glob("step-*")
-    assert (kept / "manifest.json").is_file()
-
-    # The next cell goes on there; its job crashes, which leaves the notebook as it is.
-    capsys.readouterr()
-    crash = at_the_first("resumed", lambda: os.kill(job_process(), signal.SIGKILL))
-    with pytest.raises(stoker.RunError, match="exit code 137") as failed:
-        stoker.run(slow, resume=str(stopped.run_dir))
+def test_a_job_that_crashes_leaves_the_notebook_as_it_is(counting: dict[str, Any]) -> None:
+    crash = at_the_first("", lambda: os.kill(job_process(), signal.SIGKILL))
+    with pytest.raises(stoker.RunError, match="exit code 137"):
+        stoker.run(counting)
     crash.join()
-    result = failed.value.result
-    assert result.run_dir != stopped.run_dir
-    (resumed,) = [
-        event
-        for event in map(json.loads, (result.run_dir / "events.jsonl").read_text().splitlines())
-        if event["event"] == "resumed"
-    ]
-    assert Path(resumed["path"]).name == kept.name
 
 
 def test_a_cluster_that_is_gone_or_refuses_the_token_is_one_line(
-    slow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    counting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match=r"no Ray cluster at 127.0.0.1:\d+: Connection refused"):
-        stoker.run(slow, address=f"127.0.0.1:{free_port()}")
+        stoker.run(counting, address=f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    result = stoker.run(slow, check=False)
+    result = stoker.run(counting, check=False)
     assert result.code == 1 and "\n" not in result.error
     assert "cannot use the Ray cluster of" in result.error and "RAY_AUTH_TOKEN" in result.error
 
@@ -215,7 +179,7 @@ def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             files = (launched.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
-            if any(f'"event": "{event}"' in path.read_text() for path in files):
+            if any(f'"event": "{event}' in path.read_text() for path in files):
                 act()
                 return
             time.sleep(0.1)

@@ -26,11 +26,7 @@ def values(resolved: Any) -> dict[str, Any]:
     return {key: safe_load(str(value)) for key, value in resolved.config.params.items()}
 
 
-def check(resolved: Any) -> None:
-    if values(resolved).get("behaviour") == "refuse":
-        from stoker.errors import UsageError
-
-        raise UsageError("params.behaviour: refuse is refused")
+def check(resolved: Any) -> None: ...
 
 
 def check_chains(opened: None) -> None: ...
@@ -47,10 +43,6 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
     params = values(resolved)
     behaviour = params.get("behaviour", "succeed")
     print("driver: running", flush=True)
-    if behaviour == "raise":
-        raise RuntimeError("the recipe raised this")
-    if behaviour == "exit":
-        sys.exit(3)
     if behaviour == "fail":
         return Outcome(1, "loss is NaN at step 12")
     if behaviour == "killed":

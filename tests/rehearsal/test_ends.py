@@ -1,6 +1,7 @@
 """However the head ends: the cause is told, every host leaves by itself, nothing stays.
 
-A host that has not left 30 s after the head's end is ended by the rehearsal, with exit code 137.
+A host that has not left 30 s after the head's end is ended by the rehearsal, with exit code 137. A refusal is
+in test_forming.py, a failure in test_vertex.py, other ways to fail in tests/unit/test_bootstrap_parts.py.
 """
 
 from __future__ import annotations
@@ -15,13 +16,6 @@ from pathlib import Path
 from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 from tests.waiting import until
-
-
-def test_a_failure_is_the_jobs_and_tells_its_cause(rehearse: Rehearse) -> None:
-    """The other ways in which a driver fails: tests/unit/test_bootstrap_parts.py."""
-    done = rehearse("rehearsal.entry=container", "rehearsal.hosts=gpu=1,cpu=1", behaviour="refuse")
-    assert [*done.codes.values()] == [2, 0] and done.code == 2
-    assert done.run.failure_reason.startswith("AlgorithmError: params.behaviour: refuse is refused")
 
 
 def test_worker_hosts_leave_when_train_py_is_killed(rehearse: Rehearse) -> None:

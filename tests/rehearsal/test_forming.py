@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rehearsals import CHEAP, Rehearse, new_name
 
 from launcher.job import Job
@@ -11,6 +12,7 @@ from launcher.places import rehearsal
 from stoker.config.loading import load
 
 
+@pytest.mark.soak
 def test_hosts_of_odd_names_form_work_and_leave_under_the_toolkit_also_one_that_comes_late(
     rehearse: Rehearse,
 ) -> None:
@@ -66,7 +68,7 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
         "rehearsal.hosts=gpu=1,cpu=2",
         "rehearsal.join_delay={algo-2: never, algo-3: never}",
         "rehearsal.faults=['start:algo-2@/continuing without/']",
-        "cluster.join_timeout_s=12",
+        "cluster.join_timeout_s=3",
         "cluster.min_cpu_hosts=0",
         tasks=12,
         task_s=0.3,
@@ -90,6 +92,7 @@ def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_o
     run = rehearsal.submit(rehearsal.plan(Job(load(None, keys), RECIPES)), show=False)
     assert run.wait() == 2, run.failure_reason
     line = run.failure_reason
+    assert line.startswith("AlgorithmError: ")
     assert "train.max_failures: 1 restart may land on another host, but algo-" in line
     assert "cannot see the checkpoints in /opt/ml/checkpoints of algo-" in line
     assert "set checkpoint.dir to s3:// or a folder shared by the hosts that train" in line
