@@ -30,6 +30,7 @@ from stoker.errors import DataError  # noqa: E402
 from stoker.read.sources import cut_indices, record_id  # noqa: E402
 from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 SEED = 3
 HOST = "stoker.host"
@@ -60,13 +61,6 @@ def made_by(train: Train) -> dict[str, int]:
 
     names = {node["NodeID"]: node["Labels"][HOST] for node in ray.nodes()}
     return {names[node]: count for node, count in train.figures()["tasks_by_node"].items()}
-
-
-def until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (answer := true()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return answer
 
 
 def placement() -> dict[str, Any]:

@@ -26,6 +26,7 @@ def seen(nodes: RayNodes) -> dict[str, Any]:
         text=True,
         timeout=850,
     )
+    print(process.stderr)
     assert process.returncode == 0, process.stderr[-4000:]
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
