@@ -13,9 +13,6 @@ if __package__ in (None, ""):
     from launcher import refuse_absent
 
     refuse_absent()
-    from stoker.hosts import early
-
-    early.begin_for(sys.argv[1:])
 
 from typing import Annotated, Any, TypeVar
 
@@ -27,7 +24,6 @@ import stoker
 from stoker.config.redaction import scrub
 from stoker.config.values import expanded
 from stoker.errors import UsageError, nearest
-from stoker.hosts import early
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -316,8 +312,6 @@ def init(
 
 def main() -> None:
     """Run the command line; wrong usage prints one line per problem and exits with 2."""
-    if Path(sys.argv[0]).name == "stoker":
-        early.begin_for(sys.argv[1:])
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:

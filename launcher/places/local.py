@@ -22,7 +22,6 @@ from launcher.job import COMMAND, Job
 from launcher.places import Place
 from launcher.run_directory import PROCESS_FILE, PastRun, attach
 from stoker.errors import UsageError
-from stoker.hosts import early
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.scripts.script_checks import script_command_line
@@ -152,14 +151,10 @@ def submit(request: LocalRequest) -> LocalRun:
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
     latest = run_directory.point_latest(run_dir)
-    begun = early.begun()
-    variables = environment(run_dir) | (begun.variables() if begun else {})
-    passed: dict[str, Any] = {"pass_fds": (begun.instructions,) if begun else ()}
+    passed: dict[str, Any] = {}
     if threading.current_thread() is not threading.main_thread():
         passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
-    process = started(run_dir / "code", variables, **passed)
-    if begun:
-        os.close(begun.instructions)
+    process = started(run_dir / "code", environment(run_dir), **passed)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
 

@@ -21,7 +21,7 @@ from stoker.hosts import forks
 from stoker.hosts.raynode import STARTED, STARTS, free_port
 from stoker.ray_compat import COMMAND_LINE
 
-LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
+LIBRARIES = [name for name in forks.FOR_TRAINING if not name.startswith("stoker")]
 """What workers find imported; Stoker itself comes with each job."""
 
 IN_ITS_PLACE = 'mount --bind "$0" "$1" && shift && exec "$@"'

@@ -22,7 +22,7 @@ CHEAP = (
     *("rehearsal.shm_mb=200", "rehearsal.entry=container"),
 )
 """Without the toolkit, which costs every host some seconds of CPU and takes SIGTERM from train.py."""
-RAY_ALONE = "\nFOR_CHAINS = FOR_TRAINING = Imports(('ray._private.workers.default_worker',))\n"
+RAY_ALONE = "\nFOR_CHAINS = FOR_TRAINING = ('ray._private.workers.default_worker',)\n"
 """What hosts import ahead: the workers of a stand-in need no more."""
 
 NAMES: list[str] = []

@@ -16,7 +16,6 @@ import pytest
 from launcher.job import Job
 from launcher.places import local
 from stoker.config.loading import load
-from stoker.hosts import early
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
@@ -89,32 +88,3 @@ def test_two_runs_that_were_planned_for_the_same_folder_get_one_each(tmp_path: P
     first, second = local.submit(request), local.submit(request)
     assert (first.run_dir, second.run_dir) == (request.run_dir, Path(f"{request.run_dir}-2"))
     assert (first.wait(), second.wait()) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("typed", "begins"),
-    [
-        ("job.yaml", True),
-        ("run job.yaml train.epochs=3 --source-dir x", True),
-        ("train.py -- --on the.left", True),
-        ("job.yaml --on ray", False),
-        ("job.yaml --on=rehearsal", False),
-        ("job.yaml --dry-run", False),
-        ("absent.yaml", False),
-        ("status job.yaml", False),
-        ("check train.py", False),
-        ("--help", False),
-        ("", False),
-    ],
-)
-def test_only_a_local_run_begins_to_import_before_it_is_checked(
-    typed: str, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("job.yaml", "train.py"):
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(early, "POSSIBLE", True)
-    monkeypatch.setattr(early, "begin", lambda modules: early.Begun(1, 2))
-    early.begin_for(typed.split())
-    assert (early.begun() is not None) == begins
-    assert early.begun() is None, "it serves one job"

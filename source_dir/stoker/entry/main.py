@@ -72,16 +72,15 @@ def run_locally(arguments: list[str]) -> int:
     check_only, on_cluster = CHECK_VARIABLE in os.environ, os.environ.get(PLACE_VARIABLE) == "ray"
     try:
         resolved = read_configuration(arguments, {})
-        from stoker.entry import job_checks as checks
-
         if on_cluster:
             cluster.refuse_old_ray()
         else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
-            imports = forks.FOR_TRAINING.also(*forks.libraries_of(resolved.config, CODE))
+            imports = (*forks.FOR_TRAINING, *forks.libraries_of(resolved.config, CODE))
             starting = None if check_only else cluster.LocalCluster(resolved.config, imports)
-        with starting.follows() if starting else contextlib.nullcontext():
-            opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
+        from stoker.entry import job_checks as checks  # while Ray starts
+
+        opened = checks.check_chains(checks.check(resolved, data_too=not on_cluster))
         if check_only:
             return 0
         from stoker.entry import driver

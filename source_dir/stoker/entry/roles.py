@@ -100,8 +100,7 @@ def run_head(
         # Check the recipe while the hosts join, so that problems show before training.
         from stoker.entry import job_checks as checks
 
-        with node.follows():
-            opened = checks.check_chains(checks.check(resolved))
+        opened = checks.check_chains(checks.check(resolved))
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,
@@ -256,7 +255,8 @@ def package_versions(code: Path) -> dict[str, str]:
 def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: str) -> RayNode:
     folder = raynode.private_folder()
     imports = forks.FOR_TRAINING if topology.trains else forks.FOR_CHAINS
-    server = forks.started(imports.also(*forks.libraries_of(resolved.config, SOURCE_FOLDER)), folder)
+    imports = (*imports, *forks.libraries_of(resolved.config, SOURCE_FOLDER))
+    server = forks.started(imports, folder)
     return RayNode([*how, *_shared_arguments(resolved, topology, address)], folder, server)
 
 

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class LocalCluster:
     Its daemons end with the thread that creates it. Call `set_environment` before.
     """
 
-    def __init__(self, config: Config, imports: forks.Imports) -> None:
+    def __init__(self, config: Config, imports: Sequence[str]) -> None:
         # A single machine is never preempted in part, so there is nothing to watch.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         # By default Ray's workers run at nice 15, and would starve beside whatever else runs on a laptop.
@@ -54,7 +54,6 @@ class LocalCluster:
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
         self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
-        self.follows = self._node.follows
 
     def stop(self) -> None:
         self._node.stop(grace_s=0)

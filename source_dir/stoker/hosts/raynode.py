@@ -195,9 +195,6 @@ class RayNode:
             if line.startswith(NOT_FORKED):
                 say(f"warning: {line}")
 
-    def follows(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._forks is None else self._forks.follows()
-
     @property
     def alive(self) -> bool:
         return self._process.poll() is None

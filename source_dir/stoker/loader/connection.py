@@ -154,7 +154,7 @@ def _start() -> None:
     set_environment(secrets.token_hex(32))
     ray_compat.read_environment_again()
     also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
-    imports = forks.FOR_CHAINS.also(*IMPORTED, *also)
+    imports = (*forks.FOR_CHAINS, *IMPORTED, *also)
     made: Future[LocalCluster] = Future()
 
     def hold() -> None:

@@ -43,7 +43,7 @@ ANSWER_S = 60.0
 RUNTIME_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 NOT_THE_SCRIPTS = (
     *("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", RUNTIME_VARIABLE, "PYTHONBREAKPOINT"),
-    *("STOKER_FORKS", "STOKER_TRAINS"),
+    "STOKER_FORKS",
 )
 """Variables that Ray sets for workers; a script that uses Ray is a separate driver."""
 

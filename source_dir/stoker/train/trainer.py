@@ -24,7 +24,6 @@ from ray.util import get_node_ip_address
 from stoker.config.schema import Config
 from stoker.errors import DataError, ScriptError, UsageError, where_raised
 from stoker.events.kinds import TrainWorkerLost
-from stoker.hosts.forks import TRAINS_VARIABLE
 from stoker.hosts.raynode import free_port
 from stoker.session import ATTEMPT_VARIABLE
 from stoker.train.loop import WHERE
@@ -76,7 +75,6 @@ def make_trainer(
             name="ray_train",
             storage_path=str(storage),
             callbacks=[Losses()],
-            worker_runtime_env={"env_vars": {TRAINS_VARIABLE: "1"}},
             failure_config=FailureConfig(max_failures=config.train.max_failures, controller_failure_limit=0),
         ),
     )

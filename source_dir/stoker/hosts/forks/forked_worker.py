@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 WAIT_S = 40.0
@@ -19,24 +18,17 @@ def main(arguments: list[str]) -> None:
 
 def forked(command: list[str]) -> bool:
     """Request a fork with this process's environment, folder and output."""
-    path = os.environ.get("STOKER_FORKS", "")  # importing the package would take longer
-    if path and os.environ.get("STOKER_TRAINS"):
-        path = str(Path(path).parent / "training")
     what = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd())}
-    asked = json.dumps(what).encode()
-    deadline = time.monotonic() + WAIT_S
-    while path and Path(path).parent.is_dir() and time.monotonic() < deadline:
-        try:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.connect(path)
-                socket.send_fds(server, [asked[:1]], [0, 1, 2])
-                server.sendall(asked[1:] + b"\n")
-                return bool(server.recv(1))
-        except FileNotFoundError:
-            time.sleep(0.02)  # it is still importing
-        except OSError:
-            return False
-    return False
+    asked = json.dumps(what).encode() + b"\n"
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(WAIT_S)
+            server.connect(os.environ.get("STOKER_FORKS", ""))  # importing the package would take longer
+            socket.send_fds(server, [asked[:1]], [0, 1, 2])
+            server.sendall(asked[1:])
+            return server.recv(1) + server.recv(1) == b"11"  # "still there?" and "forked"
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":
