@@ -43,6 +43,10 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
     params = values(resolved)
     behaviour = params.get("behaviour", "succeed")
     print("driver: running", flush=True)
+    if behaviour == "raise":
+        raise RuntimeError("the recipe raised this")
+    if behaviour == "exit":
+        sys.exit(3)
     if behaviour == "fail":
         return Outcome(1, "loss is NaN at step 12")
     if behaviour == "killed":
