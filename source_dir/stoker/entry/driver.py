@@ -28,7 +28,7 @@ from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
 from stoker.events.sinks import Board, Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary
-from stoker.hosts.topology import GROUP_LABEL, label
+from stoker.hosts.topology import GROUP_LABEL, host_name, label
 from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
 from stoker.storage.checkpoint_store import open_store
@@ -38,7 +38,7 @@ from stoker.train.stopping import modes
 if TYPE_CHECKING:
     from stoker.entry.fit import Work
 
-POLL_S = 0.5
+POLL_S = 1.0
 STOP_DEADLINE_S = 90.0
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
@@ -227,7 +227,7 @@ def hosts(scaling: CpuHostsConfig) -> list[Host]:
             labels, resources = node.get("Labels", {}), node["Resources"]
             found.append(
                 Host(
-                    host=labels.get("stoker.host") or node["NodeManagerHostname"],
+                    host=host_name(node),
                     group=labels.get(GROUP_LABEL, "default"),
                     cpus=resources.get("CPU", 0),
                     gpus=resources.get("GPU", 0),

@@ -117,6 +117,13 @@ MOST_TRAIN_WORKERS = 10_000
 """How much of `TRAIN_RESOURCE` a host has."""
 
 
+def host_name(node: Mapping[str, Any]) -> str:
+    """The name of one of Ray's nodes, as `ray.nodes()` describes it."""
+    return str(
+        node.get("Labels", {}).get("stoker.host") or node.get("NodeManagerHostname") or node["NodeID"][:8]
+    )
+
+
 def label(name: str) -> str:
     """A name of a group or host as a valid Ray label value.
 

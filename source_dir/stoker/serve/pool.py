@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.config.schema import Config
 from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
 from stoker.figures import count_of, size
-from stoker.hosts.topology import GROUP_LABEL, label
+from stoker.hosts.topology import GROUP_LABEL, host_name, label
 from stoker.protocol import Shard, Work
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
@@ -174,9 +174,8 @@ def chain_hosts(
         trains = bool(gpus or training[node["NodeID"]] or (several and group == own_group))
         reserve = 0 if group is not None else min(int(gpus), training[node["NodeID"]] or int(gpus))
         slots = max(int(resources.get("CPU", 0)) - reserve, min(1, int(resources.get("CPU", 0))))
-        name = labels.get("stoker.host") or node.get("NodeManagerHostname", "")
         scaled = bool(scaling.max and resources.get(scaling.resource))
-        found.append(ChainHost(node["NodeID"], slots, trains, name, scaled))
+        found.append(ChainHost(node["NodeID"], slots, trains, host_name(node), scaled))
     return found
 
 

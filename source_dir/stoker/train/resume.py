@@ -18,7 +18,7 @@ from stoker.errors import UsageError
 from stoker.events.recorder import notable_events
 from stoker.events.summary import Summary
 from stoker.figures import count_of
-from stoker.hosts.topology import GROUP_LABEL
+from stoker.hosts.topology import GROUP_LABEL, host_name
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
@@ -230,10 +230,9 @@ def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, st
 
     found = {}
     for node in ray.nodes():
-        labels = node.get("Labels", {})
-        fits = train_group is None or labels.get(GROUP_LABEL) == train_group
+        fits = train_group is None or node.get("Labels", {}).get(GROUP_LABEL) == train_group
         if node["Alive"] and fits and (not use_gpu or node["Resources"].get("GPU")):
-            found[node["NodeID"]] = labels.get("stoker.host") or node["NodeManagerHostname"]
+            found[node["NodeID"]] = host_name(node)
     return found
 
 

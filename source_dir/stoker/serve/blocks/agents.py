@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.errors import CacheError, where_raised
 from stoker.hosts import machine
-from stoker.hosts.topology import NODE_LABEL
+from stoker.hosts.topology import NODE_LABEL, host_name
 from stoker.protocol import Directory, Server
 from stoker.read.host_cache import PREFIX, CacheSpec, open_root
 from stoker.serve.blocks.folder import PREFIX as BLOCKS
@@ -172,7 +172,7 @@ class Agents:
                 self._bury(node, alive[node], cause)
             lost = frozenset(node for node, agent in self._agents.items() if agent.is_lost())
             for node in lost - self.lost:
-                self._note(f"host {_name(alive[node])} no longer answers: others do its work")
+                self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
             self.lost = lost
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
@@ -228,10 +228,6 @@ class Agents:
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
         then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
         self._note(
-            f"the agent on host {_name(about)} died ({cause}), and its blocks with it, which are made again;"
-            f" {then}"
+            f"the agent on host {host_name(about)} died ({cause}), and its blocks with it, which are made"
+            f" again; {then}"
         )
-
-
-def _name(node: dict[str, Any]) -> str:
-    return str(node.get("Labels", {}).get("stoker.host") or node.get("NodeManagerHostname", node["NodeID"]))
