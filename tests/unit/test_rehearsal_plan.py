@@ -94,7 +94,7 @@ UNSHARE = """#!/bin/bash
 eval "echo > /dev/fd/${@: -1}"
 exec {fd}>&-
 echo "epoch 1"
-sleep 1 & wait
+sleep 3 & wait
 """
 
 
