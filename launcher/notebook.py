@@ -203,7 +203,7 @@ def plan(
             check_recipe(job)
     variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **credentials}
     if cluster is None:
-        run_dir, lasting = found.run_dir or run_directory.new_run_dir(job), None
+        run_dir, lasting = found.run_dir or _own(run_directory.new_run_dir(job)), None
         variables[PLACE_VARIABLE] = "local"
     else:
         run_dir, lasting = folders(job)

@@ -171,3 +171,7 @@ def test_a_folder_too_large_to_stage_is_refused_before_it_is_copied(
     for number in range(6):
         (tmp_path / "data" / f"{number}.jpg").touch()
     assert "is staged with the job but holds more than" in refused()
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own() -> None:
+    assert len({plan(JOB, (), "local").run_dir for _ in range(5)}) == 5
