@@ -23,9 +23,13 @@ from stoker.hosts.raynode import OWN_DEADLINE_S, STARTS
 from stoker.place import RunPlace
 from stoker.ray_compat import fork_workers
 
+NO_PROGRESS_S = 6.0
+
 
 @contextlib.contextmanager
 def one_cluster() -> Iterator[None]:
+    # After half an hour in which no lease ends, Ray Data would end an execution; here, it would much sooner.
+    os.environ["RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S"] = str(NO_PROGRESS_S)
     # As local runs have it.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     folder = raynode.private_folder()

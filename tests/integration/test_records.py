@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from rebuilding import rebuilt_as_recorded
-from running import Outcome, run_job
+from running import NO_PROGRESS_S, Outcome, run_job
 from streaming import Train, flat
 
 from stoker.config.schema import Config
@@ -57,6 +58,24 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
     assert len(quarantined) == 4
     rebuilt_as_recorded(outcome.run_dir, 32, 16, (1, 9, 16, 17, 32))
     assert '"key": "5"' in quarantined[0] or '"key": "400"' in quarantined[0]
+
+
+@pytest.mark.parametrize("recipe", ["rows:Counting", "rows:FromRay"])
+def test_a_pass_in_which_nothing_moves_for_as_long_as_ray_data_bears_goes_on(
+    recipe: str, ray_cluster: None
+) -> None:
+    job = {
+        "recipe": recipe,
+        "params": {"slow_s": NO_PROGRESS_S + 3} if recipe == "rows:FromRay" else {"train_records": 103},
+        "data": {"order": "exact", "shuffle": False, "block_records": 8},
+        "train": {"epochs": 2, "batch_size": 8},
+    }
+    train = Train(Config.model_validate(job))
+    steps = train.steps("train", 0)
+    first = list(islice(steps, 4))
+    time.sleep(NO_PROGRESS_S + 3)
+    assert len(set(flat([*first, *steps]))) == 103
+    train.close()
 
 
 def test_the_order_is_permuted_anew_in_every_epoch_and_the_same_in_every_run(ray_cluster: None) -> None:

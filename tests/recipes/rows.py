@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,8 @@ class NoModel(Recipe):
 
 class FromRay(Regression):
     data: str = ""
+    slow_s: float = 0.0
+    """How long the last block takes."""
 
     def read(self, split: str) -> Any:
         import ray
@@ -129,7 +132,13 @@ class FromRay(Regression):
         if split == "val":
             return None
         rows = [{"x0": float(i % 7), "x1": float(i % 3), "y": float(i)} for i in range(103)]
-        return ray.data.from_items(rows, override_num_blocks=4)
+        dataset = ray.data.from_items(rows, override_num_blocks=4)
+        return dataset.map_batches(partial(late, self.slow_s)) if self.slow_s else dataset
+
+
+def late(seconds: float, rows: Any) -> Any:
+    time.sleep(seconds if 102 in rows["y"] else 0.0)
+    return rows
 
 
 NOT_A_RECIPE = 3

@@ -544,7 +544,7 @@ def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pas
     monkeypatch.setattr("ray.get_runtime_context", lambda: me)
     monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
     passes = Passes(loaders, folder)
-    ChainWorker(passes, "run")({"works": [SimpleNamespace(as_py=lambda: True)]})
+    ChainWorker(passes, "run")(None)
     batches = [made.batch.tolist() for made in passes.found if isinstance(made, MadeBatch) and not made.ended]
     first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
     assert batches == [first] * loaders + [second] * loaders

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 import threading
 import time
 import warnings
@@ -55,10 +54,9 @@ class ChainWorker:
 
     def __call__(self, lease: Any) -> Any:
         """Work until the lease is over; a row of statistics."""
+        import pyarrow as pa
         import ray
 
-        if not lease["works"][0].as_py():
-            return self._row(0.0)
         began = time.process_time()
         try:
             self._ask("begin_lease", self._me, ray.get_runtime_context().current_actor)
@@ -68,13 +66,8 @@ class ChainWorker:
                 time.sleep(reply.wait_s)
         except (OverError, ray.exceptions.RayActorError):
             pass  # the run is over
-        return self._row(time.process_time() - began, tasks=1)
-
-    def _row(self, cpu_s: float, tasks: int = 0) -> Any:
-        import pyarrow as pa
-
         made, self._made = self._made, dict.fromkeys(MADE, 0.0)
-        return pa.Table.from_pylist([{"tasks": tasks, "cpu_s": cpu_s, **made}])
+        return pa.Table.from_pylist([{"tasks": 1, "cpu_s": time.process_time() - began, **made}])
 
     def _next(self, last: LastBlock) -> Reply:
         reply: Reply = self._ask("claim", self._me, list(self._loaded), last)
@@ -176,11 +169,8 @@ class ChainWorker:
 CPUS = 0.5
 """CPUs that a chain worker requests from Ray. Less than 1, so that a host can also take the workers of a lost
 host until their leases are ended; `Pool` decides how many run."""
-STARTING_LOOK_S, WORKING_LOOK_S = 0.1, 5.0
+STARTING_LOOK_S, WORKING_LOOK_S = 0.1, 1.0
 """How often Ray Data looks at the leases while workers start, which it gives them one by one, and later."""
-AT_ONCE = 2
-"""Leases that are over at once. Who waits for Ray Data's next row looks a hundred times a second, for 1 %
-of a core. With one of these rows taken and another at hand, nobody waits until a lease ends."""
 START_S = 180.0
 """Workers that have not reported after this time are started again."""
 TEXTS = 20
@@ -192,8 +182,6 @@ class Leases:
     def __init__(self, service: Any, run: str, pool: Pool, failed: Callable[[BaseException], None]) -> None:
         self._service, self._run, self._pool, self._failed = service, run, pool, failed
         self._lock = threading.Lock()
-        self._some_ended = threading.Condition(self._lock)
-        self._ended = 0
         self._starting: list[tuple[float, Counter[str]]] = []
         """For each execution: since when, and how many workers it has still to start, by node."""
         self._threads: list[threading.Thread] = []
@@ -206,12 +194,6 @@ class Leases:
                 if starting[node] > 0:
                     starting[node] -= 1
                     return
-
-    def ended(self) -> None:
-        """A lease is over, or its worker is lost."""
-        with self._some_ended:
-            self._ended += 1
-            self._some_ended.notify_all()
 
     def look(self, alone: bool) -> None:
         """Start the workers that are missing; `alone`: no other dataset is executed in this process."""
@@ -233,9 +215,6 @@ class Leases:
         thread.start()
 
     def join(self, seconds: float) -> None:
-        with self._some_ended:
-            self._ended = sys.maxsize
-            self._some_ended.notify_all()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -252,17 +231,13 @@ class Leases:
         return text, [{"name": "MapBatches(ChainWorker)", **whole, **times}]
 
     def _execute(self, begun: tuple[float, Counter[str]], places: list[str]) -> None:
-        known = self._ended
         try:
             dataset = self._dataset(places)
             self._datasets = [*self._datasets, dataset][-TEXTS:]
             for rows in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-                with self._some_ended:
+                with self._lock:
                     for row in rows.to_pylist():
                         self._sums.update(row)
-                        known += row["tasks"]
-                    while self._ended <= known:
-                        self._some_ended.wait()
         except Exception as error:
             self._failed(error)
         finally:
@@ -276,9 +251,11 @@ class Leases:
         nodes = iter(places)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            works = [False] * AT_ONCE + [True] * len(places)
-            leases = ray.data.from_items([{"works": each} for each in works], override_num_blocks=len(works))
+            leases = ray.data.from_items(
+                [{"lease": n} for n in range(len(places))], override_num_blocks=len(places)
+            )
             leases.context.enable_progress_bars = False
+            leases.context.execution_no_progress_timeout_s = -1  # no block moves until a lease ends
             leases.context.max_errored_blocks = -1
             return leases.map_batches(
                 ChainWorker,

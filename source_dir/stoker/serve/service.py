@@ -182,7 +182,7 @@ class DataService(ABC):
             if (planner := self._planner()) is not None:
                 planner.ended(by)
             if self._knows_process(by):
-                self._forget(by.worker)
+                del self.workers[by.worker]
             return Reply(go_on=False)
         return Reply(wait_s=LATER_S)
 
@@ -317,12 +317,7 @@ class DataService(ABC):
             at_work = worker in active or worker in self.pool.bound
             silent = not at_work and now - each.seen > SILENT_S
             if each.by.node not in alive or silent:
-                self._forget(worker)
-
-    def _forget(self, worker: str) -> None:
-        del self.workers[worker]
-        if self.leases is not None:
-            self.leases.ended()
+                del self.workers[worker]
 
     def _lease_failed(self, error: BaseException) -> None:
         if not self.over and self.attempt is not None:

@@ -44,6 +44,7 @@ class DatasetSource(Source):
         dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
         dataset.context.enable_progress_bars = False
         dataset.context.execution_options.preserve_order = exact
+        dataset.context.execution_no_progress_timeout_s = -1  # it also waits while enough is ready
         first = 0
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:
