@@ -78,6 +78,17 @@ def test_a_worker_is_a_fork_with_the_environment_folder_and_output_of_its_own(
     assert output == "its output\n"
 
 
+def test_workers_are_forked_where_the_job_began_with_signals_of_children_ignored(
+    tmp_path: Path, serve: Callable[..., forks.ForkServer]
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        server = serve("numpy")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert work(tmp_path, "one")[0][0].split()[0] == str(server.pid)
+
+
 def test_where_two_forks_would_draw_the_same_ids_workers_start_by_themselves(
     tmp_path: Path, serve: Callable[..., forks.ForkServer], capfd: pytest.CaptureFixture[str]
 ) -> None:

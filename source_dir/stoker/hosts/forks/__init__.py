@@ -101,9 +101,12 @@ class ForkServer:
 def libraries_of(config: Config, source: Path) -> list[str]:
     """Known libraries that a recipe's file imports: else each chain worker would, before its first record."""
     module = ALIASES.get(config.recipe, config.recipe).partition(":")[0]
-    file = source.joinpath(*module.split(".")).with_suffix(".py")
-    if config.script is not None or not file.is_file():
+    try:
+        file = source.joinpath(*module.split(".")).with_suffix(".py")
+        found = IMPORT.findall(file.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):  # what names no file is refused elsewhere
         return []
-    found = IMPORT.findall(file.read_text(encoding="utf-8", errors="replace"))
+    if config.script is not None:
+        return []
     of_built_in = ["torchvision.transforms.v2"] if module.startswith("stoker.") else []
     return of_built_in + [name for of, part in found for name in {of, f"{of}.{part}".rstrip(".")}]

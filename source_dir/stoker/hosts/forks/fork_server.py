@@ -28,6 +28,7 @@ def main(parent: int, modules: Sequence[str]) -> NoReturn:
             os.dup2(1, 0)
             # Without this folder; a worker puts its own at the first place.
             sys.path[:] = ["", *(path for path in sys.path if path != str(Path(__file__).parent))]
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may be started with it ignored
             gc.disable()  # to import faster
             runpy.run_path(str(RAY_COMPAT))["draw_ids_from_the_system"]()
             import_all(modules)

@@ -22,8 +22,9 @@ def forked(command: list[str]) -> bool:
     asked = json.dumps(what).encode() + b"\n"
     try:
         with socket.socket(socket.AF_UNIX) as server:
+            # Without a timeout: a full queue is waited for. (Importing the package's name would take longer.)
+            server.connect(os.environ.get("STOKER_FORKS", ""))
             server.settimeout(WAIT_S)
-            server.connect(os.environ.get("STOKER_FORKS", ""))  # importing the package would take longer
             socket.send_fds(server, [asked[:1]], [0, 1, 2])
             server.sendall(asked[1:])
             return server.recv(1) + server.recv(1) == b"11"  # "still there?" and "forked"
