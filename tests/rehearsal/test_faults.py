@@ -11,7 +11,6 @@ from launcher.rehearsal import running
 from launcher.rehearsal.running import RehearsalRun
 
 
-@pytest.mark.soak
 def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehearse: Rehearse) -> None:
     """Long: Ray itself must declare a host lost that neither answers nor closes its connections."""
     done = rehearse(
