@@ -65,7 +65,13 @@ class Outcome:
     run_dir: Path
 
 
-def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sections: Any) -> Outcome:
+def run_job(
+    folder: Path,
+    *overrides: str,
+    run_dir: Path | None = None,
+    train_group: str | None = None,
+    **sections: Any,
+) -> Outcome:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections}))
     run_dir = run_dir or folder / "run"
@@ -74,6 +80,6 @@ def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sectio
         checks.check(resolved, data_too=False)
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
-    place = RunPlace("local", run_dir, run_dir / "checkpoints", run_dir / "model")
+    place = RunPlace("local", run_dir, run_dir / "checkpoints", run_dir / "model", train_group=train_group)
     code = driver.run(resolved, place).code
     return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)

@@ -33,3 +33,31 @@ def test_a_restart_without_the_last_checkpoint_fails_and_names_it(ray_cluster: N
     assert f"{tmp_path}/run/checkpoints/step-00000006, the last checkpoint of this run" in error
     assert "checkpoint.dir must be s3:// or a folder that they share" in error
     assert "\n" not in error
+
+
+def test_train_workers_wait_for_a_host_as_long_as_hosts_may_take_to_join(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    outcome = run_job(
+        tmp_path,
+        recipe="rows:Counting",
+        train={"epochs": 1, "batch_size": 16},
+        cluster={"join_timeout_s": 3},
+        train_group="not there",
+    )
+    error = outcome.summary.error or ""
+    assert outcome.code == 1 and "could not start the train workers" in error
+    assert "timed out after 3.0 seconds" in error
+
+
+def test_a_rank_that_validates_for_longer_than_data_may_stall_holds_up_the_others(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    outcome = run_job(
+        tmp_path,
+        recipe="rows:SlowFirstRank",
+        params={"train_records": 32, "val_records": 24, "seconds": 7.0},
+        data={"stall_timeout_s": 12},
+        train={"epochs": 1, "batch_size": 4, "workers": 2},
+    )
+    assert outcome.code == 0, outcome.summary.error

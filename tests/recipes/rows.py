@@ -199,6 +199,17 @@ class SlowValidation(Counting):
         return '"event": "stop"' in (folder / "events.jsonl").read_text()
 
 
+class SlowFirstRank(Counting):
+    seconds: float
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank() == 0:
+            time.sleep(self.seconds)
+        return super().validation_step(model, batch)
+
+
 class Listening(Counting):
     def training_step(self, model: Any, batch: Any) -> Any:
         import psutil

@@ -37,6 +37,7 @@ class Coordinator(DataService):
         self.by_row = not passes.has_shards("train")
         self.executes_datasets = not all(map(passes.has_shards, totals))
         self.trainings = -1
+        self._asked = time.monotonic()
         self.stop_reason = ""
         self.last_checkpoint = ""
 
@@ -149,6 +150,7 @@ class Coordinator(DataService):
         """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
         with self.changed:
+            self._asked = time.monotonic()
             current = self._current(attempt)
             if current is not None and (pass_ := current.open.get((split, epoch))) is not None:
                 pass_.fetched[rank] = fetched
@@ -162,6 +164,11 @@ class Coordinator(DataService):
                     return given if portion is None else portion
                 given.append(portion)
         return given
+
+    def unasked_s(self) -> float:
+        """Train worker's call: for how long none has asked for rows."""
+        with self.changed:
+            return time.monotonic() - self._asked
 
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
         """Train worker's call: with this, `begin` continues after these steps of this attempt's pass.

@@ -24,7 +24,7 @@ from stoker.protocol import BlockReport, Claim, Made, Process, Reply, SplitSetup
 from stoker.ray_compat import look_at_tasks_every
 from stoker.read.sources import IndexedSource, Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, open_split
+from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, let_wait, open_split
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
@@ -254,8 +254,7 @@ class Leases:
             leases = ray.data.from_items(
                 [{"lease": n} for n in range(len(places))], override_num_blocks=len(places)
             )
-            leases.context.enable_progress_bars = False
-            leases.context.execution_no_progress_timeout_s = -1  # no block moves until a lease ends
+            let_wait(leases)
             leases.context.max_errored_blocks = -1
             return leases.map_batches(
                 ChainWorker,

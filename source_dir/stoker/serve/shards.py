@@ -42,9 +42,8 @@ class DatasetSource(Source):
     def blocks(self, seed: int | None, exact: bool) -> Iterator[Shard]:
         """Execute the dataset once; `seed` permutes its blocks, `exact` keeps their order in every run."""
         dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
-        dataset.context.enable_progress_bars = False
+        let_wait(dataset)
         dataset.context.execution_options.preserve_order = exact
-        dataset.context.execution_no_progress_timeout_s = -1  # it also waits while enough is ready
         first = 0
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:
@@ -53,6 +52,7 @@ class DatasetSource(Source):
                     first += rows
 
     def first_rows(self, count: int) -> list[Record]:
+        let_wait(self.dataset)
         return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
@@ -71,6 +71,19 @@ class DatasetSource(Source):
     def fingerprint(self) -> str:
         """A pipeline does not identify its records."""
         return type(self.dataset).__name__
+
+
+def let_wait(dataset: Any) -> None:
+    """Let a dataset's execution wait for as long as it must: leases do, and blocks while enough are ready.
+
+    Ray 2.60 ends one in which no block moves for half an hour. Ray 2.54.0 asks for the state of each task
+    that runs, which takes 40 s without a dashboard.
+    """
+    context = dataset.context
+    context.enable_progress_bars = False
+    context.execution_no_progress_timeout_s = -1
+    if (detectors := getattr(context, "issue_detectors_config", None)) is not None:
+        detectors.detectors = []
 
 
 def as_records(block: Any) -> list[Record]:

@@ -23,6 +23,9 @@ from stoker.train import strategies
 from stoker.train.feed import Feed
 
 FLUSH_S = 60.0
+RANKS_S = 1800.0
+"""How long a rank waits for others that ask for no rows: as long as PyTorch waits in a collective by default.
+In validation, nothing else ties the ranks together, and one of them may take much longer."""
 
 
 @dataclass
@@ -95,7 +98,13 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     call = worker.coordinator.epoch_done.remote(
         worker.attempt, feed.split, feed.epoch, worker.rank, used, steps
     )
-    answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
+    while not ray.wait([call], timeout=RANKS_S / 10)[0]:
+        if (silent_s := ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)) > RANKS_S:
+            raise DataError(
+                f"{feed.split} epoch {feed.epoch + 1}: other train workers have neither ended it nor asked"
+                f" for rows for {silent_s:.0f} s"
+            )
+    answer = ray.get(call)
     if isinstance(answer, str):
         raise DataError(answer)
     return {"split": feed.split, **answer}
