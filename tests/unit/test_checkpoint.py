@@ -26,6 +26,7 @@ from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_stor
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
+from tests.waiting import until
 
 
 def save(store: CheckpointStore, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
@@ -275,7 +276,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from stoker.storage.checkpoint_store import open_store
-draft = open_store(sys.argv[1]).draft()
+store = open_store(sys.argv[1], synced=bool(sys.argv[2:]))
+draft = store.draft()
 (draft / "model.safetensors").write_bytes(b"half")
 print(draft, flush=True)
 sys.stdin.read()
@@ -315,6 +317,19 @@ def test_a_draft_stays_while_its_writer_lives_and_goes_when_it_was_killed(
     drafted(store, 2)
     assert not draft.exists()
     assert store.names() == ["step-00000002", "step-00000001"]
+
+
+def test_of_a_killed_writer_to_storage_that_is_copied_nothing_stays_on_the_disk(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "kept"), "synced"], stdin=-1, stdout=-1, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    draft = Path(process.stdout.readline().strip())
+    assert draft.is_relative_to(tmp_path) and (draft / "model.safetensors").is_file()
+    process.kill()
+    process.communicate()
+    until(lambda: not any(tmp_path.iterdir()))
 
 
 def test_a_draft_that_was_just_made_is_left_to_its_writer(tmp_path: Path) -> None:
@@ -391,6 +406,7 @@ def test_what_an_earlier_start_left_is_overwritten_where_nothing_may_be_removed(
     if left:
         (folder / left).touch()
     os.seteuid(65534)
+    store = open_store(str(without_rights), synced=True)
     if left:
         with pytest.raises(OSError, match=r"cannot write the checkpoint .*step-00000003"):
             drafted(store, 3, 1.0)

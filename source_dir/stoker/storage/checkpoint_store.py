@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ FULL = " is full"
 LEAST_FREE_MB = 0.5
 """With less, a disk counts as full: a write that does not fit leaves some pages free."""
 _CHUNK_BYTES = 16 * 2**20
+COPIES = "stoker-checkpoints-"
 
 
 def open_store(where: str, synced: bool = False) -> CheckpointStore:
@@ -138,8 +140,15 @@ class CopyStore:
                 total.update(chunk)
         return total.hexdigest()
 
+    @cached_property
+    def _copies(self) -> Path:
+        """What is here of its checkpoints; removed with this process, even if that is killed."""
+        folder = Path(tempfile.mkdtemp(prefix=COPIES))
+        self._cleaner = Cleaner(folder, COPIES)
+        return folder
+
     def draft(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix="stoker-checkpoint-"))
+        return Path(tempfile.mkdtemp(dir=self._copies))
 
     def publish(self, draft: Path, name: str) -> None:
         """Replace what an earlier start left under this name; where nothing may be removed, overwrite it."""
@@ -165,7 +174,7 @@ class CopyStore:
     def local(self, name: str) -> Iterator[Path]:
         from pyarrow import fs
 
-        folder = Path(tempfile.mkdtemp(prefix="stoker-resume-"))
+        folder = Path(tempfile.mkdtemp(dir=self._copies))
         try:
             selector = fs.FileSelector(f"{self.path}/{name}")
             for info in self.filesystem.get_file_info(selector):
