@@ -268,10 +268,12 @@ def _child_of(parent: int) -> int:
 
 
 def _processes_of(init: int) -> list[int]:
-    """All processes in the PID namespace of `init`, itself first."""
+    """All processes in the PID namespace of `init`, itself first; none if that is not a host's own."""
     found = []
     with contextlib.suppress(OSError):
         namespace = Path(f"/proc/{init}/ns/pid").readlink()
+        if namespace == Path("/proc/self/ns/pid").readlink():
+            return []
         for process in psutil.pids():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{process}/ns/pid").readlink() == namespace:

@@ -119,6 +119,7 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
         world = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
         return running.RehearsalRun(request, world, True).wait(), capsys.readouterr().out
 
+    stranger = subprocess.Popen([sys.executable, "-c", "input()", "train.py"], stdin=PIPE)
     code, shown = rehearse("slow:algo-2@/epoch 1/")
     assert (code, "not injected" in shown) == (0, False), shown
     late, never, vain = "kill:algo-2@600s", "kill:algo-2@/epoch 99/", "return:algo-2@0s"
@@ -128,6 +129,8 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
     assert f"not injected: {never}: no line matched" in shown
     for text in (vain, "crash:algo-2@0s"):
         assert f"not injected: {text}: the host was in no state for it" in shown
+    assert stranger.poll() is None, "not a process of a host"
+    stranger.communicate(b"\n")
 
 
 def test_hyperparameters_are_strings_of_json() -> None:
