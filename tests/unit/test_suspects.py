@@ -143,6 +143,8 @@ def test_a_late_host_is_avoided_for_a_while_and_longer_each_time() -> None:
     assert patience.avoided(121) == set()
     assert patience.avoid("a", now=200) == 240
     assert patience.avoided(439) == {"a"}
+    assert patience.avoid("a", now=440 + 3599) == 480
+    assert patience.avoid("a", now=4039 + 480 + 3601) == 120, "an hour without is forgiven"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ STOP_TIMEOUT_S = 100.0
 END_GRACE_S = 5.0
 LAST_FILES_S = 5.0
 """How long a host that ends the job stays after the head's end, for the head to write its last files."""
-REJOINS = 3
+REJOINS, FORGIVEN_S = 3, 3600.0
+"""How often a host joins again that was never joined for so long."""
 SEARCH_S, REJOIN_S = 4.0, 60.0
 """How long a host tries to reach the head again that was cut off, as a link may be back after seconds, or
 whose Ray has ended."""
@@ -164,12 +165,14 @@ def run_worker(
                 node = _start_ray(resolved, topology, [to], raynode.address_of(topology.interface))
                 node.wait_started(check)
                 joined += 1
+                since = time.monotonic()
                 say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
                 # A stop reaches every host; keep serving until the head has written its last checkpoint.
                 stop.on_request = lambda reason: None
                 while node.alive:
                     check()
                     time.sleep(0.25)
+                    joined = 1 if time.monotonic() - since > FORGIVEN_S else joined
                 why, search_s = "Ray ended on this host; rejoining", REJOIN_S
             except HeadLost as lost:
                 if not (lost.cut_off and 0 < joined <= REJOINS):

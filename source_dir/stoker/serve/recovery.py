@@ -132,6 +132,7 @@ GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
 """Share of `stall_s` after which the pass ends and names the stuck work, before its consumers time out
 without that information."""
 AVOID_S, LONGEST_AVOID_S = 120.0, 1920.0
+FORGIVEN_S = 3600.0
 KNOWN = 101
 
 
@@ -161,9 +162,10 @@ class Patience:
         return least * (1.0 if (split, node) in self._seen else START_UP) * 2.0**late
 
     def avoid(self, node: str, now: float) -> float:
-        """A host was late: how many seconds it gets no work. Doubles each time."""
-        _, before = self._avoided.get(node, (0.0, AVOID_S / 2))
-        seconds = min(2 * before, LONGEST_AVOID_S)
+        """A host was late: how many seconds it gets no work. Doubles each time that comes soon."""
+        until, before = self._avoided.get(node, (0.0, 0.0))
+        again = before and now - until < FORGIVEN_S
+        seconds = min(2 * before, LONGEST_AVOID_S) if again else AVOID_S
         self._avoided[node] = (now + seconds, seconds)
         return seconds
 

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,8 @@ AGENT_START_S = 60.0
 """Deadline for an agent to answer; without it, no other host gets its host's blocks."""
 ANSWER_S, STARTING_S = 5.0, 0.5
 """How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
-RESTARTS = 3
-"""Number of restarts of a host's agent before the run continues without it."""
+RESTARTS, FORGIVEN_S = 3, 3600.0
+"""Number of restarts of a host's agent in this time before the run continues without it."""
 SILENT_S = 45.0
 """After this long without an answer, a host that takes no connections is lost. Ray mostly notices sooner."""
 PROBE_S = 2.0
@@ -131,7 +130,8 @@ class Agents:
         self.run, self.secret = secrets.token_hex(8), secrets.token_bytes(32)
         self.folder = here(self.run)
         self._told, self._cache, self._note = told, cache, note
-        self._deaths: Counter[str] = Counter()
+        self._deaths: dict[str, list[float]] = {}
+        """When its agents died in the last hour, by node."""
         self._not_before: dict[str, float] = {}
         """When an agent that died may be restarted, by node."""
         self._cleaners = clean_up(self.folder, cache)
@@ -223,10 +223,12 @@ class Agents:
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
             return  # its host is gone too, which is reported elsewhere
         self._died(node)
-        self._deaths[node] += 1
-        again = self._deaths[node] <= RESTARTS
-        self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
-        then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
+        now = time.monotonic()
+        lately = [at for at in self._deaths.get(node, []) if now - at < FORGIVEN_S]
+        self._deaths[node] = deaths = [*lately, now]
+        again = len(deaths) <= RESTARTS
+        self._not_before[node] = now + RESTART_AFTER_S if again else float("inf")
+        then = "restarting it" if again else f"giving up after {len(deaths)} deaths in an hour"
         self._note(
             f"the agent on host {host_name(about)} died ({cause}), and its blocks with it, which are made"
             f" again; {then}"
