@@ -100,13 +100,13 @@ class ForkServer:
 
 def libraries_of(config: Config, source: Path) -> list[str]:
     """Known libraries that a recipe's file imports: else each chain worker would, before its first record."""
+    if config.script is not None:
+        return []
     module = ALIASES.get(config.recipe, config.recipe).partition(":")[0]
     try:
         file = source.joinpath(*module.split(".")).with_suffix(".py")
         found = IMPORT.findall(file.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):  # what names no file is refused elsewhere
-        return []
-    if config.script is not None:
         return []
     of_built_in = ["torchvision.transforms.v2"] if module.startswith("stoker.") else []
     return of_built_in + [name for of, part in found for name in {of, f"{of}.{part}".rstrip(".")}]
