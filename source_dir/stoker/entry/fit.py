@@ -76,7 +76,8 @@ def fit(settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: A
     set_ray_train()
     config: Config = settings["config"]
     # A lost GPU host may come back, or another in its place, in minutes; Ray Train would wait for one.
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", f"{config.cluster.join_timeout_s:g}")
+    # Set anew: Ray reuses this process for the next run of a notebook.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{config.cluster.join_timeout_s:g}"
     redaction.learn_job(config.model_dump(mode="json"))
     open_log(run_dir)
     try:
