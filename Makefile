@@ -10,7 +10,7 @@ SYSTEM := $(VENV)/.system
 # Containers often set it; the tests would then compile all their files again in each of their processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow old test-versions soak storm
+.PHONY: help setup demo test test-all check lint types unit integration rehearsal e2e slow old test-versions soak storm
 .PHONY: docs bench bench-peers bench-gpu sbom audit clean
 
 help:  ## list these targets
@@ -31,8 +31,11 @@ demo: $(READY)  ## train a model on real images on this machine
 
 check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
-test: setup  ## all tests except `make soak`; continues after a failed part
-	@bash scripts/test.sh lint types long slow old
+test: setup  ## lint, types and all tests except the long ones; continues after a failed part
+	@bash scripts/test.sh lint types unit slow old
+
+test-all: setup  ## the same with the long tests, as in CI
+	@LONG=1 bash scripts/test.sh lint types unit slow old
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -46,11 +49,10 @@ lint: $(READY)  ## ruff
 types: $(READY)  ## mypy --strict
 	@$(BIN)/mypy
 
-unit: setup
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" tests/unit
+CHOSEN := $(if $(LONG),,-m "not long")
 
-long: setup  ## all unit tests, the long ones included
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/unit
+unit: setup
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(CHOSEN) tests/unit
 
 old: setup  ## a small job and a lost host on the oldest Ray
 	@bash scripts/versions.sh old
@@ -64,7 +66,7 @@ integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
 
 slow: setup
-	@$(SLOW) tests/e2e tests/rehearsal tests/integration
+	@$(SLOW) $(CHOSEN) tests/e2e tests/rehearsal tests/integration
 
 bench: setup  ## benchmarks against peers; writes benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 HEAD = """# Soak tests
 
-`make soak` runs these slow tests before a release and writes this file. `make test` leaves them out.
+`make soak` runs these slow tests before a release and writes this file. `make test-all` leaves them out.
 
 Last run on {day}, commit `{commit}`, {cores} cores.
 

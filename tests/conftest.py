@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its part; leave the long ones to `make soak`."""
+    """Mark each test with its part; leave those of `make soak` out."""
     for item in items:
         item.add_marker(getattr(pytest.mark, part_of(item.path)))
     items.sort(key=lambda item: item.path.stem not in FIRST)

@@ -12,10 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import requests
 from playwright.sync_api import sync_playwright
 
 from tests.waiting import until
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = str(ROOT / "launcher/submit.py")

@@ -10,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from commands import ROOT, submit
+
+pytestmark = pytest.mark.long
 
 TWICE = """
 import os, runpy, sys

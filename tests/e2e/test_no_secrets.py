@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 from commands import ROOT
+
+pytestmark = pytest.mark.long
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "AKIAENVIRONMENT00001",

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commands import shown_until, submit, typed
+
+pytestmark = pytest.mark.long
 
 TRAIN = """
 import argparse

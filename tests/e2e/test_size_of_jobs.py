@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from commands import DIGITS, ROOT, submit
 
+pytestmark = pytest.mark.long
+
 HOSTS = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--gpu-samples-per-s", "5000")
 
 

@@ -184,6 +184,7 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     )
 
 
+@pytest.mark.long
 def test_a_job_of_gpu_and_cpu_nodes_is_stopped_with_a_checkpoint_and_stays_stopped(
     slurm: SlurmCluster, project: Path
 ) -> None:

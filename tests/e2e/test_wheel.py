@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
+pytestmark = pytest.mark.long
+
 CLEAN = ("PYTHONPATH", "STOKER_", "RAY_")
 
 

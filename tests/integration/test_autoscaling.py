@@ -16,6 +16,8 @@ import pytest
 import yaml
 from fakes.autoscaled import autoscaled
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 import ray, stoker, torch, time
 

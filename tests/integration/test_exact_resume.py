@@ -23,6 +23,8 @@ from stoker.train.build import build
 from stoker.train.state import Progress, Worker
 from stoker.train.step import Step
 
+pytestmark = pytest.mark.long
+
 CASES: dict[str, dict[str, Any]] = {
     "ddp fp32": {"strategy": "ddp"},
     "fsdp fp32": {"strategy": "fsdp"},

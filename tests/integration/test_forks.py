@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 import json, os, sys
 from stoker.hosts import cluster, forks

@@ -25,6 +25,8 @@ from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.waiting import until
 
+pytestmark = pytest.mark.long
+
 LOAD = """
 import sys, mlflow, numpy as np, torch
 mlflow.set_tracking_uri(sys.argv[1])

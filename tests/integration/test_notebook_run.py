@@ -78,6 +78,7 @@ def counting(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"name": "counting", "recipe": "rows:Counting", "output_dir": str(notebook / "runs")}
 
 
+@pytest.mark.long
 def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_and_stands_in_mlflow(
     notebook: Path, workspace: MlflowServer, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

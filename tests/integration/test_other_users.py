@@ -18,6 +18,8 @@ import pytest
 from stoker.hosts.machine import runs
 from tests.waiting import until
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65_534
 TRIES = """

@@ -321,6 +321,7 @@ class Points(Dataset):
 """
 
 
+@pytest.mark.long
 def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
     entered: RayNodes, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.ray_nodes import RayNodes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).resolve().parent
 

@@ -13,6 +13,8 @@ from rehearsals import SAME_PRIORITY, new_name
 
 from tests.summaries import EVERYWHERE, fields, trained
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 

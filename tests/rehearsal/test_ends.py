@@ -13,9 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 from tests.waiting import until
+
+pytestmark = pytest.mark.long
 
 
 def test_worker_hosts_leave_when_train_py_is_killed(rehearse: Rehearse) -> None:

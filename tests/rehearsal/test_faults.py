@@ -10,6 +10,8 @@ from rehearsals import Rehearse, Rehearsed
 from launcher.rehearsal import running
 from launcher.rehearsal.running import RehearsalRun
 
+pytestmark = pytest.mark.long
+
 
 def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehearse: Rehearse) -> None:
     """Long: Ray itself must declare a host lost that neither answers nor closes its connections."""

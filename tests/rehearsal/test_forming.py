@@ -83,6 +83,7 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
+@pytest.mark.long
 def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(tmp_path: Path) -> None:
     keys = [
         *CHEAP, f"output_dir={tmp_path}", f"name={new_name()}", "recipe=rows:Counting",

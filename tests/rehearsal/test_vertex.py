@@ -11,6 +11,8 @@ from test_digits import rehearse_digits
 
 from tests.summaries import trained
 
+pytestmark = pytest.mark.long
+
 LIKE = ("rehearsal.like=vertex", "vertex.environment={RAY_worker_niceness: '0'}")
 
 
