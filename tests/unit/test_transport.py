@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.blocks.client import DirectHosts, Transport
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
+from tests.waiting import until
 
 SECRET = b"s" * 32
 
@@ -102,6 +104,50 @@ def test_a_host_that_went_away_is_told_once_and_avoided(far: Setting) -> None:
         assert came == [False]
     assert len(far.notes) == 1 and "another way" in far.notes[0]
     assert link.avoided_until > time.monotonic()
+
+
+def connected(port: int) -> list[tuple[str, float]]:
+    """A client's connections to a server: each timer's kind and the seconds left."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    there = [row[5] for row in rows if row[3] == "01" and int(row[2].partition(":")[2], 16) == port]
+    hertz = os.sysconf("SC_CLK_TCK")
+    return [(kind, int(left, 16) / hertz) for kind, _, left in (timer.partition(":") for timer in there)]
+
+
+def test_a_connection_that_ended_while_it_was_idle_says_nothing_against_its_host(
+    far: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.serve.blocks.folder.IDLE_TIMEOUT_S", 0.3)
+    first, second, third = far.block(8), far.block(8, first=8), far.block(8, first=16)
+    # Two at the same time, so that two connections are idle then.
+    assert far.fetch(first, second)[1] == [True, True]
+    for _ in range(3):
+        until(lambda: not connected(far.server.port))
+        far.hosts.done(first)
+        columns, came = far.fetch(second, third)
+        assert came == [True, True] and columns["__id"].tolist() == [*range(8, 24)]
+    assert not far.notes
+    assert {path.name for path in far.folder.roots[0].iterdir()} == {second.block, third.block}
+
+
+def test_the_kernel_probes_an_idle_connection_before_firewalls_forget_it(far: Setting) -> None:
+    far.fetch(far.block(4))
+    ((kind, left_s),) = connected(far.server.port)
+    assert kind == "02" and 30 < left_s <= 60, "the timer of keepalive probes"
+
+
+def test_a_host_that_is_silent_on_a_used_connection_is_avoided_without_another_wait(
+    far: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.serve.blocks.client.SILENCE_TIMEOUT_S", 1.0)
+    far.fetch(far.block(4))
+    stuck = BlockSlice("0" * 24, 0, 4, "far", 4)
+    os.mkfifo(far.folder.roots[0] / stuck.block)  # the server waits until somebody writes into it
+    began = time.monotonic()
+    assert far.fetch(stuck)[1] == [False]
+    assert time.monotonic() - began < 2.0
+    (far.folder.roots[0] / stuck.block).write_bytes(b"")
+    assert len(far.notes) == 1 and "stopped responding" in far.notes[0]
 
 
 def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: Setting) -> None:

@@ -62,6 +62,9 @@ class RowRequest:
     link: HostLink
     connection: socket.socket
     part: BlockSlice
+    done: list[str]
+    reused: bool
+    """Whether the connection was idle before, and so may have ended without anybody's fault."""
 
     def receive(self, batch: BatchBuilder, at: int) -> int | None:
         """The number of bytes, once the rows are in place; None if they must come another way.
@@ -77,13 +80,24 @@ class RowRequest:
                 raise wire.WireError(str(header["error"]))
             size = 0 if refused else self._take(header, batch, at)
         except OSError as error:
-            self.hosts.avoid(self.link, error, self.connection)
-            return None
+            again = self.again(error)
+            return again.receive(batch, at) if again is not None else None
         with self.hosts.lock:
             self.link.idle.append(self.connection)
         if refused:
             raise (FileNotFoundError if header.get("missing") else SchemaError)(str(header["error"]))
         return size
+
+    def again(self, error: OSError) -> RowRequest | None:
+        """This request over a new connection, if it failed because an idle one had ended.
+
+        Its host may have got it before: rows are only read, and a block that has gone stays gone.
+        """
+        self.connection.close()
+        if self.reused and isinstance(error, wire.ENDED):
+            return self.hosts.send(self.link, self.part, self.done)
+        self.hosts.avoid(self.link, error)
+        return None
 
     def _take(self, header: dict[str, Any], batch: BatchBuilder, at: int) -> int:
         import numpy as np
@@ -138,16 +152,27 @@ class DirectHosts:
         link = self._links.get(part.node)
         if link is None or link.avoided_until > time.monotonic():
             return None
-        connection = None
+        with self.lock:
+            done, link.done = link.done, []
+            idle = link.idle.pop() if link.idle else None
+        return self.send(link, part, done, idle)
+
+    def send(
+        self, link: HostLink, part: BlockSlice, done: list[str], idle: socket.socket | None = None
+    ) -> RowRequest | None:
         try:
-            connection = self._connect(link)
+            connection = idle or self._connect(link)
+        except OSError as error:
             with self.lock:
-                done, link.done = link.done, []
+                link.done += done
+            self.avoid(link, error)
+            return None
+        request = RowRequest(self, link, connection, part, done, reused=idle is not None)
+        try:
             wire.send_message(connection, {"take": [part.block, part.start, part.stop], "done": done})
         except OSError as error:
-            self.avoid(link, error, connection)
-            return None
-        return RowRequest(self, link, connection, part)
+            return request.again(error)
+        return request
 
     def done(self, part: BlockSlice) -> None:
         if (link := self._links.get(part.node)) is not None:
@@ -155,9 +180,6 @@ class DirectHosts:
                 link.done.append(part.block)
 
     def _connect(self, link: HostLink) -> socket.socket:
-        with self.lock:
-            if link.idle:
-                return link.idle.pop()
         address = (link.server.address, link.server.port)
         connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
         try:
@@ -168,12 +190,11 @@ class DirectHosts:
             raise
         return connection
 
-    def avoid(self, link: HostLink, error: OSError, connection: socket.socket | None) -> None:
+    def avoid(self, link: HostLink, error: OSError) -> None:
         with self.lock:
             first = link.avoided_until == 0
             link.avoided_until = time.monotonic() + AVOID_S
-            closing = [*link.idle, *([connection] if connection else [])]
-            link.idle.clear()
+            closing, link.idle = link.idle, []
         for each in closing:
             with contextlib.suppress(OSError):
                 each.close()

@@ -35,10 +35,21 @@ MOST_GREETINGS = 128
 """Handshakes in progress at the same time; further connections wait until one of them ends."""
 GREETING_TIMEOUT_S = 5.0
 """Deadline of a handshake, however slowly the peer sends."""
+PROBE_IDLE_S = 60
+"""The kernel probes a connection that is idle for this long. Firewalls and address translation forget those
+without traffic, mostly after some minutes, and tell nobody."""
 
 
 class WireError(OSError):
     """The peer ended, is silent, or does not speak the protocol."""
+
+
+class EndedError(WireError):
+    """The peer has closed the connection."""
+
+
+ENDED = EndedError, ConnectionError, TimeoutError
+"""So calls fail at once on a connection that is over: closed, reset, or without an answer to probes."""
 
 
 def cluster_token() -> str:
@@ -180,12 +191,12 @@ def receive_into(connection: socket.socket, target: memoryview) -> None:
         except BlockingIOError:
             raise WireError("stopped responding") from None
         if count == 0:
-            raise WireError("closed the connection")
+            raise EndedError("closed the connection")
         at += count
 
 
 def set_timeouts(connection: socket.socket, seconds: float) -> None:
-    """How long one call may take without progress.
+    """How long one call may take without progress; the kernel probes the connection while it is idle.
 
     Uses the kernel's timeouts: Python's `settimeout` would poll before each read and split one large read
     into dozens.
@@ -195,3 +206,7 @@ def set_timeouts(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
