@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numpy as np
 import pytest
 import torch
@@ -22,10 +23,12 @@ import torch
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
 from stoker.errors import UsageError
+from stoker.storage import checkpoint_store
 from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
+from tests.fakes.aws import moto, served
 from tests.waiting import until
 
 
@@ -219,13 +222,74 @@ def test_a_failed_write_comes_up_at_the_next_look_and_only_then() -> None:
     writer.wait()
 
 
-def test_a_write_that_hangs_has_a_deadline() -> None:
-    writer = Writer(print)
+def test_a_write_that_makes_no_progress_has_a_deadline(tmp_path: Path) -> None:
+    writer = Writer(print, str(tmp_path))
     over = threading.Event()
     writer.submit("the checkpoint of step 7", lambda: over.wait() and None)
-    with pytest.raises(OSError, match="step 7: not written after 0 s"):
-        writer.wait(deadline_s=0.05)
+    with pytest.raises(OSError, match=rf"step 7: not written, .* no progress for 0 s: {tmp_path} is stuck; "):
+        writer.wait(still_s=0.05)
     over.set()
+
+
+@pytest.mark.parametrize("store", ["folder", "synced"], indirect=True)
+def test_a_write_that_makes_progress_has_all_the_time_that_it_needs(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes several deadlines, and the minute of the waiting is short, too."""
+    monkeypatch.setattr(checkpoint, "PROGRESS_CPU_S", 0.02)
+    monkeypatch.setattr(checkpoint, "TELL_S", 0.2)
+    deadline_s, said, took = 1.0, list[str](), list[float]()
+    turns: list[int] = []
+    writer = Writer(said.append, store.where)
+
+    def write() -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < 3 * deadline_s:
+            checkpoint.save(store, Content({"w": torch.zeros(1_000_000)}, {}, {"step": 1}))
+        took.append(time.monotonic() - began)
+
+    writer.submit("the checkpoint of step 1", write)
+    writer.submit("the outcome of step 1", lambda: took.append(0))  # waits for the one before
+    writer.wait(deadline_s, meanwhile=lambda: turns.append(len(said)))
+    assert took[0] > 3 * deadline_s and took[1] == 0, "both were written"
+    assert turns, "other ranks are told that this one still waits"
+    assert "the outcome of step 1 is still being written" in said[0]
+
+
+class SlowUploads:
+    """S3 that takes a moment for each part, and counts those on their way."""
+
+    def __init__(self) -> None:
+        self.inner, self.on_their_way, self.most = moto(), 0, 0
+
+    def __call__(self, environ: Any, start_response: Any) -> Any:
+        part = "partNumber" in environ["QUERY_STRING"]
+        self.on_their_way += part
+        self.most = max(self.most, self.on_their_way)
+        try:
+            threading.Event().wait(0.3 if part else 0)
+            return self.inner(environ, start_response)
+        finally:
+            self.on_their_way -= part
+
+
+def test_an_upload_reads_ahead_of_its_storage_by_little_and_arrives_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the file would wait in memory, and its upload in one call of which nothing can be seen."""
+    monkeypatch.setattr(checkpoint_store, "_CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(checkpoint_store, "_AHEAD_BYTES", 10 * 2**20)
+    slow = SlowUploads()
+    with served(slow) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        store = open_store("s3://bucket/kept")
+        weights = {"w": torch.arange(10_000_000.0)}  # 4 parts
+        saved = checkpoint.save(store, Content(weights, {}, {"step": 1}))
+        assert verify(store, saved.name) is None
+        assert torch.equal(checkpoint.load_checkpoint(saved).weights["w"], weights["w"])
+    assert 1 <= slow.most <= 2
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -244,16 +244,45 @@ class Retention:
                 )
 
 
-WRITE_DEADLINE_S = 900.0
+STILL_S = 900.0
+"""A wait for a write ends with an error after so long without progress."""
+PROGRESS_CPU_S = 0.1
+"""Progress is so much CPU time of the threads that write: of safetensors, SHA-256, `fsync` and uploads alike,
+for all of which the size of no file tells. Here, 1 GB took 0.03 s to sync and 1 s to hash. A thread that a
+stuck disk holds uses none."""
+TELL_S = 60.0
+POLL_S = 1.0
 WORTH_SAYING_S = 0.5
 _NICENESS = 10
+_NAME = "checkpoint"
+
+
+class _Progress:
+    """Of the threads that write."""
+
+    def __init__(self) -> None:
+        self.spent_s, self.at = self._cpu_s(), time.monotonic()
+
+    def still_s(self) -> float:
+        """For how long there has been none."""
+        spent_s, now = self._cpu_s(), time.monotonic()
+        if abs(spent_s - self.spent_s) >= PROGRESS_CPU_S:
+            self.spent_s, self.at = spent_s, now
+        return now - self.at
+
+    def _cpu_s(self) -> float:
+        import psutil
+
+        writers = [thread.native_id for thread in threading.enumerate() if thread.name == _NAME]
+        threads = psutil.Process().threads()
+        return sum(each.user_time + each.system_time for each in threads if each.id in writers)
 
 
 class Writer:
     """At most one write in flight; its error is raised by the next call."""
 
-    def __init__(self, tell: Callable[[str], Any]) -> None:
-        self.tell = tell
+    def __init__(self, tell: Callable[[str], Any], where: str = "the disk") -> None:
+        self.tell, self.where = tell, where
         self.failure: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.what = ""
@@ -263,15 +292,15 @@ class Writer:
         """Write in the background, after the previous write, unless that one failed."""
         self.what = what
         args = (write, self.thread)
-        self.thread = threading.Thread(target=self._run, args=args, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=args, name=_NAME, daemon=True)
         self.thread.start()
 
-    def make_room(self) -> None:
+    def make_room(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
         """Wait until no write is in flight; warn once if checkpoints come too fast."""
         self.check()
         if self.thread is not None and self.thread.is_alive():
             started = time.monotonic()
-            self.wait()
+            self.wait(meanwhile=meanwhile)
             waited = time.monotonic() - started
             if not self._told and waited > WORTH_SAYING_S:
                 self._told = True
@@ -285,12 +314,24 @@ class Writer:
             failure, self.failure = self.failure, None
             raise failure
 
-    def wait(self, deadline_s: float = WRITE_DEADLINE_S) -> None:
-        if self.thread is not None:
-            self.thread.join(deadline_s)
-            if self.thread.is_alive():
-                raise OSError(f"{self.what}: not written after {deadline_s:.0f} s: the disk is stuck")
-            self.thread = None
+    def wait(self, still_s: float = STILL_S, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        """Wait as long as the write makes progress; call `meanwhile` and tell of it every minute."""
+        began = told = time.monotonic()
+        progress = _Progress()
+        while self.thread is not None and self.thread.is_alive():
+            self.thread.join(min(POLL_S, still_s))
+            if progress.still_s() > still_s and self.thread.is_alive():
+                raise OSError(
+                    f"{self.what}: not written, and no progress for {progress.still_s():.0f} s:"
+                    f" {self.where} is stuck; check its disk or connection, then resume from the checkpoint"
+                    " before"
+                )
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                meanwhile()
+                if progress.still_s() < TELL_S:
+                    self.tell(f"{self.what} is still being written, {told - began:.0f} s so far")
+        self.thread = None
         self.check()
 
     def _run(self, write: Callable[[], None], before: threading.Thread | None) -> None:

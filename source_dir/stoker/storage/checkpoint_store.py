@@ -31,6 +31,8 @@ FULL = " is full"
 LEAST_FREE_MB = 0.5
 """With less, a disk counts as full: a write that does not fit leaves some pages free."""
 _CHUNK_BYTES = 16 * 2**20
+_AHEAD_BYTES = 16 * _CHUNK_BYTES
+"""pyarrow uploads in the background, and keeps in memory what is not uploaded yet: so much at most."""
 COPIES = "stoker-checkpoints-"
 
 
@@ -167,7 +169,10 @@ class CopyStore:
                 path.open("rb") as source,
                 self.filesystem.open_output_stream(f"{folder}/{path.name}") as target,
             ):
-                shutil.copyfileobj(source, target, _CHUNK_BYTES)
+                while chunk := source.read(_CHUNK_BYTES):
+                    target.write(chunk)
+                    if source.tell() % _AHEAD_BYTES == 0:
+                        target.flush()
         shutil.rmtree(draft, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -284,7 +289,7 @@ DRAFT = ".draft-"
 UNLOCKED_S = 60.0
 """A draft still unlocked after this time was left by a killed process."""
 UNKNOWN_S = 3600.0
-"""The same if the file system has no locks; a write takes 900 s at most."""
+"""The same if the file system has no locks; no write leaves all files of a draft alone for so long."""
 _held: dict[Path, int] = {}
 """Drafts of this process and the descriptors that lock them."""
 _lock = threading.Lock()

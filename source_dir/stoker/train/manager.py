@@ -61,7 +61,7 @@ class CheckpointManager:
         self._completes = False
         """Whether that checkpoint is in this run's folder, so that the outcome can be added to it."""
         self._last: Checkpoint | None = None
-        self.writer = Writer(self._note)
+        self.writer = Writer(self._note, store.where)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = strategies.Copier()
         self._config = redact(config.model_dump(mode="json"))
@@ -112,8 +112,8 @@ class CheckpointManager:
         check_state(worker, progress)
         check_scale(worker, progress.epoch)
         again = self._completes and worker.kept == name_of(worker.step)
-        if worker.rank == 0 and not again:
-            self.writer.make_room()  # the copies of the previous checkpoint are about to be overwritten
+        if not again:
+            self._make_room()  # the copies of the previous checkpoint are about to be overwritten
         parts = gather(worker, rank_part(worker, progress))
         live = {} if again else live_state(worker)
         self.pending, self._completes = pending, True
@@ -128,6 +128,13 @@ class CheckpointManager:
             content = checkpoint_content(live, parts, meta, self._copier)
             write = partial(self._write, content, self._position, time.perf_counter() - started)
         self.writer.submit(f"the checkpoint of step {worker.step}", write)
+
+    def _make_room(self) -> None:
+        """Collective. The wait may last longer than a collective call, so all ranks make one every minute."""
+        if self.worker.rank == 0:
+            self.writer.make_room(meanwhile=lambda: strategies.from_rank(True))
+        while strategies.from_rank(False):
+            pass
 
     def before_settling(self) -> None:
         """Wait for the data position of the last checkpoint, before the books of its epoch are closed."""
