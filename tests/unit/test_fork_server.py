@@ -78,6 +78,17 @@ def test_a_worker_is_a_fork_with_the_environment_folder_and_output_of_its_own(
     assert output == "its output\n"
 
 
+def test_modules_are_imported_ahead_from_any_folder(
+    tmp_path: Path, serve: Callable[..., forks.ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run 12:30"
+    folder.mkdir()
+    (folder / "ahead.py").write_text(f"import stoker; open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.syspath_prepend(str(folder))
+    serve("ahead")
+    until((tmp_path / "imported").exists, seconds=30)
+
+
 def test_workers_are_forked_where_the_job_began_with_signals_of_children_ignored(
     tmp_path: Path, serve: Callable[..., forks.ForkServer]
 ) -> None:

@@ -10,6 +10,7 @@ Without that process, workers start as in plain Ray, and the host says so.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -75,13 +76,12 @@ class ForkServer:
             # The raylet's end is also detected through the connection to it.
             "RAY_JOB_ID": "ffffffff",
             "RAY_RAYLET_PID": str(os.getpid()),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(self.socket)
             listening.listen(4096)
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(os.getpid()), *modules],
+                [sys.executable, str(SERVER), str(os.getpid()), json.dumps(sys.path), *modules],
                 stdin=listening.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -19,15 +19,14 @@ from typing import Any, NoReturn
 RAY_COMPAT = Path(__file__).parents[2] / "ray_compat.py"
 
 
-def main(parent: int, modules: Sequence[str]) -> NoReturn:
+def main(parent: int, path: Sequence[str], modules: Sequence[str]) -> NoReturn:
     """Import the modules and fork; standard input is the socket for requests. End with the parent process."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even if that is killed
         if os.getppid() == parent:
             listening = socket.socket(fileno=os.dup(0))
             os.dup2(1, 0)
-            # Without this folder; a worker puts its own at the first place.
-            sys.path[:] = ["", *(path for path in sys.path if path != str(Path(__file__).parent))]
+            sys.path[:] = ["", *filter(None, path)]  # a worker puts its folder at the first place
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may be started with it ignored
             gc.disable()  # to import faster
             runpy.run_path(str(RAY_COMPAT))["draw_ids_from_the_system"]()
@@ -121,4 +120,4 @@ def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.soc
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
