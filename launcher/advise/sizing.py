@@ -30,7 +30,7 @@ from launcher.run_directory import PastRun
 from stoker.config.loading import Resolved, load
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError, nearest
-from stoker.events import prices
+from stoker.events import kinds, prices
 from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
@@ -217,7 +217,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
     found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates:
         found, note = rate_of_run(summary, here)
-    passes = max(sum("trained" in epoch for epoch in records.epochs), 1)
+    passes = max(sum(epoch.get("passes", 1) for epoch in records.epochs if "trained" in epoch), 1)
     source = f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
     if here:
         source = (
@@ -238,9 +238,9 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
 def _uncounted(summary: Path) -> list[str]:
     """A note if the run read a `ray.data.Dataset`, which its data plan names in place of a fingerprint."""
     events = summary.with_name("events.jsonl")
-    lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
-    attempts = [json.loads(line) for line in lines if '"event": "attempt"' in line]
-    plans = [attempt.get("start", {}).get("plan") or {} for attempt in attempts]
+    attempts = kinds.json_lines(events, kinds.AttemptStarted)
+    starts = [attempt.get("start", {}) for attempt in attempts if attempt.get("event") == "attempt"]
+    plans = [start.get("plan") or {} for start in starts]
     if not any(str(plan.get("fingerprint", "")).endswith("Dataset") for plan in plans):
         return []
     return [

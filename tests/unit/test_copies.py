@@ -112,3 +112,26 @@ def test_storage_that_fails_for_a_while_is_told_once(tmp_path: Path, often: None
     assert copies.finish() == ""
     (line,) = told
     assert "cannot be written: " in line and "trying again" in line
+
+
+def test_a_file_that_takes_long_is_copied_less_often_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.hosts.output.EVERY_S", 0.0)  # of each round
+    source, target = tmp_path / "run", tmp_path / "copy"
+    source.mkdir()
+    copies, grown = Copies({source: target}), "one line"
+    for pause in (0, 1e9):
+        monkeypatch.setattr("stoker.hosts.output.PAUSE", pause)
+        grown += ", and more"
+        (source / "events.jsonl").write_text(grown)
+        copies.copy()
+        assert (target / "events.jsonl").read_text() == grown
+    (source / "events.jsonl").write_text(grown * 2)
+    (source / "summary.json").write_text("new")
+    copies.copy()
+    assert (target / "events.jsonl").read_text() == grown, "it took too much of the time"
+    assert (target / "summary.json").read_text() == "new"
+    copies.start()
+    assert copies.finish() == ""
+    assert (target / "events.jsonl").read_text() == grown * 2

@@ -165,9 +165,15 @@ class StepPosition(NamedTuple):
     """Records quarantined in the epoch by any attempt: key → reason."""
 
 
+TAKEN = (
+    *(kinds.AttemptStarted, kinds.TrainWorkerStarted, kinds.Resumed, kinds.StepLogged, kinds.PassEnded),
+    *(kinds.RecordQuarantined, kinds.BlocksArrived, kinds.PassProduced),
+)
+
+
 def history(run_dir: Path) -> list[LoggedAttempt]:
     found = list[LoggedAttempt]()
-    for record in kinds.json_lines(run_dir / "events.jsonl"):
+    for record in kinds.json_lines(run_dir / "events.jsonl", TAKEN):
         try:
             _take(kinds.event_of(record), found)
         except ValidationError as error:  # without it, another batch might be shown

@@ -245,8 +245,8 @@ def host_changes(summary: Summary, scaling: CpuHostsConfig) -> list[dict[str, An
     """Events since the last call; adds late hosts to the summary, and when the others ended."""
     now = {host.node_id: host for host in hosts(scaling)}
     known = {host.node_id: host for host in summary.cluster.hosts}
-    closing = [event["nodes"] for event in summary.events if event["event"] == "closing"]
-    released = closing[-1] if closing else []
+    closing = (event["nodes"] for event in reversed(summary.events) if event["event"] == "closing")
+    released: list[str] = next(closing, [])
     changed: list[tuple[type[HostChanged], Host]] = []
     for node, host in known.items():
         if node not in now and host.until is None:

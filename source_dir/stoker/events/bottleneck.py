@@ -104,7 +104,7 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
         "transfer": times["wait_transfer_s"],
         "here": times["wait_collate_s"] + times["host_to_device_s"],
     }
-    lost = sum(event["event"] == "host_lost" for event in summary.events)
+    lost = summary.notable()["host_lost"]
     if lost and sum(waits.values()) <= RECOVERY_S * lost:
         return "lost_hosts"
     most = max(waits, key=lambda name: waits[name])

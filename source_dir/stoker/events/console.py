@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +170,12 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("cache", text))
     if summary.script is None:
         rows.append(("records", books_text(records)))
-    seen = Counter(event["event"] for event in summary.events)
+    seen = summary.notable()
     lost = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
     lost += [f"{count_of(again, 'work item')} done again"] if (again := seen["work_repeated"]) else []
     rows += [("hosts", ", ".join(lost))] if lost else []
     if restarts := [event["seconds"] for event in summary.events if event["event"] == "recovered"]:
-        text = f"{len(restarts)} after lost train workers, {sum(restarts):.1f} s without training"
+        text = f"{seen['recovered']} after lost train workers, {sum(restarts):.1f} s without training"
         rows.append(("restarts", text))
     if cost := cost_row(summary):
         rows.append(cost)

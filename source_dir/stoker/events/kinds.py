@@ -9,7 +9,10 @@ A kind or a field of a later version is kept as it is: `event_of` returns an `Ev
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from time import time
 from typing import Any, ClassVar, Self
@@ -20,6 +23,8 @@ MetricValues = dict[str, float | None]
 
 
 KINDS: dict[str, type[Event]] = {}
+KIND = re.compile(r'\{"time": [^",]+, "event": "(\w+)"')
+"""The kind in a line as `Event.record` leads it."""
 
 
 def now() -> float:
@@ -282,30 +287,39 @@ class RecordIds(OfPass, kind="record_ids"):
     keys: list[Any]
 
 
+Kinds = type[Event] | tuple[type[Event], ...]
+
+
 def event_of(record: dict[str, Any]) -> Event:
     return KINDS.get(str(record.get("event")), Event).model_validate(record)
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path, of: Kinds = Event, every: int = 1) -> Iterator[Event]:
     """The events of a file, as far as they can be read: a kill may cut a line, to which a restart appends."""
-    for record in json_lines(path):
-        try:
-            yield event_of(record)
-        except ValidationError:
-            continue
+    for record in json_lines(path, of, every):
+        with suppress(ValidationError):
+            if isinstance(event := event_of(record), of):
+                yield event
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a .jsonl file, without lines that a crash cut; nothing if there is no such file."""
+def json_lines(path: Path, of: Kinds = Event, every: int = 1) -> Iterator[dict[str, Any]]:
+    """The objects in a .jsonl file, without lines that a crash cut; nothing if there is no such file.
+
+    Args:
+        of: leave out lines that are events of other kinds, as their beginnings tell.
+        every: take one in so many lines.
+    """
+    for line in islice(lines(path, of), 0, None, every):
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads(line), dict):
+                yield found
+
+
+def lines(path: Path, of: Kinds) -> Iterator[str]:
     try:
         file = path.open(encoding="utf-8", errors="replace")
     except OSError:
         return
+    others = {kind for kind, known in KINDS.items() if not issubclass(known, of)}
     with file:
-        for line in file:
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict):
-                yield found
+        yield from (line for line in file if not ((told := KIND.match(line)) and told[1] in others))

@@ -21,7 +21,8 @@ from typing import Any
 import stoker
 from stoker.config.redaction import redact, scrub
 from stoker.config.schema import Config, MlflowConfig
-from stoker.events.kinds import Event, HostCpu, read_events
+from stoker.events import kinds
+from stoker.events.kinds import Event, HostCpu
 from stoker.events.runs import flat_config
 from stoker.events.sinks import Scalars, Sink
 from stoker.events.summary import Status, Summary
@@ -76,7 +77,8 @@ class MlflowSink(Sink):
         self.lacking = ["the best values", "the tags", "the model", "the files", "the final status"]
         """What the end of the run sends and the server does not have; without the model if there is none."""
         self.scalars = Scalars()
-        for event in read_events(run_dir / "events.jsonl"):
+        known = kinds.RecordsCounted, kinds.EpochEnded, kinds.MetricsLogged
+        for event in kinds.read_events(run_dir / "events.jsonl", known):
             self.scalars.of(event)  # totals go on from those of an earlier start
         self._closing = threading.Event()
         self._summary = Summary()

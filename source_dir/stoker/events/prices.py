@@ -160,12 +160,13 @@ def run_cost(
     of them counted it; `usd_per_million_samples` is what samples cost once training runs at its steady rate.
     """
     hosts, more = summary.cluster.hosts, dict[str, float]()
+    began = min((host.since for host in hosts), default=0.0)
     hours = _hours(summary)
     if scaling is not None and scaling.max:  # CPU hosts that were there for a part of the run
         of_cpu_host, rest = scaling.usd_per_hour, scaling.rest_usd_per_hour
         if of_cpu_host is None or rest is None:
             return None
-        cpu_hours = sum(_hours_of(host, summary) for host in hosts if host.scaled)
+        cpu_hours = sum(_hours_of(host, summary, began) for host in hosts if host.scaled)
         here, at_start = rest * hours + of_cpu_host * cpu_hours, rest
         by_type = {"CPU host": of_cpu_host, "rest": rest}
         more["cpu_host_hours"] = cpu_hours
@@ -177,7 +178,7 @@ def run_cost(
         known = [price for price in each if price is not None]
         if not known or len(known) != len(each):
             return None
-        here = sum(price * _hours_of(host, summary) for host, price in zip(hosts, known, strict=True))
+        here = sum(price * _hours_of(host, summary, began) for host, price in zip(hosts, known, strict=True))
         at_start, by_type = sum(known), {h.type or h.group: p for h, p in zip(hosts, known, strict=True)}
         as_of, region, spot = prices.as_of, prices.region, prices.spot
     per_hour = here / hours if hours else at_start
@@ -202,9 +203,9 @@ def _hours(summary: Summary) -> float:
     return (summary.cluster.formed_s + summary.seconds - summary.earlier_s) / 3600
 
 
-def _hours_of(host: Host, summary: Summary) -> float:
+def _hours_of(host: Host, summary: Summary, began: float) -> float:
     """In which a host was there; those of the beginning all have the same `since`."""
-    began, own_s = min(h.since for h in summary.cluster.hosts), summary.seconds - summary.earlier_s
+    own_s = summary.seconds - summary.earlier_s
     missed_s = host.since - began + summary.cluster.formed_s if host.since > began else 0.0
     gone_s = 0.0 if host.until is None else began + own_s - host.until
     return max(_hours(summary) - (missed_s + max(gone_s, 0.0)) / 3600, 0.0)

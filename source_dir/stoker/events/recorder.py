@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -16,7 +17,7 @@ from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import STEP_TERMS, Summary, read_summary
+from stoker.events.summary import MOST_ROWS, STEP_TERMS, Summary, read_summary
 
 NOTABLE = (  # what the summary includes
     kinds.Resumed,
@@ -34,7 +35,9 @@ NOTABLE = (  # what the summary includes
 Sums = defaultdict[str, float]
 WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 
-REFRESH_S = 2.0
+REFRESH_S, PAUSE = 2.0, 20
+"""Least time between two writes of the summary, and in multiples of what one takes."""
+MOST_TIMES = 10_000
 
 
 class Recorder(Sink):
@@ -62,11 +65,13 @@ class Recorder(Sink):
         self.took_s = 0.0
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
-        self.refreshed = self.started
+        self.refreshed, self.pause_s = self.started, REFRESH_S
         self.figures: dict[str, Any] = {}  # the coordinator's, at the end
         self.totals: Sums = defaultdict(int)
         self.steady: Sums = defaultdict(int)
         self.step_ms: list[float] = []
+        """Of all steps so far; from MOST_TIMES on, of so many that are drawn from all of them."""
+        self.timed, self.draw = 0, random.Random(0)  # noqa: S311 - no secret
         self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
@@ -76,8 +81,8 @@ class Recorder(Sink):
         self.worker_nodes: dict[int, str] = {}
         self.trained = False
         """Whether this start has trained a step."""
-        self.cpu: dict[bool, defaultdict[str, list[float]]] = {n: defaultdict(list) for n in (False, True)}
-        """CPU use by host; whether training had begun."""
+        self.cpu: dict[tuple[bool, str], tuple[int, float, float]] = {}
+        """Samples of CPU use, their sum and the most; by whether training had begun, and host."""
         self.ended: list[kinds.EpochEnded] = []
         """By this start, as far as their weights are kept, and the metrics before them."""
         self.metrics_before = summary.metrics
@@ -95,15 +100,16 @@ class Recorder(Sink):
             return
         if isinstance(event, kinds.HostCpu):
             for host, used in event.hosts.items():
-                self.cpu[self.trained][host].append(used)
+                count, total, most = self.cpu.get((self.trained, host), (0, 0.0, used))
+                self.cpu[self.trained, host] = count + 1, total + used, max(most, used)
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
-            self.summary.events.append(record)
+            self.summary.keep(record)
         handler = getattr(self, f"_on_{event.event}", None)
         if handler is not None:
             handler(event)
-        if time.monotonic() - self.refreshed > REFRESH_S:
+        if time.monotonic() - self.refreshed > self.pause_s:
             self.refresh()
 
     def _on_train_worker(self, event: kinds.TrainWorkerStarted) -> None:
@@ -146,6 +152,8 @@ class Recorder(Sink):
             self.metrics_before = self.summary.metrics.model_copy(deep=True)
         self.ended.append(event)
         self.summary.metrics.take(event.metrics)
+        if len(self.ended) > MOST_ROWS:  # no start goes back that far; see Records._forget
+            self.metrics_before.take(self.ended.pop(0).metrics)
 
     def _on_metrics(self, event: kinds.MetricsLogged) -> None:
         # A script may count differently from its loader.
@@ -215,7 +223,12 @@ class Recorder(Sink):
         if event.split != "train":
             return
         self.trained |= event.steps > 0
-        self.step_ms += event.step_ms
+        for ms in event.step_ms:
+            self.timed += 1
+            if len(self.step_ms) < MOST_TIMES:
+                self.step_ms.append(ms)
+            elif (at := self.draw.randrange(self.timed)) < MOST_TIMES:
+                self.step_ms[at] = ms
         self.running.clear()
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
         figures = {name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")} | event.times
@@ -224,17 +237,19 @@ class Recorder(Sink):
             self.steady = _together(self.steady, Sums(int, figures))
 
     def refresh(self) -> None:
-        self.refreshed = time.monotonic()
+        began = time.monotonic()
         self._fill()
         self.summary.model_copy(update=self._kept()).write(self.run_dir)
+        self.refreshed = time.monotonic()
+        self.pause_s = max(REFRESH_S, PAUSE * (self.refreshed - began))
 
     def _fill(self) -> None:
         self.summary.host_cpu = []
         # A host that came back under its name counts once.
         for name, group in {host.host: host.group for host in self.summary.cluster.hosts}.items():
             # What was measured before the first step counts only if there is nothing else.
-            if used := self.cpu[True].get(name) or self.cpu[False].get(name):
-                use = {"mean_pct": round(sum(used) / len(used), 1), "max_pct": max(used)}
+            if used := self.cpu.get((True, name)) or self.cpu.get((False, name)):
+                use = {"mean_pct": round(used[1] / used[0], 1), "max_pct": used[2]}
                 self.summary.host_cpu.append({"host": name, "group": group, **use})
         self._fill_speed()
         self.took_s = round(time.monotonic() - self.started, 2)
@@ -307,5 +322,4 @@ def _percent(part: float, whole: float) -> float:
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run that its summary includes, from all of its starts."""
-    events = kinds.read_events(run_dir / "events.jsonl")
-    return [event.record() for event in events if isinstance(event, NOTABLE)]
+    return [event.record() for event in kinds.read_events(run_dir / "events.jsonl", NOTABLE)]

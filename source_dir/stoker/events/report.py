@@ -301,6 +301,8 @@ def loss(run: RunData) -> Panel | None:
             lines[short] = run.metrics[name]
     last, (_, final) = [*lines][-1], [*lines.values()][-1][-1]
     course = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
+    if run.steps_per_point > 1:
+        course = f"{course[:-1]}: one in {run.steps_per_point} of all."
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {last.capitalize()} ends at {figure(final)}."

@@ -29,6 +29,12 @@ Point = tuple[float, float]
 
 CONFIG = "config/"
 MOST_QUARANTINED = 50
+MOST_STEPS = 50_000
+DRAWN = (
+    *(kinds.EpochEnded, kinds.MetricsLogged, kinds.MetricTable, kinds.CheckpointWritten, kinds.Resumed),
+    *(kinds.TrainWorkerLost, kinds.HostChanged, kinds.CpuHostsRequested, kinds.StopRequested, kinds.Stopped),
+)
+"""Kinds of events that the report shows, beside the steps."""
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
@@ -140,6 +146,8 @@ class RunData:
     summary: Summary
     samples_per_s: list[Point] = field(default_factory=list)
     """(seconds since the start, rate since the last logged step)."""
+    steps_per_point: int = 1
+    """One of so many logged steps is read, so that there are at most MOST_STEPS of them."""
     input_wait: list[Point] = field(default_factory=list)
     """(seconds since the start, % of the time since the last logged step)."""
     loss: list[Point] = field(default_factory=list)
@@ -190,25 +198,19 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _read_events(run: RunData) -> None:
-    start: float | None = None
+    path = run.run_dir / "events.jsonl"
+    start = next((event.time for event in kinds.read_events(path) if math.isfinite(event.time)), 0.0)
+    run.steps_per_point += sum(1 for _ in kinds.lines(path, kinds.StepLogged)) // MOST_STEPS
     before: kinds.StepLogged | None = None
-    for event in kinds.read_events(run.run_dir / "events.jsonl"):
+    for event in kinds.read_events(path, kinds.StepLogged, run.steps_per_point):
+        if isinstance(event, kinds.StepLogged) and math.isfinite(event.time):
+            _take_step(run, event, event.time - start, before)
+            before = event
+    for event in kinds.read_events(path, DRAWN):
         if not math.isfinite(event.time):
             continue
-        start = event.time if start is None else start
         at, text = event.time - start, ""
         match event:
-            case kinds.StepLogged():
-                if math.isfinite(event.loss):
-                    run.loss.append((event.step, event.loss))
-                samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
-                if before is not None and before.epoch == event.epoch:
-                    samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
-                    wait_s -= before.wait_s
-                if seconds > 0 and math.isfinite(seconds + wait_s):
-                    run.samples_per_s.append((at, max(0.0, samples / seconds)))
-                    run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
-                before = event
             case kinds.EpochEnded() | kinds.MetricsLogged():
                 if isinstance(event, kinds.EpochEnded):
                     done = "done" if event.whole else "in part"
@@ -234,6 +236,18 @@ def _read_events(run: RunData) -> None:
                 text = f"stopped {event.reason}"
         if text:
             run.marks.append(Mark(at, event.event, text))
+
+
+def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:
+    if math.isfinite(event.loss):
+        run.loss.append((event.step, event.loss))
+    samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
+    if before is not None and before.epoch == event.epoch:
+        samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
+        wait_s -= before.wait_s
+    if seconds > 0 and math.isfinite(seconds + wait_s):
+        run.samples_per_s.append((at, max(0.0, samples / seconds)))
+        run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
 
 
 def _read_config(run: RunData) -> None:

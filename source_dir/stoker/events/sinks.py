@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ class Tracking:
     def _read(self, record: dict[str, Any]) -> Event:
         event = kinds.event_of(scrubbed(record))
         if isinstance(event, kinds.HostCpu):
-            hosts = {self.summary.host_of(node): used for node, used in event.hosts.items()}
+            names = {host.node_id: host.host for host in self.summary.cluster.hosts}
+            hosts = {names.get(node, node): used for node, used in event.hosts.items()}
             return event.model_copy(update={"hosts": hosts})
         return event
 
@@ -112,7 +114,8 @@ class Scalars:
 
     def __init__(self) -> None:
         self.step = 0
-        self._books: dict[tuple[str, int], kinds.RecordsCounted] = {}
+        self._books: dict[tuple[str, int], Counter[str]] = {}
+        self._total = Counter[str]()
 
     def of(self, event: kinds.Event) -> dict[str, float]:
         """They belong to `self.step`."""
@@ -131,12 +134,12 @@ class Scalars:
                 self.step = event.step
                 return {name: value for name, value in event.metrics.items() if value is not None}
             case kinds.RecordsCounted():
-                self._books[event.split, event.epoch] = event
-                books = self._books.values()
-                return {
-                    "data/quarantined": sum(counts.quarantined for counts in books),
-                    "data/repeated": sum(counts.repeated for counts in books),
-                }
+                # An epoch that is trained anew replaces its books.
+                self._total.subtract(self._books.pop((event.split, event.epoch), {}))
+                books = {"data/quarantined": event.quarantined, "data/repeated": event.repeated}
+                self._books[event.split, event.epoch] = Counter(books)
+                self._total.update(books)
+                return dict(self._total)
             case kinds.Resumed():
                 self.step = event.step
             case kinds.CheckpointWritten(seconds=float(seconds)):

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_right
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config.redaction import scrubbed
-from stoker.errors import UsageError
+from stoker.errors import DataError, UsageError
+
+MOST_ROWS = 2000
+"""Most rows of a list in summary.json."""
+COUNTS = ("read", "quarantined", "remainder", "repeated", "trained", "validated")
+SUMMED = (*COUNTS, "padded", "seconds", "data_s")
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts", "one_wait", "late"]
@@ -50,6 +57,25 @@ def less_is_better(metric: str) -> bool:
     )
 
 
+def append(rows: list[dict[str, Any]], row: dict[str, Any], by: str, number: str) -> None:
+    """Append a row. Rows beyond MOST_ROWS join a sum for each value of `by`, which follows the first half.
+
+    A sum is the last of its rows with the sums of their SUMMED figures, and counts them under `number`.
+    """
+    rows.append(row)
+    while len(rows) > MOST_ROWS:
+        at = next(at for at in range(MOST_ROWS // 2, len(rows)) if number not in rows[at])
+        old = rows.pop(at)
+        before = next((each for each in rows[MOST_ROWS // 2 : at] if each[by] == old[by]), None)
+        if before is None:
+            rows.insert(at, {**old, number: 1})
+            continue
+        sums = {name: before.get(name, 0) + old.get(name, 0) for name in SUMMED if name in {**before, **old}}
+        if "whole" in old:
+            sums["whole"] = before.get("whole", True) and old["whole"]
+        before.update(old | sums | {number: before[number] + 1})
+
+
 class SummaryPart(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -79,11 +105,11 @@ class Cluster(SummaryPart):
 
     def at_once(self) -> list[Host]:
         """The most hosts that were there at the same time: a lost one and its replacement count once."""
+        came = sorted(host.since for host in self.hosts)
+        gone = sorted(host.until for host in self.hosts if host.until is not None)
         moments = [host.since for host in self.hosts]
-        there = (
-            [h for h in self.hosts if h.since <= at and (h.until is None or h.until > at)] for at in moments
-        )
-        return max(there, key=len, default=[])
+        most = max(moments, key=lambda at: bisect_right(came, at) - bisect_right(gone, at), default=0.0)
+        return [h for h in self.hosts if h.since <= most and (h.until is None or h.until > most)]
 
 
 class Records(SummaryPart):
@@ -96,15 +122,19 @@ class Records(SummaryPart):
     """How often records were trained again within an epoch."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
+    """By pass; in a long run, those of the middle are one sum for each split, of `passes`."""
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
         split, epoch = counts["split"], counts["epoch"]
-        if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
+        if any(
+            old["split"] == split and (old["epoch"] == epoch or ("passes" in old and old["epoch"] > epoch))
+            for old in self.epochs
+        ):
             later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
             self._forget({*later, (split, epoch), *([("val", epoch)] if split == "train" else [])})
-        self.epochs.append(counts)
-        for name in ("read", "quarantined", "remainder", "repeated", "trained", "validated"):
+        append(self.epochs, counts, "split", "passes")
+        for name in COUNTS:
             if counts["split"] == "train" or name == "validated":
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
@@ -118,18 +148,21 @@ class Records(SummaryPart):
 
         An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
         """
-        early = {counts["epoch"] for counts in self.epochs if not counts.get("whole", True)}
+        single = [counts for counts in self.epochs if "passes" not in counts]
+        early = {counts["epoch"] for counts in single if not counts.get("whole", True)}
         self._forget(
             {("val", validate)}
             | {
                 (counts["split"], counts["epoch"])
                 for counts in self.epochs
-                if counts["epoch"] >= epoch and counts["epoch"] not in early
+                if counts["epoch"] >= epoch and ("passes" in counts or counts["epoch"] not in early)
             }
         )
 
     def _forget(self, passes: set[tuple[str, int | None]]) -> None:
         left = [counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes]
+        if sum("passes" in counts for counts in left) < sum("passes" in counts for counts in self.epochs):
+            raise DataError("training restarts too far back for the books of its epochs: start the run again")
         self.__dict__.update(Records().__dict__)
         for counts in left:
             self.add(counts)
@@ -246,6 +279,17 @@ class Summary(BaseModel):
     exports: list[dict[str, Any]] = []
     """Exported models: format, path below `model/`, max_abs_diff to the model, error."""
     events: list[dict[str, Any]] = []
+    """Those of note; in a long run, those of the middle are one sum for each kind, of `times`."""
+
+    def keep(self, event: dict[str, Any]) -> None:
+        append(self.events, event, "event", "times")
+
+    def notable(self) -> Counter[str]:
+        """How many events of note there were, by kind."""
+        found = Counter[str]()
+        for event in self.events:
+            found[event["event"]] += event.get("times", 1)
+        return found
 
     def host_of(self, node: str) -> str:
         names = {host.node_id: host.host for host in self.cluster.hosts}

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -16,7 +17,8 @@ from stoker.place import Outcome
 
 FAILURE_CHARACTERS = 1024
 FAILURE_S = 10.0
-EVERY_S = 30.0
+EVERY_S, PAUSE = 30.0, 50
+"""Least time between two copies of a file, and in multiples of what one takes: events grow with the run."""
 LAST_COPY_S = 600.0
 """Deadline of the copies at the end: a mounted bucket may not answer."""
 
@@ -106,7 +108,8 @@ class Copies:
 
     def __init__(self, folders: Mapping[Path, Path], tell: Callable[[str], None] = say) -> None:
         self._folders, self._tell = folders, tell
-        self._copied: dict[Path, tuple[int, int]] = {}
+        self._copied: dict[Path, tuple[tuple[int, int], float]] = {}
+        """The state of a file when it was copied, and when it may be copied again."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="copies", daemon=True)
 
@@ -170,11 +173,12 @@ class Copies:
             return
         about = file.stat()
         state = about.st_mtime_ns, about.st_size
-        if self._copied.get(file) == state:
+        (copied, due), began = self._copied.get(file, (None, 0.0)), time.monotonic()
+        if copied == state or (began < due and not self._stop.is_set()):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-        self._copied[file] = state
+        self._copied[file] = state, began + PAUSE * (time.monotonic() - began) - EVERY_S
 
     def _follow(self) -> None:
         told = ""

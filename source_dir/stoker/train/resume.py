@@ -190,8 +190,10 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path, own: bool =
     # Of another folder or host; the run's own summary also has the time after its last checkpoint.
     summary.started = start.meta.get("started") or summary.started
     summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
-    earlier = notable_events(run_dir)
-    summary.events[:0] = [event for event in earlier if event not in summary.events]
+    present, summary.events = summary.events, []
+    earlier = [event for event in notable_events(run_dir) if event not in present]
+    for event in [*earlier, *present]:
+        summary.keep(event)
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:

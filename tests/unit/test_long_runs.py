@@ -1,0 +1,197 @@
+"""What the head keeps of a run and writes about it has a most, and says how much stands behind it."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import record
+
+from stoker.errors import DataError
+from stoker.events import runs
+from stoker.events.kinds import (
+    HostCpu,
+    HostLost,
+    HostsClosing,
+    PassEnded,
+    Recovered,
+    StepLogged,
+    event_of,
+    read_events,
+)
+from stoker.events.recorder import MOST_TIMES, Recorder
+from stoker.events.report import write_report
+from stoker.events.sinks import Tracking
+from stoker.events.summary import MOST_ROWS, Host, Summary, read_summary
+
+LONG = MOST_ROWS + 500
+"""Epochs whose passes are more than the rows of their list."""
+
+
+def run_of(folder: Path) -> tuple[Recorder, Tracking, Summary]:
+    folder.mkdir()
+    summary = Summary(name="long", train_workers=1)
+    recorder = Recorder(folder, summary, 0.0)
+    return recorder, Tracking(summary, [recorder]), summary
+
+
+def books(epoch: int, *, whole: bool = True) -> list[dict[str, Any]]:
+    same = {"event": "records", "time": 1.0, "epoch": epoch, "quarantined": epoch % 2, "repeated": 0}
+    left = 0 if whole else 40
+    train = {"read": 100, "trained": 100 - epoch % 2 - left, "remainder": left, "whole": whole}
+    val = {"read": 50, "validated": 50 - epoch % 2, "remainder": 0}
+    done = {
+        "event": "epoch",
+        "time": 1.0,
+        "epoch": epoch,
+        "step": 10 * epoch + 10,
+        "metrics": {"val/acc": epoch},
+    }
+    return [{**same, "split": "train", **train}, {**same, "split": "val", **val}, done]
+
+
+def trained(tracking: Tracking, epochs: Iterable[int], part: int | None = None) -> None:
+    for epoch in epochs:
+        tracking.take(books(epoch, whole=epoch != part))
+
+
+def written(recorder: Recorder) -> dict[str, Any]:
+    recorder.refresh()
+    found: dict[str, Any] = json.loads((recorder.run_dir / "summary.json").read_text())
+    return found
+
+
+def test_the_books_of_every_epoch_are_in_the_summary_of_a_long_run(tmp_path: Path) -> None:
+    recorder, tracking, _ = run_of(tmp_path / "run")
+    trained(tracking, range(LONG), part=LONG // 2)
+    found = written(recorder)["records"]
+    rows = found["epochs"]
+    assert len(rows) == MOST_ROWS and sum(row.get("passes", 1) for row in rows) == 2 * LONG
+    for row in rows:
+        used = row.get("trained", 0) + row.get("validated", 0)
+        assert row["read"] == used + row["quarantined"] + row["remainder"]
+    for name in ("read", "trained", "quarantined", "remainder"):
+        assert found[name] == sum(row[name] for row in rows if row["split"] == "train")
+    assert found["read"] == 100 * LONG and found["trained"] == 100 * LONG - LONG // 2 - 40
+    [total] = [row for row in rows if "passes" in row and row["split"] == "train"]
+    assert not total["whole"], "one of its epochs was not trained to its end"
+    assert rows[-1] == {
+        name: value for name, value in books(LONG - 1)[1].items() if name not in ("event", "time")
+    }
+
+
+def test_a_run_of_a_thousand_epochs_has_a_row_for_each_pass(tmp_path: Path) -> None:
+    recorder, tracking, _ = run_of(tmp_path / "run")
+    trained(tracking, range(1000))
+    rows = written(recorder)["records"]["epochs"]
+    assert [(row["split"], row["epoch"]) for row in rows] == [
+        (s, e) for e in range(1000) for s in ("train", "val")
+    ]
+    assert not any("passes" in row for row in rows)
+
+
+def resumed(epoch: int) -> dict[str, Any]:
+    return {"event": "resumed", "time": 1.0, "path": "c", "epoch": epoch, "step": 10 * epoch}
+
+
+def test_a_restart_of_a_long_run_takes_back_exactly_what_it_trains_again(tmp_path: Path) -> None:
+    (_, once, whole), (_, again, restarted) = run_of(tmp_path / "once"), run_of(tmp_path / "again")
+    trained(once, range(LONG))
+    trained(again, range(LONG))
+    again.take([resumed(LONG - 300)])
+    assert restarted.records.read == 100 * (LONG - 300)
+    assert restarted.metrics.best == {"val/acc": LONG - 301}
+    trained(again, range(LONG - 300, LONG))
+    assert restarted.records.model_dump(exclude={"epochs"}) == whole.records.model_dump(exclude={"epochs"})
+    assert sum(row.get("passes", 1) for row in restarted.records.epochs) == 2 * LONG
+
+
+@pytest.mark.parametrize("back", [[resumed(1200)], [resumed(2)], books(1200), books(2)])
+def test_a_restart_before_the_sums_fails_rather_than_count_twice(
+    tmp_path: Path, back: list[dict[str, Any]]
+) -> None:
+    _, tracking, _ = run_of(tmp_path / "run")
+    trained(tracking, range(LONG), part=LONG - MOST_ROWS // 4 - 1)
+    with pytest.raises(DataError, match="too far back"):
+        tracking.take(back)
+
+
+def test_events_of_a_long_run_are_counted_and_the_last_of_each_kind_is_there(tmp_path: Path) -> None:
+    recorder, tracking, summary = run_of(tmp_path / "run")
+    tracking.take([HostsClosing(nodes=["a"]).record(), HostsClosing(nodes=["b"]).record()])
+    lost = [HostLost(host="h", node=f"n{n}").record() for n in range(MOST_ROWS)]
+    again = [Recovered(seconds=2.0, data_s=1.0).record() for _ in range(MOST_ROWS)]
+    closing = HostsClosing(nodes=["c"]).record()
+    tracking.take([*lost[:1500], closing, *lost[1500:], *again])
+    events = written(recorder)["events"]
+    assert len(events) == MOST_ROWS
+    assert summary.notable() == {"closing": 3, "host_lost": MOST_ROWS, "recovered": MOST_ROWS}
+    assert sum(event["seconds"] for event in events if event["event"] == "recovered") == 2 * MOST_ROWS
+    assert [event["nodes"] for event in events if event["event"] == "closing"][-1] == ["c"]
+    assert read_summary(tmp_path / "run" / "summary.json").notable() == summary.notable()
+
+
+def test_the_summary_of_a_long_run_is_no_larger_at_its_end(tmp_path: Path) -> None:
+    recorder, tracking, summary = run_of(tmp_path / "run")
+    summary.cluster.hosts = [Host(host="h", group="cpu", cpus=4, gpus=0, ip="")]
+    sizes = []
+    for part in range(2):
+        trained(tracking, range(LONG * part, LONG * (part + 1)))
+        for n in range(3000):
+            recorder.on_event(HostCpu(hosts={"h": float(n % 2)}))
+        sizes.append(len(json.dumps(written(recorder))))
+    assert sizes[1] < 1.02 * sizes[0]
+    assert summary.host_cpu == [{"host": "h", "group": "cpu", "mean_pct": 0.5, "max_pct": 1.0}]
+
+
+def steps_of(ms: list[float]) -> PassEnded:
+    return PassEnded(split="train", epoch=0, samples=1, steps=len(ms), elapsed_s=1.0, step_ms=ms, times={})
+
+
+def test_the_median_step_is_exact_and_in_a_long_run_that_of_a_sample(tmp_path: Path) -> None:
+    recorder, _, summary = run_of(tmp_path / "run")
+    draw = random.Random(1)
+    # Steps become slower, and every 64th is slow, as with a checkpoint.
+    steps = [round(draw.gauss(100 + n / 1000, 5) * (1 if n % 64 else 9), 3) for n in range(20 * MOST_TIMES)]
+    recorder.on_event(steps_of(steps[:MOST_TIMES]))
+    recorder.refresh()
+    assert summary.speed.step_ms_p50 == round(statistics.median(steps[:MOST_TIMES]), 3)
+    for at in range(MOST_TIMES, len(steps), 2000):
+        recorder.on_event(steps_of(steps[at : at + 2000]))
+    recorder.refresh()
+    assert summary.speed.step_ms_p50 == pytest.approx(statistics.median(steps), rel=0.02)
+
+
+def test_the_report_of_many_steps_says_how_many_of_them_it_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = record(tmp_path / "run", 700)
+    whole = runs.read_run(run)
+    monkeypatch.setattr(runs, "MOST_STEPS", 300)
+    thin = runs.read_run(run)
+    assert (whole.steps_per_point, thin.steps_per_point) == (1, 3)
+    assert set(thin.loss) <= set(whole.loss) and len(thin.loss) == pytest.approx(len(whole.loss) / 3, abs=2)
+    rates = [rate for _, rate in thin.samples_per_s]
+    assert rates == pytest.approx([640.0] * len(rates)), "rates are those of the steps between two points"
+    assert (thin.metrics, thin.epochs, thin.marks) == (whole.metrics, whole.epochs, whole.marks)
+    write_report([run], run / "report.html")
+    assert f"{len(thin.loss)} logged steps: one in 3 of all" in (run / "report.html").read_text()
+
+
+def test_a_line_whose_kind_is_not_seen_at_a_glance_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    loss = {"event": "step", "epoch": 0, "step": 1, "loss": 1.0, "lr": 0.1, "epoch_samples": 1}
+    step = event_of({**loss, "elapsed_s": 1.0, "wait_s": 0.0, "time": 5.0}).record()
+    turned = dict(reversed(HostLost(host="h", time=6.0).record().items()))
+    cut = json.dumps(step)[:60]
+    file.write_text(
+        "\n".join(map(json.dumps, [step, turned, {"time": 7.0, "event": "later"}])) + f"\n{cut}\n"
+    )
+    assert [event.time for event in read_events(file)] == [5.0, 6.0, 7.0]
+    assert [event.time for event in read_events(file, HostLost)] == [6.0]
+    assert [event.time for event in read_events(file, StepLogged)] == [5.0]
