@@ -55,7 +55,7 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
         assert ids(outcome, "val", epoch) == Counter(str(i) for i in range(37)), "validation is exact"
     assert outcome.summary.records.trained == 2 * (1001 - 1001 % workers)
     quarantined = (outcome.run_dir / "quarantine.jsonl").read_text().splitlines()
-    assert len(quarantined) == 4
+    assert len(quarantined) == 2, "each once, though both epochs have met them"
     rebuilt_as_recorded(outcome.run_dir, 32, 16, (1, 9, 16, 17, 32))
     assert '"key": "5"' in quarantined[0] or '"key": "400"' in quarantined[0]
 

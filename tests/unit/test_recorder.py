@@ -154,6 +154,48 @@ def test_a_part_of_an_epoch_that_its_checkpoint_contains_stays_with_it(tmp_path:
     assert summary.metrics.best == {"val/acc1": 0.9}
 
 
+def bad(epoch: int, key: str, reason: str, split: str = "train") -> kinds.RecordQuarantined:
+    return kinds.RecordQuarantined(split=split, epoch=epoch, key=key, reason=reason)
+
+
+def listed(run: Path) -> list[tuple[str, int, str, str]]:
+    rows = kinds.json_lines(run / "quarantine.jsonl")
+    return [(row["split"], row["epoch"], row["key"], row["reason"]) for row in rows]
+
+
+def test_a_bad_record_is_listed_once_for_each_reason_over_all_epochs_and_starts(tmp_path: Path) -> None:
+    for first_epoch in (0, 3):
+        recorder, summary = start(tmp_path)
+        for epoch in range(first_epoch, first_epoch + 3):
+            recorder.on_event(bad(epoch, "a.jpg", "cut"))
+            recorder.on_event(bad(epoch, "a.jpg", "cut", split="val"))
+            recorder.on_event(bad(epoch, "b.jpg", "no file" if epoch == 4 else "cut"))
+        recorder.close(summary)
+    assert listed(tmp_path) == [
+        ("train", 0, "a.jpg", "cut"),
+        ("val", 0, "a.jpg", "cut"),
+        ("train", 0, "b.jpg", "cut"),
+        ("train", 4, "b.jpg", "no file"),
+    ]
+    met = [event.epoch for event in kinds.read_events(tmp_path / "events.jsonl")]
+    assert sorted(met) == sorted([*range(6)] * 3), "`peek` needs those of each epoch"
+
+
+def test_bad_records_beyond_what_is_remembered_are_listed_in_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.events.recorder.MOST_LISTED", 2)
+    recorder, summary = start(tmp_path)
+    for epoch in range(2):
+        for key in "abcd":
+            recorder.on_event(bad(epoch, key, "cut"))
+    recorder.close(summary)
+    assert [(epoch, key) for _, epoch, key, _ in listed(tmp_path)] == [
+        *((0, key) for key in "abcd"),
+        *((1, key) for key in "cd"),
+    ]
+
+
 def passed(epoch: int, steps: int, wait_s: float, batches: int) -> PassEnded:
     """Of 0.1 s per step, and a wait."""
     times = {"wait_production_s": wait_s, "compute_s": 0.1 * steps, "wait_s": wait_s, "batches": batches}

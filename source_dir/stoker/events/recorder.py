@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import statistics
@@ -38,6 +39,8 @@ WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 REFRESH_S, PAUSE = 2.0, 20
 """Least time between two writes of the summary, and in multiples of what one takes."""
 MOST_TIMES = 10_000
+MOST_LISTED = 100_000
+"""Lines of quarantine.jsonl that are remembered, in 10 MB; a record beyond them has one in each epoch."""
 
 
 class Recorder(Sink):
@@ -66,6 +69,10 @@ class Recorder(Sink):
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
         self.refreshed, self.pause_s = self.started, REFRESH_S
+        self.listed: set[bytes] = set()
+        """Digests of the lines of quarantine.jsonl, also of those of the starts before."""
+        for row in kinds.json_lines(run_dir / "quarantine.jsonl"):
+            self._is_listed(row)
         self.figures: dict[str, Any] = {}  # the coordinator's, at the end
         self.totals: Sums = defaultdict(int)
         self.steady: Sums = defaultdict(int)
@@ -122,9 +129,19 @@ class Recorder(Sink):
         self.summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
 
     def _on_quarantined(self, event: kinds.RecordQuarantined) -> None:
-        with (self.run_dir / "quarantine.jsonl").open("a") as file:
-            row = event.model_dump(include={"split", "epoch", "key", "reason"})
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        row = event.model_dump(include={"split", "epoch", "key", "reason"})
+        if not self._is_listed(row):
+            with (self.run_dir / "quarantine.jsonl").open("a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _is_listed(self, row: dict[str, Any]) -> bool:
+        """Whether a record has a line with this reason already; from now on, it has."""
+        line = json.dumps([row.get(name) for name in ("split", "key", "reason")])
+        digest = hashlib.blake2b(line.encode(), digest_size=16).digest()
+        listed = digest in self.listed
+        if len(self.listed) < MOST_LISTED:
+            self.listed.add(digest)
+        return listed
 
     def _on_step(self, event: kinds.StepLogged) -> None:
         self.summary.steps, self.trained = event.step, True
