@@ -34,7 +34,7 @@ from tests.waiting import until  # noqa: E402
 
 SEED = 3
 HOST = "stoker.host"
-LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 6_000, 10_000
+LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS, GIVEN_UP_RECORDS = 3000, 6_000, 10_000, 8_000
 
 
 def job(
@@ -175,33 +175,66 @@ def died(agent: Any) -> bool:
 
 def dying_agents() -> dict[str, Any]:
     """The agent of one host dies, and so does the one that comes after it."""
-    import ray
-
     train = Train(job({"records": 200, "ms": 1}, batch=50, block=25))
-
-    def servers() -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
-        return found
-
-    node = min(until(servers))
-    notes: list[str] = []
-
-    def noted(times: int) -> bool:
-        notes.extend(event["text"] for event in train.events("note"))
-        return sum("died" in text for text in notes) >= times
-
-    ports = []
-    for death in (1, 2):
-        server = until(lambda: servers().get(node))
-        ports.append(server.port)
-        ray.kill(server.agent)
-        assert until(lambda death=death: noted(death)), notes
-        assert until(lambda old=server: servers().get(node) != old), "a dead agent is no server"
-    ports.append(until(lambda: servers().get(node)).port)
+    node = min(until(lambda: servers_of(train)))
+    ports, notes = kill_agents(train, {node}, times=2)
+    ports.append(until(lambda: servers_of(train).get(node)).port)
     ids = [i for step in train.steps("train", 0) for i in step]
     sampled = until(lambda: [e for e in train.events("host_cpu") if node in e["hosts"]])
     train.close()
     return {"ports": ports, "notes": notes, "rows": len(set(ids)), "sampled": bool(sampled)}
+
+
+def given_up() -> dict[str, Any]:
+    """Agents of the head and of a CPU host die until nobody starts them again, while much is to be made."""
+    import ray
+
+    params = {"records": GIVEN_UP_RECORDS, "ms": 5, "kb": 32}
+    train = Train(job(params, batch=50, block=25, preprocess_on=["gpu", "cpu"]))
+    hosts = {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"][HOST] in ("gpu-0", "cpu-1")}
+    _, notes = kill_agents(train, hosts, times=4)
+    time.sleep(3.0)  # the service looks at its hosts every second
+    before, ids = Counter(made_by(train)), list[int]()
+    for step in train.steps("train", 0):
+        ids += step
+        train.portions.clear()
+    found = {"notes": notes, "made": Counter(made_by(train)) - before, "each_once": len(ids) == len(set(ids))}
+    found["books"] = train.reconcile("train", 0, ids)
+    train.close()
+    return found
+
+
+def servers_of(train: Train) -> dict[str, Any]:
+    import ray
+
+    found: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
+    return found
+
+
+def kill_agents(train: Train, nodes: set[str], times: int) -> tuple[list[int], list[str]]:
+    """The ports of the agents that were killed, and the run's notes meanwhile."""
+    import ray
+
+    ports: list[int] = []
+    notes: list[str] = []
+
+    def alive() -> list[Any]:
+        servers = servers_of(train)
+        found = [servers[node] for node in nodes & servers.keys() if servers[node].port not in ports]
+        return found if len(found) == len(nodes) else []
+
+    def died() -> int:
+        notes.extend(event["text"] for event in train.events("note"))
+        return sum("died" in text for text in notes)
+
+    for _ in range(times):
+        for server in until(alive):
+            ports.append(server.port)
+            ray.kill(server.agent)
+        until(lambda: died() >= len(ports))
+    gone = until(lambda: not {server.port for server in servers_of(train).values()} & set(ports))
+    assert gone, "a dead agent is no server"
+    return ports, notes
 
 
 def ready_servers(train: Train) -> dict[str, Any]:
@@ -397,6 +430,7 @@ def main() -> None:
         "made_on_the_head": made_on_the_head,
         "lost_server": lost_server,
         "dying_agents": dying_agents,
+        "given_up": given_up,
         "cached": cached,
         "drained": lambda: drained(nodes),
         "lost_while_full": lambda: lost_while_full(nodes),

@@ -73,6 +73,17 @@ def test_an_agent_that_dies_is_started_again_and_noted(seen: dict[str, Any]) -> 
     assert found["sampled"], "its CPUs, too"
 
 
+def test_hosts_whose_agents_die_again_and_again_get_no_more_work_and_others_do_it(
+    seen: dict[str, Any],
+) -> None:
+    found = seen["given_up"]
+    ends = [text for text in found["notes"] if "restarting it" not in text]
+    assert len(ends) == 2, "one line for each host"
+    assert all("after 4 deaths in an hour, others do its work for" in text for text in ends)
+    assert set(found["made"]) == {"cpu-2"} and found["made"]["cpu-2"] > 20
+    assert found["books"]["trained"] == found["books"]["read"] == 8_000 and found["each_once"]
+
+
 def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
     first, *later = seen["cached"]["passes"]
     # Passes overlap, so a late worker of the first may find what the second has kept.

@@ -26,7 +26,7 @@ AGENT_START_S = 60.0
 ANSWER_S, STARTING_S = 5.0, 0.5
 """How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
 RESTARTS, FORGIVEN_S = 3, 3600.0
-"""Number of restarts of a host's agent in this time before the run continues without it."""
+"""Number of restarts of a host's agent in this time before the run continues without its host."""
 SILENT_S = 45.0
 """After this long without an answer, a host that takes no connections is lost. Ray mostly notices sooner."""
 PROBE_S = 2.0
@@ -114,7 +114,8 @@ class Agents:
     """Runs an agent on every host of a cluster of several, whenever it joins, and samples their CPUs.
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
-    no other host gets blocks from there. `emptied` has the nodes that no longer need an agent.
+    no other host gets blocks from there. If it dies too often, its host is lost until that is an hour ago.
+    `emptied` has the nodes that no longer need an agent.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Agents:
         self._agents: dict[str, _Agent] = {}
         """By node. The thread `hosts` puts another in its place, and changes none."""
         self.lost: frozenset[str] = frozenset()
-        """Nodes that are lost, but alive by Ray."""
+        """Nodes that are lost, but alive by Ray: they answer nothing, or their agents died too often."""
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def directory(self) -> Directory:
@@ -170,10 +171,11 @@ class Agents:
             self._agents = {node: agent for node, agent in agents.items() if node not in died}
             for node, cause in died.items():
                 self._bury(node, alive[node], cause)
-            lost = frozenset(node for node, agent in self._agents.items() if agent.is_lost())
-            for node in lost - self.lost:
+            silent = {node for node, agent in self._agents.items() if agent.is_lost()}
+            for node in silent - self.lost:
                 self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
-            self.lost = lost
+            given_up = {n for n in alive if n not in self._agents and len(self._deaths.get(n, [])) > RESTARTS}
+            self.lost = frozenset(silent | given_up - alone)
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
@@ -227,8 +229,10 @@ class Agents:
         lately = [at for at in self._deaths.get(node, []) if now - at < FORGIVEN_S]
         self._deaths[node] = deaths = [*lately, now]
         again = len(deaths) <= RESTARTS
-        self._not_before[node] = now + RESTART_AFTER_S if again else float("inf")
-        then = "restarting it" if again else f"giving up after {len(deaths)} deaths in an hour"
+        wait_s = RESTART_AFTER_S if again else deaths[0] + FORGIVEN_S - now
+        self._not_before[node] = now + wait_s
+        given_up = f"after {len(deaths)} deaths in an hour, others do its work for {wait_s / 60:.0f} min"
+        then = "restarting it" if again else given_up
         self._note(
             f"the agent on host {host_name(about)} died ({cause}), and its blocks with it, which are made"
             f" again; {then}"
