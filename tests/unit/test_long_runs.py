@@ -18,6 +18,7 @@ from stoker.events.kinds import (
     HostCpu,
     HostLost,
     HostsClosing,
+    LoaderProgress,
     PassEnded,
     Recovered,
     StepLogged,
@@ -147,6 +148,28 @@ def test_the_summary_of_a_long_run_is_no_larger_at_its_end(tmp_path: Path) -> No
         sizes.append(len(json.dumps(written(recorder))))
     assert sizes[1] < 1.02 * sizes[0]
     assert summary.host_cpu == [{"host": "h", "group": "cpu", "mean_pct": 0.5, "max_pct": 1.0}]
+
+
+def progress(loader: int, steps: int, wait_s: float) -> LoaderProgress:
+    """Of a script's pass so far; none: it turned out to be no training."""
+    waits = {"wait_s": wait_s, "longest_wait_s": wait_s / 2, "elapsed_s": 0.3 * steps}
+    return LoaderProgress(loader=loader, rank=0, steps=steps, samples=8 * steps, **waits)
+
+
+def test_the_passes_of_a_script_count_by_what_each_of_them_told_last(tmp_path: Path) -> None:
+    found = []
+    last = [progress(loader, 20 + loader % 3, 0.7) for loader in range(1, 300)]
+    early = [progress(event.loader, 10, 0.2) for event in last]
+    told = [progress(0, 5, 2.0), progress(0, 9, 4.0)]
+    mixed = [*told, *(event for pair in zip(early, last, strict=True) for event in pair), progress(0, 0, 0.0)]
+    for number, events in enumerate((last, mixed)):
+        recorder, _, summary = run_of(tmp_path / f"run-{number}")
+        for event in events:
+            recorder.on_event(event)
+        recorder.refresh()
+        found.append((summary.steps, summary.speed))
+    assert found[0] == found[1]
+    assert found[0][0] == sum(event.steps for event in last)
 
 
 def steps_of(ms: list[float]) -> PassEnded:

@@ -144,6 +144,8 @@ class LoggedAttempt:
     last_step: int = 0
     passes: list[tuple[int, int]] = field(default_factory=list)
     """(epoch, optimiser steps in it) of its completed training passes."""
+    passed_steps: int = 0
+    """In all of them."""
     bad: dict[int, dict[str, str]] = field(default_factory=dict)
     blocks: dict[int, list[list[int]]] = field(default_factory=dict)
     """By epoch, [shard, index in it, rows, their ids] of each block in order of arrival."""
@@ -207,8 +209,8 @@ def _take(event: kinds.Event, found: list[LoggedAttempt]) -> None:
             attempt.last_step = max(attempt.last_step, event.step)
         case kinds.PassEnded(split="train"):
             attempt.passes.append((event.epoch, event.steps))
-            ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
-            attempt.last_step = max(attempt.last_step, ended)
+            attempt.passed_steps += event.steps
+            attempt.last_step = max(attempt.last_step, attempt.first_step + attempt.passed_steps)
         case kinds.RecordQuarantined(split="train"):
             attempt.bad.setdefault(event.epoch, {})[event.key] = event.reason
         case kinds.BlocksArrived():

@@ -183,6 +183,7 @@ class Recorder(Sink):
         # Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike.
         if event.rank == 0 and not event.steps:  # it was no training
             self.loaders.pop(event.loader, None)
+            self.running = _together(*self.loaders.values())
         elif event.rank == 0:
             passed = Sums(int, {name: getattr(event, name) for name in WAITED})
             # The times begin when the first batch is there, so it counts for no rate.
@@ -192,8 +193,11 @@ class Recorder(Sink):
             passed["samples"] = samples * (batches - 1) // batches
             passed["wait_production_s"] = event.wait_s
             passed["compute_s"] = event.elapsed_s - event.wait_s
+            told = self.loaders.get(event.loader, Sums(int))
+            more = Sums(int, {name: value - told[name] for name, value in passed.items()})
+            more["longest_wait_s"] = passed["longest_wait_s"]
+            self.running = _together(self.running, more)
             self.loaders[event.loader], self.trained = passed, True
-        self.running = _together(*self.loaders.values())
         self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
     def _on_cache(self, event: kinds.CacheUsed) -> None:
