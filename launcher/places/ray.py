@@ -31,8 +31,9 @@ from stoker.hosts import requirements
 from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
 
 POLL_S = 2.0
-STOP_WAIT_S = 120
-"""Between SIGTERM and SIGKILL; Ray's default of 3 s leaves no time for a checkpoint."""
+STOP_WAIT_S = 7200
+"""Between SIGTERM and SIGKILL, for a run that hangs: others end by themselves. Ray's default of 3 s leaves no
+time for a checkpoint."""
 _WORDS = {
     "PENDING": "running: waiting for the cluster",
     "RUNNING": "running",

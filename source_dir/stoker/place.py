@@ -22,6 +22,8 @@ LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"
 directory is then on the head's disk."""
 PACKAGE_VARIABLE = "STOKER_JOB_PACKAGE"
 """Ray clusters: a zip file of the staged source on the head's disk, for the workers of all hosts."""
+KILLED_AFTER_VARIABLE = "STOKER_KILLED_AFTER_S"
+"""Slurm: `killed_after_s` of a job with a time limit, before which SIGTERM comes."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which you ran the command; relative data paths refer to it."""
 
@@ -50,6 +52,9 @@ class RunPlace:
     """Folders of the run → where the head copies them, during the run and at its end."""
     failure: Path = Path("failure")
     """On hosts of a service, the file for the cause of a failure, in one line."""
+    killed_after_s: float | None = None
+    """How long after SIGTERM the place sends SIGKILL. None: never, or after a time that it does not tell, so
+    that a stop may last as long as it makes progress."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None

@@ -70,6 +70,7 @@ def run_job(
     *overrides: str,
     run_dir: Path | None = None,
     train_group: str | None = None,
+    killed_after_s: float | None = None,
     **sections: Any,
 ) -> Outcome:
     path = folder / "job.yaml"
@@ -80,6 +81,7 @@ def run_job(
         checks.check(resolved, data_too=False)
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
-    place = RunPlace("local", run_dir, run_dir / "checkpoints", run_dir / "model", train_group=train_group)
+    folders = (run_dir, run_dir / "checkpoints", run_dir / "model")
+    place = RunPlace("local", *folders, train_group=train_group, killed_after_s=killed_after_s)
     code = driver.run(resolved, place).code
     return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)

@@ -82,6 +82,39 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     )
 
 
+@pytest.mark.parametrize(
+    ("killed_after_s", "still_s", "reason"),
+    [
+        (2.0, 960.0, "training did not end within 2 s of: SIGTERM"),
+        (None, 960.0, ""),
+        (None, 1.0, "training did not end within 1 s of its last sign of progress after: SIGTERM"),
+    ],
+)
+def test_a_stop_may_last_where_nobody_kills(
+    ray_cluster: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_after_s: float | None,
+    still_s: float,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    monkeypatch.setattr(driver, "STOP_STILL_S", still_s)
+    run_dir = tmp_path / "run"
+    job: dict[str, Any] = {
+        "recipe": "rows:SlowSteps",
+        "params": {"train_records": 40, "val_records": 4, "began": str(tmp_path / "began"), "seconds": 5},
+        "data": {"order": "exact", "prefetch_s": 0.001},
+        "train": {"epochs": 1, "batch_size": 1, "lr": 0.01, "threads": 1},
+    }
+    with when((tmp_path / "began").exists, lambda: driver.request_stop("SIGTERM")):
+        stopped = run_job(tmp_path, run_dir=run_dir, killed_after_s=killed_after_s, **job)
+    assert stopped.summary.error == (reason or "SIGTERM")
+    assert (stopped.code, stopped.summary.status) == ((1, "failed") if reason else (143, "interrupted"))
+    saved = checkpoint.newest_valid(open_store(str(run_dir / "checkpoints")))
+    assert (saved is None) == bool(reason)
+
+
 def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

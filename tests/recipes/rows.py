@@ -199,6 +199,18 @@ class SlowValidation(Counting):
         return '"event": "stop"' in (folder / "events.jsonl").read_text()
 
 
+class SlowSteps(Counting):
+    began: str
+    """A file that the first step makes."""
+    seconds: float
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        if len(batch["y"]) == 1:
+            Path(self.began).touch()
+            time.sleep(self.seconds)
+        return super().training_step(model, batch)
+
+
 class SlowFirstRank(Counting):
     seconds: float
 

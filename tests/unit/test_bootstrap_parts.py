@@ -6,12 +6,14 @@ import importlib.util
 import io
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +21,8 @@ from unittest import mock
 import pytest
 
 from stoker.config.loading import load
+from stoker.entry import driver, roles
 from stoker.entry import main as run
-from stoker.entry import roles
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import ScriptError
 from stoker.hosts import cluster, raynode, requirements
@@ -29,6 +31,7 @@ from stoker.hosts.output import PrefixedStream, write_failure
 from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, store_arguments
 from stoker.hosts.services import sagemaker
 from stoker.hosts.topology import TopologyError, resolve
+from stoker.scripts import rank
 from stoker.serve.blocks import wire
 from tests.waiting import until
 
@@ -294,6 +297,51 @@ def test_however_the_driver_fails_the_outcome_says_why(
     outcome = roles.drive(load(None, [f"params.behaviour={behaviour}"]), place, roles.Stop())
     assert outcome.code == code
     assert outcome.cause.startswith(cause)
+
+
+@pytest.fixture
+def sigterm() -> Iterator[Callable[[roles.Stop], None]]:
+    """Sends it, as a service does."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send(stop: roles.Stop) -> None:
+        stop.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: stop.requested_at is not None)
+
+    yield send
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_ends_by_force_before_the_place_kills(sigterm: Callable[[roles.Stop], None]) -> None:
+    ended: list[str] = []
+    stop = roles.Stop(ended.append, killed_after_s=1.2)
+    stop.on_request = lambda reason: None
+    threading.Thread(target=stop.watch, daemon=True).start()
+    sigterm(stop)
+    until(lambda: bool(ended))
+    assert ended == ["stopped by SIGTERM; no checkpoint could be committed within 1 s"]
+
+
+def test_where_nobody_kills_a_stop_has_a_deadline_only_while_there_is_nothing_to_save(
+    sigterm: Callable[[roles.Stop], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "UNSAVED_S", 0.0)
+    ended: list[str] = []
+    stop = roles.Stop(ended.append)
+    sigterm(stop)
+    stop.watch()
+    assert len(ended) == 1, "while the recipe is checked, or Ray starts"
+    stop.on_request = lambda reason: None
+    assert not stop.overdue
+
+
+def test_the_deadlines_on_sagemaker_are_those_of_its_two_minutes() -> None:
+    killed_after_s = sagemaker.SERVICE.place().killed_after_s
+    assert killed_after_s == 120
+    assert roles.Stop(killed_after_s=killed_after_s).timeout_s == 100
+    assert killed_after_s * driver.STOP_SHARE == 90
+    assert killed_after_s * rank.STOP_SHARE == 60
 
 
 def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

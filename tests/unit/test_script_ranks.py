@@ -49,7 +49,8 @@ def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 
 class Ranks:
-    def __init__(self, child: Callable[..., Child], *texts: str) -> None:
+    def __init__(self, child: Callable[..., Child], *texts: str, killed_after_s: float | None = None) -> None:
+        self.killed_after_s = killed_after_s
         self.supervisor = Supervisor("train.py", len(texts))
         self.lock = threading.Lock()  # an actor takes one call after the other
         self.calls = [0] * len(texts)
@@ -65,7 +66,7 @@ class Ranks:
                 self.calls[rank] += 1
                 return self.supervisor.report("a", rank, output, events, end)
 
-        return worker.watch(one, "train.py", rank, tell)
+        return worker.watch(one, "train.py", rank, tell, self.killed_after_s)
 
     def end(self) -> list[RankCommand]:
         return [order.result(timeout=60) for order in self.orders]
@@ -179,11 +180,16 @@ def test_a_failure_before_the_stop_stays_a_failure() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("killed_after_s", "stop_s"), [(None, 0.3), (0.6, 900)])
 def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
-    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    child: Callable[..., Child],
+    monkeypatch: pytest.MonkeyPatch,
+    killed_after_s: float | None,
+    stop_s: float,
 ) -> None:
-    monkeypatch.setattr(worker, "STOP_S", 0.3)
-    ranks = Ranks(child, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS)
+    monkeypatch.setattr(worker, "STOP_S", stop_s)
+    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    ranks = Ranks(child, ignores + SLEEPS, killed_after_s=killed_after_s)
     ranks.wait_for("ready")
     ranks.supervisor.request_stop("Ctrl-C")
     assert ranks.end() == [RankCommand(stop="Ctrl-C", over=True)]

@@ -57,6 +57,8 @@ def test_a_job_without_cpu_nodes_is_a_plain_one(tmp_path: Path) -> None:
 
 def test_without_restarts_nothing_requeues(tmp_path: Path) -> None:
     script = planned(tmp_path, "slurm.restarts=0", "slurm.max_runtime_s=3600").script
+    assert "\nexport STOKER_KILLED_AFTER_S=180\n" in script
+    assert "STOKER_KILLED" not in planned(tmp_path).script, "nobody kills by a clock that it knows"
     assert "#SBATCH --no-requeue" in script and "scontrol requeue" not in script
 
 

@@ -22,7 +22,7 @@ from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesCon
 from stoker.config.redaction import is_secret
 from stoker.errors import nearest
 from stoker.hosts.raynode import LONGEST_TEMP_DIR
-from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
+from stoker.place import KILLED_AFTER_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
 
 JOB_FILE = "slurm.job"
 """In the run directory: the job's id."""
@@ -101,6 +101,7 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
     )
     return [
         f"export {PLACE_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
+        *([f"export {KILLED_AFTER_VARIABLE}={config.stop_before_s}"] if config.max_runtime_s else []),
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
         # A job keeps its id when it is requeued; a script that is submitted twice has another one.
         f'(set -C; echo "$SLURM_JOB_ID" > ../{JOB_FILE}) 2>/dev/null',

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.checkpoints.format import STILL_S
 from stoker.config import redaction
 from stoker.config.loading import Resolved, resolved_yaml
 from stoker.config.places import CpuHostsConfig
@@ -22,7 +23,7 @@ from stoker.entry.fit import Fit, open_log
 from stoker.entry.job_checks import Opened, open_all, own_sinks
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.events.console import Console, report
-from stoker.events.kinds import Completed, HostChanged, HostJoined, HostLost, HostReleased
+from stoker.events.kinds import Completed, HostChanged, HostCpu, HostJoined, HostLost, HostReleased
 from stoker.events.mlflow import mlflow_sinks
 from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from stoker.entry.fit import Work
 
 POLL_S = 1.0
-STOP_DEADLINE_S = 90.0
+STOP_SHARE = 0.75
+"""After this share of the time until the place kills, the driver gives up a stop."""
+STOP_STILL_S = STILL_S + 60
+"""In other places it does after so long without an event. The write of a checkpoint says every minute that it
+makes progress; without any it ends by itself, earlier than this."""
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
 
@@ -104,7 +109,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         fit = Fit(work, place, coordinator)
         store = open_store(work.where, work.synced)
         tracking.add(*mlflow_sinks(work.config, place, store, tracking.say))
-        follow(fit, coordinator, tracking, config.cluster.cpu_hosts)
+        follow(fit, coordinator, tracking, config.cluster.cpu_hosts, place.killed_after_s)
         code = conclude(fit, summary)
         if code == 0 and work.leaves_model():
             summary.model = str(place.model_dir)
@@ -155,11 +160,18 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         )
 
 
-def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConfig) -> None:
+def follow(
+    fit: Fit,
+    coordinator: Any,
+    tracking: Tracking,
+    scaling: CpuHostsConfig,
+    killed_after_s: float | None = None,
+) -> None:
     """Until fit() returns, forward events, detect lost hosts and relay stop requests."""
     import ray
 
-    stop_sent = 0.0
+    stop_sent = heard = 0.0
+    deadline_s = STOP_STILL_S if killed_after_s is None else killed_after_s * STOP_SHARE
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
@@ -169,9 +181,12 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
             return
         if _stop_reason and not stop_sent:
             coordinator.request_stop.remote(_stop_reason)
-            stop_sent = time.monotonic()
-        if stop_sent and time.monotonic() - stop_sent > STOP_DEADLINE_S:
-            fit.reason = f"training did not end within {STOP_DEADLINE_S:.0f} s of: {_stop_reason}"
+            stop_sent = heard = time.monotonic()
+        elif killed_after_s is None and not all(isinstance(event, HostCpu) for event in events):
+            heard = time.monotonic()
+        if stop_sent and time.monotonic() - heard > deadline_s:
+            last = "" if killed_after_s is not None else " its last sign of progress after"
+            fit.reason = f"training did not end within {deadline_s:.0f} s of{last}: {_stop_reason}"
             return
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2

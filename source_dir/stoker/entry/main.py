@@ -169,7 +169,8 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
     from stoker.errors import UsageError
     from stoker.place import Outcome
 
-    stop = roles.Stop(functools.partial(end_by_force, service.place().failure))
+    place = service.place()
+    stop = roles.Stop(functools.partial(end_by_force, place.failure), place.killed_after_s)
     stop.install()
     try:
         resolved = read_configuration(arguments, service.given())

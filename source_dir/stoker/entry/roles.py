@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -28,8 +29,10 @@ from stoker.hosts.topology import Topology, label
 from stoker.place import PLACE_VARIABLE, Outcome, RunPlace
 from stoker.recipe import SOURCE_FOLDER
 
-STOP_TIMEOUT_S = 100.0
-"""From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
+FORCED_SHARE = 5 / 6
+"""Of the time until the place kills: then the process ends by force. The driver gives up before."""
+UNSAVED_S = 120.0
+"""`RunPlace.killed_after_s` in all places as long as there is nothing to save."""
 END_GRACE_S = 5.0
 LAST_FILES_S = 5.0
 """How long a host that ends the job stays after the head's end, for the head to write its last files."""
@@ -47,8 +50,12 @@ class StoppedBySignal(Exception):  # noqa: N818 - a request, not an error
 class Stop:
     """Turns SIGTERM into a stop request that the current phase handles."""
 
-    def __init__(self, end_by_force: Callable[[str], None] = lambda cause: os._exit(143)) -> None:
-        self.end_by_force = end_by_force
+    def __init__(
+        self,
+        end_by_force: Callable[[str], None] = lambda cause: os._exit(143),
+        killed_after_s: float | None = None,
+    ) -> None:
+        self.end_by_force, self.killed_after_s = end_by_force, killed_after_s
         self.requested_at: float | None = None
         self.on_request: Callable[[str], Any] | None = None
         """Called from the signal handler; if None, `check` raises instead."""
@@ -66,7 +73,22 @@ class Stop:
     @property
     def overdue(self) -> bool:
         at = self.requested_at
-        return not self.settled and at is not None and time.monotonic() - at > STOP_TIMEOUT_S
+        return not self.settled and at is not None and time.monotonic() - at > self.timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        """From the request to the forced end."""
+        unsaved = self.on_request is None
+        return (self.killed_after_s or (UNSAVED_S if unsaved else math.inf)) * FORCED_SHARE
+
+    def watch(self) -> None:
+        """Head, in a thread: end the process by force if a stop takes too long."""
+        while not self.overdue:
+            if self.settled:
+                return
+            time.sleep(1)
+        late = f"no checkpoint could be committed within {self.timeout_s:.0f} s"
+        self.end_by_force(f"stopped by SIGTERM; {late}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested_at is not None:
@@ -85,6 +107,7 @@ def run_head(
     node: RayNode | None = None
     door: Door | None = None
     outcome = Outcome(1, "the head ended without a result")
+    threading.Thread(target=stop.watch, name="stop", daemon=True).start()
     try:
         cluster.set_environment(cluster.read_token(code))
         address = raynode.address_of(topology.interface)
@@ -211,18 +234,9 @@ def _refuse_other_packages(head: Head, code: Path, deadline: float, stop: Stop) 
 def drive(resolved: Resolved, place: RunPlace, stop: Stop, opened: Any = None) -> Outcome:
     """Head: run the driver; any exit other than its return, user code's included, is a failure."""
 
-    def end_overdue() -> None:
-        while not stop.overdue:
-            if stop.settled:
-                return
-            time.sleep(1)
-        late = f"no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s"
-        stop.end_by_force(f"stopped by SIGTERM; {late}")
-
     try:
         driver: Any = importlib.import_module("stoker.entry.driver")
         stop.on_request = driver.request_stop
-        threading.Thread(target=end_overdue, name="stop", daemon=True).start()
         if stop.requested_at is not None:
             raise StoppedBySignal
         outcome: Outcome = driver.run(resolved, place, opened)

@@ -35,8 +35,8 @@ from stoker.storage.checkpoint_store import Cleaner
 
 POLL_S, ORDER_S = 0.2, 1.0
 """Interval of looking at the script, and of asking for orders while there is nothing to tell."""
-STOP_S = 60.0
-"""Time from SIGTERM to SIGKILL; the driver gives up after 90 s, SageMaker after 120 s."""
+STOP_SHARE, STOP_S = 0.5, 900.0
+"""From the script's SIGTERM to its SIGKILL: this share of the time until the place kills, else so long."""
 SOON_S = 10.0
 """The same after another rank has failed."""
 ANSWER_S = 60.0
@@ -52,8 +52,8 @@ def run_script(settings: dict[str, Any]) -> None:
     """Entered by Ray Train in every process.
 
     Settings: config, coordinator (a `Supervisor`), job (id), run_dir, lasting (its copy for other hosts than
-    the head), head (node id), checkpoint_dir, model_dir, folder (working directory, or None for the script's
-    folder), channels (name → path of the data).
+    the head), killed_after_s (of the place), head (node id), checkpoint_dir, model_dir, folder (working
+    directory, or None for the script's folder), channels (name → path of the data).
     """
     import ray
     import ray.train
@@ -77,7 +77,7 @@ def run_script(settings: dict[str, Any]) -> None:
         return order
 
     try:
-        order = watch(child, path.name, rank, tell)
+        order = watch(child, path.name, rank, tell, settings["killed_after_s"])
     finally:
         child.close()
     if order.failure:
@@ -89,7 +89,10 @@ def run_dir_on(node: str, settings: dict[str, Any]) -> str:
     return str(settings["run_dir" if node == settings["head"] else "lasting"])
 
 
-def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
+def watch(
+    child: Child, script: str, rank: int, tell: Any, killed_after_s: float | None = None
+) -> RankCommand:
+    stop_s = STOP_S if killed_after_s is None else killed_after_s * STOP_SHARE
     asked_at: float | None = None
     end: Exit | None = None
     killed, order, told = "", RankCommand(), -ORDER_S
@@ -108,7 +111,7 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> RankCommand:
             if asked_at is None:
                 asked_at = time.monotonic()
                 child.terminate()
-            given = SOON_S if order.soon else STOP_S
+            given = SOON_S if order.soon else stop_s
             if not killed and time.monotonic() - asked_at > given:
                 killed = f"stoker: the script did not end within {given:g} s of SIGTERM and was killed\n"
                 child.kill()

@@ -70,6 +70,7 @@ class ScriptWork:
             "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
             "run_dir": str(self.place.run_dir),
             "lasting": str(self.place.lasting or self.place.run_dir),
+            "killed_after_s": self.place.killed_after_s,
             "head": self.head,
             "checkpoint_dir": self.where,
             "model_dir": str(self.place.model_dir),

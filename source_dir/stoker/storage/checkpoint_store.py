@@ -184,7 +184,9 @@ class CopyStore:
             selector = fs.FileSelector(f"{self.path}/{name}")
             for info in self.filesystem.get_file_info(selector):
                 if info.type == fs.FileType.File:
-                    fs.copy_files(info.path, str(folder / info.base_name), source_filesystem=self.filesystem)
+                    # In this thread, by which a wait sees that it makes progress.
+                    copy = str(folder / info.base_name)
+                    fs.copy_files(info.path, copy, source_filesystem=self.filesystem, use_threads=False)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -232,8 +232,12 @@ class CheckpointManager:
         return checkpoint.newest_valid(self.store, self._note)
 
     def write_model(self, target: Path) -> None:
-        worker = self.worker
+        """In the writer's thread, which may take as long as it makes progress."""
+        self.writer.submit(f"the model in {target}", partial(self._write_model, target))
         self.writer.wait()
+
+    def _write_model(self, target: Path) -> None:
+        worker = self.worker
         best = checkpoint.newest_valid(self.store, self._note, self.shelf.best())
         chosen = best or self.newest() or self.resumed
         if chosen is None:

@@ -35,6 +35,7 @@ def place() -> RunPlace:
         run_dir=base / "output" / "data",
         checkpoint_dir=base / "checkpoints",
         model_dir=base / "model",
+        killed_after_s=120.0,
         synced=True,
         failure=base / "output" / "failure",
     )

@@ -16,7 +16,14 @@ from typing import Any
 
 from stoker.hosts.services import Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import ORIGINS_FILE, PLACE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, RunPlace
+from stoker.place import (
+    KILLED_AFTER_VARIABLE,
+    ORIGINS_FILE,
+    PLACE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    TOKEN_FILE,
+    RunPlace,
+)
 
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
@@ -96,7 +103,14 @@ def resource() -> Mapping[str, Any] | None:
 def place() -> RunPlace:
     own = f"run-{_job_id(os.environ)}"
     run = Path(os.environ.get(RUN_DIR_VARIABLE) or own).resolve()
-    return RunPlace(NAME, run, run / "checkpoints", run / "model", failure=run / "failure")
+    return RunPlace(
+        NAME,
+        run,
+        run / "checkpoints",
+        run / "model",
+        failure=run / "failure",
+        killed_after_s=float(os.environ.get(KILLED_AFTER_VARIABLE) or 0) or None,
+    )
 
 
 def given() -> dict[str, str]:
