@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
 from stoker.errors import UsageError
 from stoker.storage import checkpoint_store
-from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify
+from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify, write_manifest
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
@@ -98,6 +99,68 @@ def test_a_damaged_one_is_passed_over_and_named(store: CheckpointStore, damage: 
     assert found.meta["step"] == 1
     assert len(said) == 1
     assert "skipping checkpoint step-00000002" in said[0]
+
+
+EPOCHS = [{"epoch": number, "metrics": {"val/loss": 1 / (number + 1)}} for number in range(3)]
+
+
+def texts(saved: checkpoint.Checkpoint) -> dict[str, str]:
+    return {path.name: path.read_text() for path in Path(saved.path).glob("*.json")}
+
+
+def test_the_history_stands_in_a_checkpoint_once(store: CheckpointStore) -> None:
+    saved = save(store, 1, history=EPOCHS[:2], pending={"epoch": 2})
+    for _ in range(2):  # an outcome may be changed by another one, also after a resume
+        saved = checkpoint.add_outcome(saved, {"history": EPOCHS, "pending": None})
+        assert (saved.meta["history"], saved.pending) == (EPOCHS, None)
+        found = checkpoint.newest_valid(store)
+        assert found is not None and found.meta == saved.meta
+        saved = found
+    for number in range(3):
+        entry = f'"val/loss":{1 / (number + 1)}'
+        assert sum(text.replace(": ", ":").count(entry) for text in texts(saved).values()) == 1
+
+
+def test_a_damaged_outcome_leaves_the_history_before_it(store: CheckpointStore) -> None:
+    saved = save(store, 1, history=EPOCHS[:2], pending={"epoch": 2})
+    checkpoint.add_outcome(saved, {"history": EPOCHS, "pending": None})
+    note = Path(saved.path) / checkpoint.OUTCOME
+    note.write_text(note.read_text().replace('"epoch": 2', '"epoch": 7'))
+    found = checkpoint.load_meta(store, saved.name)
+    assert (found.meta["history"], found.pending) == (EPOCHS[:2], {"epoch": 2})
+
+
+@pytest.mark.parametrize("outcome", [False, True])
+def test_a_checkpoint_of_the_version_before_has_its_history_in_its_meta_data(
+    store: CheckpointStore, outcome: bool
+) -> None:
+    saved = save(store, 1, note="then")
+    folder = Path(saved.path)
+    earlier = {**json.loads((folder / "meta.json").read_text()), "history": EPOCHS[:2]}
+    (folder / "meta.json").write_text(json.dumps(earlier, indent=1))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    if outcome:
+        later = {**earlier, "history": EPOCHS, "note": "later"}
+        digest = hashlib.sha256(json.dumps(later).encode()).hexdigest()
+        (folder / "outcome.json").write_text(json.dumps({"outcome": later, "sha256": digest}, indent=1))
+    found = checkpoint.newest_valid(store)
+    assert found is not None
+    assert found.meta["note"] == ("later" if outcome else "then")
+    assert found.meta["history"] == EPOCHS[: 3 if outcome else 2]
+    checkpoint.add_outcome(found, {"history": [*EPOCHS, EPOCHS[0]]})
+    assert checkpoint.load_meta(store, saved.name).meta["history"] == [*EPOCHS, EPOCHS[0]]
+
+
+def test_what_was_kept_is_known_without_reading_its_history(store: CheckpointStore) -> None:
+    saved = save(store, 1, 0.5, history=EPOCHS[:2])
+    checkpoint.add_outcome(
+        saved, {"monitored": {**saved.meta["monitored"], "value": 0.25}, "history": EPOCHS}
+    )
+    (Path(saved.path) / checkpoint.HISTORY).unlink()
+    shelf = Retention(store, newest=1, top_k=1)
+    shelf.fill(upto=1)
+    assert shelf.monitored[saved.name]["value"] == 0.25
 
 
 def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> None:

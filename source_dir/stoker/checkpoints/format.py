@@ -4,9 +4,11 @@ step-00000123/
     model.safetensors    the weights
     ema.safetensors      their moving average, if any
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
-    meta.json            epoch, step, data position, metrics, configuration, history
+    meta.json            epoch, step, data position, metrics, configuration
+    history.json         the epochs so far
     manifest.json        SHA-256 of each of them, written last
-    outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it
+    outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it, and
+                         `later`, the epochs after the first `since` of history.json
 
 A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is added,
 its `meta.json` has the epoch under `pending`, and a run resumed from it validates first.
@@ -24,14 +26,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import FULL, CheckpointStore, name_of, step_of, verify, write_manifest
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
-OUTCOME = "outcome.json"
+HISTORY, OUTCOME = "history.json", "outcome.json"
 BEST = "best.json"
 
 
@@ -50,6 +52,8 @@ class Checkpoint:
     store: CheckpointStore
     name: str
     meta: dict[str, Any]
+    since: int = 0
+    """How many epochs of its history the checkpoint had before its outcome."""
 
     @property
     def path(self) -> str:
@@ -79,7 +83,10 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         if content.ema is not None:
             save_file(content.ema, draft / EMA)
         torch.save(content.state, draft / STATE)
-        (draft / META).write_text(json.dumps(content.meta, indent=1))
+        meta = {**content.meta}
+        if history := meta.pop("history", []):
+            (draft / HISTORY).write_text(json.dumps(history, separators=(",", ":")))
+        (draft / META).write_text(json.dumps(meta, indent=1))
         write_manifest(draft)
         store.publish(draft, name)
     except Exception as error:
@@ -91,21 +98,24 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         raise OSError(
             f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"
         ) from error
-    return Checkpoint(store, name, content.meta)
+    return Checkpoint(store, name, content.meta, len(history))
 
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    outcome = json.loads(json.dumps({**saved.meta, **outcome}))
-    content = {"outcome": outcome, "sha256": _digest(outcome)}
-    saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content, indent=1))
-    return Checkpoint(saved.store, saved.name, outcome)
+    whole = {**saved.meta, **outcome}
+    added = {key: value for key, value in whole.items() if key != "history"}
+    added |= {"since": saved.since, "later": whole.get("history", [])[saved.since :]}
+    added = json.loads(json.dumps(added))
+    content = {"outcome": added, "sha256": _digest(added)}
+    saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content))
+    return replace(saved, meta=whole)
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
     """Drops a pending validation of an epoch cut short by max_steps if training may continue now."""
     cut_short = saved.pending is not None and not saved.pending["whole"]
     if cut_short and (max_steps is None or saved.meta["step"] < max_steps):
-        return Checkpoint(saved.store, saved.name, {**saved.meta, "pending": None})
+        return replace(saved, meta={**saved.meta, "pending": None})
     return saved
 
 
@@ -126,7 +136,7 @@ def newest_valid(
     return None
 
 
-def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
+def load_meta(store: CheckpointStore, name: str, with_history: bool = True) -> Checkpoint:
     try:
         meta = json.loads(store.content(f"{name}/{META}"))
     except FileNotFoundError:
@@ -134,12 +144,18 @@ def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
             f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
             " a folder that they share, or s3://"
         ) from None
+    history = meta.setdefault("history", [])  # an earlier version's is there
+    if with_history:
+        with contextlib.suppress(FileNotFoundError):  # no epochs so far
+            meta["history"] = history = json.loads(store.content(f"{name}/{HISTORY}"))
     # If the outcome is absent or truncated, validation runs again.
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         added = json.loads(store.content(f"{name}/{OUTCOME}"))
         if _digest(added["outcome"]) == added["sha256"]:
             meta |= added["outcome"]
-    return Checkpoint(store, name, meta)
+            if "later" in meta:  # else an earlier version's, with all epochs
+                meta["history"] = history[: meta.pop("since")] + meta.pop("later")
+    return Checkpoint(store, name, meta, len(history))
 
 
 def read_plain(file: Any, where: str) -> Any:
@@ -188,7 +204,7 @@ class Retention:
         for name in self.store.names():
             if step_of(name) <= upto:
                 with contextlib.suppress(OSError, ValueError):
-                    self._note(load_meta(self.store, name))
+                    self._note(load_meta(self.store, name, with_history=False))
 
     def _note(self, saved: Checkpoint) -> None:
         entry = saved.meta["monitored"] or {}
