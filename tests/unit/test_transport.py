@@ -106,6 +106,70 @@ def test_a_host_that_went_away_is_told_once_and_avoided(far: Setting) -> None:
     assert link.avoided_until > time.monotonic()
 
 
+def test_after_a_failure_a_host_is_used_again_told_of_anew_and_loses_what_is_done(
+    far: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.serve.blocks.client.AVOID_S", 0.0)
+    talk, kept = far.server.talk, far.block(4)
+    for failure in (1, 2):
+        done = far.block(8)
+        far.hosts.done(done)
+        monkeypatch.setattr(far.server, "talk", lambda connection: None)  # it closes each new connection
+        assert far.fetch(kept, kept)[1][-1] is False and len(far.notes) == failure
+        assert not far.hosts.knows("far")
+        monkeypatch.setattr(far.server, "talk", talk)
+        assert far.fetch(kept)[1] == [True] and far.hosts.knows("far")
+        assert [path.name for path in far.folder.roots[0].iterdir()] == [kept.block]
+
+
+def test_requests_are_never_too_long_however_many_blocks_are_done(far: Setting) -> None:
+    kept, last = far.block(4), far.block(4)
+    for number in range(50_000):
+        far.hosts.done(last._replace(block=f"{number:024x}"))
+    far.hosts.done(last)
+    for _ in range(51):
+        assert far.fetch(kept)[1] == [True]
+    assert [path.name for path in far.folder.roots[0].iterdir()] == [kept.block]
+
+
+RUNS_OUT_OF_DESCRIPTORS = """
+import os, resource, socket, threading, time
+from stoker.serve.blocks import wire
+
+class Server(wire.Listener):
+    def talk(self, connection):
+        connection.sendall(b"served")
+
+server = Server("127.0.0.1", 0, b"secret")
+waits, held = socket.socket(), []
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    waits.connect(("127.0.0.1", server.port))
+time.sleep(1.0)
+for each in held:
+    os.close(each)
+for client in (waits, socket.create_connection(("127.0.0.1", server.port))):
+    wire.greet_server(client, wire.run_key(b"secret"))
+    assert wire.receive(client, 6) == b"served"
+server.close()
+for thread in threading.enumerate():
+    if thread.name == "Server":
+        thread.join(60)
+        assert not thread.is_alive(), "it accepts until it is closed"
+"""
+
+
+def test_a_server_that_ran_out_of_descriptors_accepts_again_once_it_has_some() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUNS_OUT_OF_DESCRIPTORS],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def connected(port: int) -> list[tuple[str, float]]:
     """A client's connections to a server: each timer's kind and the seconds left."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -160,8 +224,8 @@ def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: 
     assert far.fetch(far.block(4))[1] == [True] and not far.notes
 
 
-def transport(far: Setting, moved: Any) -> Transport:
-    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=1)
+def transport(far: Setting, moved: Any, timeout_s: float) -> Transport:
+    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=timeout_s)
     found.folder = lambda: far.folder  # type: ignore[method-assign]
     return found
 
@@ -169,9 +233,9 @@ def transport(far: Setting, moved: Any) -> Transport:
 def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
     lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
     with pytest.raises(DataError, match="too many records are bad"):
-        transport(far, lambda part, missing: "too many records are bad").fetch([lost], schema)
+        transport(far, lambda part, missing: "too many records are bad", timeout_s=120).fetch([lost], schema)
     with pytest.raises(DataError, match=r"did not come within 1 s .*: being made again"):
-        transport(far, lambda part, missing: part).fetch([lost], schema)
+        transport(far, lambda part, missing: part, timeout_s=1).fetch([lost], schema)
 
 
 def test_a_view_of_a_block_outlives_its_file(far: Setting) -> None:

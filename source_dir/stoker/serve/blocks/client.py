@@ -34,6 +34,8 @@ MAPPED_FROM_BYTES = 2**20
 """A process may have 65,530 mappings, and a script may keep all its batches."""
 ASK_AGAIN_S = 5.0
 """Minimum interval between queries for new block servers."""
+MOST_DONE = 1000
+"""Number of blocks that one request may name as done, so that it is never too long."""
 AGENT_S, SERVICE_S = 60.0, 60.0
 AGAIN_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
@@ -84,6 +86,8 @@ class RowRequest:
             return again.receive(batch, at) if again is not None else None
         with self.hosts.lock:
             self.link.idle.append(self.connection)
+            if self.link.avoided_until < time.monotonic():
+                self.link.avoided_until = 0.0
         if refused:
             raise (FileNotFoundError if header.get("missing") else SchemaError)(str(header["error"]))
         return size
@@ -96,7 +100,7 @@ class RowRequest:
         self.connection.close()
         if self.reused and isinstance(error, wire.ENDED):
             return self.hosts.send(self.link, self.part, self.done)
-        self.hosts.avoid(self.link, error)
+        self.hosts.avoid(self.link, error, self.done)
         return None
 
     def _take(self, header: dict[str, Any], batch: BatchBuilder, at: int) -> int:
@@ -153,7 +157,7 @@ class DirectHosts:
         if link is None or link.avoided_until > time.monotonic():
             return None
         with self.lock:
-            done, link.done = link.done, []
+            done, link.done = link.done[:MOST_DONE], link.done[MOST_DONE:]
             idle = link.idle.pop() if link.idle else None
         return self.send(link, part, done, idle)
 
@@ -163,9 +167,7 @@ class DirectHosts:
         try:
             connection = idle or self._connect(link)
         except OSError as error:
-            with self.lock:
-                link.done += done
-            self.avoid(link, error)
+            self.avoid(link, error, done)
             return None
         request = RowRequest(self, link, connection, part, done, reused=idle is not None)
         try:
@@ -190,8 +192,10 @@ class DirectHosts:
             raise
         return connection
 
-    def avoid(self, link: HostLink, error: OSError) -> None:
+    def avoid(self, link: HostLink, error: OSError, done: list[str]) -> None:
+        """Avoid a host for a while, because a request failed; a later one names the blocks that are done."""
         with self.lock:
+            link.done += done
             first = link.avoided_until == 0
             link.avoided_until = time.monotonic() + AVOID_S
             closing, link.idle = link.idle, []

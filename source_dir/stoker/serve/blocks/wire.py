@@ -35,6 +35,7 @@ MOST_GREETINGS = 128
 """Handshakes in progress at the same time; further connections wait until one of them ends."""
 GREETING_TIMEOUT_S = 5.0
 """Deadline of a handshake, however slowly the peer sends."""
+ACCEPT_AGAIN_S = 0.1
 PROBE_IDLE_S = 60
 """The kernel probes a connection that is idle for this long. Firewalls and address translation forget those
 without traffic, mostly after some minutes, and tell nobody."""
@@ -96,9 +97,14 @@ class Listener:
             self._greetings.acquire()
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="connection", daemon=True
+                ).start()
+            except (OSError, RuntimeError):  # closed, or short of descriptors, memory or threads for a while
+                if self._socket.fileno() < 0:
+                    return
+                self._greetings.release()
+                time.sleep(ACCEPT_AGAIN_S)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
