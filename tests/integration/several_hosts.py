@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 from streaming import Train  # noqa: E402
 
 from stoker.config.schema import Config  # noqa: E402
-from stoker.errors import DataError  # noqa: E402
+from stoker.errors import CacheError, DataError  # noqa: E402
+from stoker.read.host_cache import CacheSpec  # noqa: E402
 from stoker.read.sources import cut_indices, record_id  # noqa: E402
+from stoker.serve.blocks import agents  # noqa: E402
 from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 from tests.waiting import until  # noqa: E402
@@ -202,6 +205,41 @@ def given_up() -> dict[str, Any]:
     found["books"] = train.reconcile("train", 0, ids)
     train.close()
     return found
+
+
+@dataclass(frozen=True)
+class Hangs(CacheSpec):
+    """In other processes, the root of this cache comes only when a file is gone."""
+
+    maker: int = field(default_factory=os.getpid)
+
+    def root(self) -> Path:
+        while os.getpid() != self.maker and Path(self.run).exists():
+            time.sleep(0.1)
+        raise CacheError("no cache")
+
+
+def silent_agents() -> dict[str, Any]:
+    """No agent answers in time, then all do."""
+    import ray
+
+    agents.AGENT_START_S = 4.0
+    notes, died, ended = list[str](), list[str](), set[str]()
+    hosts = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    with tempfile.NamedTemporaryFile() as file:
+        of_all = agents.Agents(
+            lambda used: None,
+            Hangs("disk", run=file.name),
+            notes.append,
+            emptied=lambda: ended,
+            died=died.append,
+        )
+        until(lambda: len(notes) >= len(hosts))
+        agents.AGENT_START_S = 120.0
+    served = bool(until(lambda: of_all.directory().servers.keys() == hosts))
+    ended.update(hosts)  # so that no agent stays
+    until(lambda: not of_all.nodes)
+    return {"notes": notes, "died": set(died) == hosts, "served": served}
 
 
 def servers_of(train: Train) -> dict[str, Any]:
@@ -430,6 +468,7 @@ def main() -> None:
         "made_on_the_head": made_on_the_head,
         "lost_server": lost_server,
         "dying_agents": dying_agents,
+        "silent_agents": silent_agents,
         "given_up": given_up,
         "cached": cached,
         "drained": lambda: drained(nodes),

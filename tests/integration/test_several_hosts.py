@@ -73,6 +73,12 @@ def test_an_agent_that_dies_is_started_again_and_noted(seen: dict[str, Any]) -> 
     assert found["sampled"], "its CPUs, too"
 
 
+def test_an_agent_that_never_answers_counts_as_dead_and_is_started_again(seen: dict[str, Any]) -> None:
+    found = seen["silent_agents"]
+    assert found["died"] and found["served"]
+    assert all("died (no answer within 4 s)" in text and "restarting it" in text for text in found["notes"])
+
+
 def test_hosts_whose_agents_die_again_and_again_get_no_more_work_and_others_do_it(
     seen: dict[str, Any],
 ) -> None:

@@ -22,7 +22,7 @@ from stoker.storage.checkpoint_store import Cleaner
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
-"""Deadline for an agent to answer; without it, no other host gets its host's blocks."""
+"""Deadline for an agent's first answer; without one, it counts as dead."""
 ANSWER_S, STARTING_S = 5.0, 0.5
 """How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
 RESTARTS, FORGIVEN_S = 3, 3600.0
@@ -198,7 +198,8 @@ class Agents:
             if agent.server is not None and agent.call is None:
                 agent.call = agent.actor.look.remote(self._unused(node))
             elif agent.server is None and time.monotonic() - agent.since > AGENT_START_S:
-                agent.call = None
+                ray.kill(agent.actor)
+                agent.call, died[node] = None, f"no answer within {AGENT_START_S:.0f} s"
             starting |= agent.server is None and agent.call is not None
         calls = {agent.call: node for node, agent in agents.items() if agent.call is not None}
         timeout_s = STARTING_S if starting else ANSWER_S
