@@ -73,6 +73,21 @@ def test_one_death_at_a_record_may_be_chance() -> None:
     assert not suspects.of("train")
 
 
+def test_a_death_by_chance_is_forgotten_once_the_work_is_complete() -> None:
+    suspects, starts = Suspects(), 0
+
+    def kills_once(key: str) -> bool:
+        nonlocal starts
+        starts += key == "b"
+        return starts <= 3 and key == "b"  # its third start is the first to name records
+
+    for epoch in range(5):
+        starts = 0
+        assert run(suspects, "abc", kills_once, task=f"epoch {epoch}") == (["a", "b", "c"], 3)
+    assert not suspects.of("train")
+    assert suspects.starts("another", "train", 1) == Suspects().starts("another", "train", 1)
+
+
 def test_what_no_record_is_to_blame_for_ends_the_run_with_what_was_done() -> None:
     suspects = Suspects()
     with pytest.raises(DataError, match="train shard x: its process died 6 times, the last time starting"):

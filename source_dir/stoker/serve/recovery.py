@@ -2,14 +2,14 @@
 
 Ray restarts a task whenever its process dies, without limit, so a record that kills its process would do so
 forever. A restarted task therefore reports here first. From its third start on, it reports each record before
-starting it; the record in progress at two deaths is quarantined, in all later passes too. If no single record
-is to blame, the run ends after a few deaths.
+starting it; the record in progress at two deaths is quarantined, in all later passes too. Blame
+ends once the task is complete. If no single record is to blame, the run ends after a few deaths.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -50,6 +50,8 @@ class Suspect:
     key: str = ""
     """The record in progress; empty: none."""
     doing: str = "starting"
+    blamed: list[tuple[str, str]] = field(default_factory=list)
+    """Split and key of the record in progress at each death; none once the work is complete."""
     ended: bool = False
     """The work is complete; it starts again only if its blocks were lost with their host."""
 
@@ -61,7 +63,6 @@ class Suspects:
         self.deadly: dict[str, dict[str, str]] = {}
         """By split: key of a quarantined record → reason."""
         self.tasks: dict[str, Suspect] = {}
-        self._named: Counter[tuple[str, str]] = Counter()
 
     def of(self, split: str) -> dict[str, str]:
         return self.deadly.setdefault(split, {})
@@ -86,7 +87,7 @@ class Suspects:
         suspect.key, suspect.doing = "", "starting"
         # A single death usually means a lost host: restart at once.
         quarantined = self.of(split)
-        open_cases = sum(n for (of, key), n in self._named.items() if of == split and key not in quarantined)
+        open_cases = sum(of == split and key not in quarantined for of, key in self._blamed())
         waits = suspect.unnamed + open_cases - PLAIN_STARTS
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
         return wait_s, suspect.deaths >= PLAIN_STARTS or bool(quarantined)
@@ -95,9 +96,12 @@ class Suspects:
         if not suspect.key:
             suspect.unnamed += 1
             return
-        self._named[split, suspect.key] += 1
-        if self._named[split, suspect.key] >= NAMED_DEATHS:
+        suspect.blamed.append((split, suspect.key))
+        if self._blamed().count((split, suspect.key)) >= NAMED_DEATHS:
             self.of(split)[suspect.key] = REASON
+
+    def _blamed(self) -> list[tuple[str, str]]:
+        return [record for suspect in self.tasks.values() for record in suspect.blamed]
 
     def begins(self, task: str, split: str, key: str) -> str:
         """A task is about to start a record: why it must not; empty: it may."""
@@ -113,7 +117,7 @@ class Suspects:
 
     def ended(self, task: str) -> None:
         if (suspect := self.tasks.get(task)) is not None:
-            suspect.ended, suspect.unnamed = True, 0
+            suspect.ended, suspect.unnamed, suspect.blamed = True, 0, []
 
     def doing(self, task: str) -> str:
         suspect = self.tasks.get(task)
