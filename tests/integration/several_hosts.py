@@ -24,13 +24,16 @@ RECIPES = str(HERE.parent / "recipes")
 sys.path[:0] = [str(HERE.parent.parent), str(HERE), RECIPES]
 os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH", "")])
 
+import numpy as np  # noqa: E402
 from streaming import Train  # noqa: E402
 
 from stoker.config.schema import Config  # noqa: E402
 from stoker.errors import CacheError, DataError  # noqa: E402
+from stoker.protocol import BlockSlice  # noqa: E402
 from stoker.read.host_cache import CacheSpec  # noqa: E402
 from stoker.read.sources import cut_indices, record_id  # noqa: E402
 from stoker.serve.blocks import agents  # noqa: E402
+from stoker.serve.blocks.folder import BlockFolder  # noqa: E402
 from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 from tests.waiting import until  # noqa: E402
@@ -294,8 +297,25 @@ def made_on_the_head() -> dict[str, Any]:
     train = Train(configs[0])
     trainer = ray.remote(num_cpus=0, label_selector={HOST: "cpu-1"})(all_ids)
     ids = ray.get(trainer.remote(train.coordinator, configs), timeout=180)
+    run = ray.get(train.coordinator.servers.remote(), timeout=60).run
+    folder = BlockFolder(run, ray.get_runtime_context().get_node_id())
+    own = [BlockSlice(folder.write({"x": np.arange(4)}), 0, 4, folder.node, 4) for _ in range(2)]
+    takes = ray.remote(num_cpus=0, label_selector={HOST: "cpu-1"})(take_and_drop)
+    ray.get(takes.remote(train.coordinator, configs[1], own), timeout=60)
+    left = [part for part in own if any((root / part.block).exists() for root in folder.roots)]
     train.close()
-    return {"whole": sorted(ids) == sorted(record_id(str(i)) for i in range(200))}
+    return {"whole": sorted(ids) == sorted(record_id(str(i)) for i in range(200)), "left": len(left)}
+
+
+def take_and_drop(coordinator: Any, config: Config, parts: list[BlockSlice]) -> None:
+    import torch
+
+    from stoker.serve.blocks.client import open_transport
+
+    transport = open_transport(coordinator, config.data, torch.device("cpu"))
+    for part in parts:
+        transport.rows(part)
+        transport.drop(part)
 
 
 def all_ids(coordinator: Any, configs: list[Config]) -> list[int]:

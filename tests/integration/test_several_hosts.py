@@ -51,6 +51,7 @@ def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[st
 
 def test_another_host_that_trains_gets_what_the_head_made(seen: dict[str, Any]) -> None:
     assert seen["made_on_the_head"]["whole"], "over sockets and over Ray"
+    assert seen["made_on_the_head"]["left"] == 1, "the next request over Ray drops what was taken before"
 
 
 def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def far(tmp_path: Path) -> Iterator[Setting]:
 def test_a_block_that_only_one_process_knows_goes_with_its_next_request(far: Setting) -> None:
     first, second = far.block(8), far.block(8)
     far.fetch(first)
-    far.hosts.done(first)
+    far.hosts.done(first.node, [first.block])
     far.fetch(second)
     assert [path.name for path in far.folder.roots[0].iterdir()] == [second.block]
 
@@ -113,7 +113,7 @@ def test_after_a_failure_a_host_is_used_again_told_of_anew_and_loses_what_is_don
     talk, kept = far.server.talk, far.block(4)
     for failure in (1, 2):
         done = far.block(8)
-        far.hosts.done(done)
+        far.hosts.done(done.node, [done.block])
         monkeypatch.setattr(far.server, "talk", lambda connection: None)  # it closes each new connection
         assert far.fetch(kept, kept)[1][-1] is False and len(far.notes) == failure
         assert not far.hosts.knows("far")
@@ -125,8 +125,8 @@ def test_after_a_failure_a_host_is_used_again_told_of_anew_and_loses_what_is_don
 def test_requests_are_never_too_long_however_many_blocks_are_done(far: Setting) -> None:
     kept, last = far.block(4), far.block(4)
     for number in range(50_000):
-        far.hosts.done(last._replace(block=f"{number:024x}"))
-    far.hosts.done(last)
+        far.hosts.done(last.node, [f"{number:024x}"])
+    far.hosts.done(last.node, [last.block])
     for _ in range(51):
         assert far.fetch(kept)[1] == [True]
     assert [path.name for path in far.folder.roots[0].iterdir()] == [kept.block]
@@ -187,7 +187,7 @@ def test_a_connection_that_ended_while_it_was_idle_says_nothing_against_its_host
     assert far.fetch(first, second)[1] == [True, True]
     for _ in range(3):
         until(lambda: not connected(far.server.port))
-        far.hosts.done(first)
+        far.hosts.done(first.node, [first.block])
         columns, came = far.fetch(second, third)
         assert came == [True, True] and columns["__id"].tolist() == [*range(8, 24)]
     assert not far.notes

@@ -49,8 +49,9 @@ class HostAgent:
     def where(self) -> tuple[str, int]:
         return self._address, self._server.port
 
-    def rows(self, block: str, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        """Where no socket is to be had: rows of a block, and the block's length."""
+    def rows(self, block: str, start: int, stop: int, done: list[str]) -> tuple[dict[str, Any], int]:
+        """Where no socket is to be had: drop blocks; rows of another, and its length."""
+        self._folder.remove(done)
         columns = self._folder.columns(block)
         rows = {name: column[start:stop] for name, column in columns.items()}
         return rows, min(map(len, columns.values()), default=0)

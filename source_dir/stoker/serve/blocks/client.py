@@ -144,8 +144,9 @@ class DirectHosts:
         self._key = directory.secret
         with self.lock:
             for node, server in directory.servers.items():
-                if node not in self._links or self._links[node].server != server:
-                    self._links[node] = HostLink(server)
+                before = self._links.get(node)
+                if before is None or before.server != server:
+                    self._links[node] = HostLink(server, done=before.done if before else [])
 
     def knows(self, node: str) -> bool:
         link = self._links.get(node)
@@ -157,9 +158,8 @@ class DirectHosts:
         if link is None or link.avoided_until > time.monotonic():
             return None
         with self.lock:
-            done, link.done = link.done[:MOST_DONE], link.done[MOST_DONE:]
             idle = link.idle.pop() if link.idle else None
-        return self.send(link, part, done, idle)
+        return self.send(link, part, self.take_done(part.node), idle)
 
     def send(
         self, link: HostLink, part: BlockSlice, done: list[str], idle: socket.socket | None = None
@@ -176,10 +176,18 @@ class DirectHosts:
             return request.again(error)
         return request
 
-    def done(self, part: BlockSlice) -> None:
-        if (link := self._links.get(part.node)) is not None:
+    def done(self, node: str, blocks: list[str]) -> None:
+        """The next request to their host names them."""
+        if (link := self._links.get(node)) is not None:
             with self.lock:
-                link.done.append(part.block)
+                link.done += blocks
+
+    def take_done(self, node: str) -> list[str]:
+        if (link := self._links.get(node)) is None:
+            return []
+        with self.lock:
+            done, link.done = link.done[:MOST_DONE], link.done[MOST_DONE:]
+        return done
 
     def _connect(self, link: HostLink) -> socket.socket:
         address = (link.server.address, link.server.port)
@@ -295,7 +303,7 @@ class Transport:
             self._own.pop(part.block, None)
             self.folder().remove([part.block])
         else:
-            self.hosts.done(part)
+            self.hosts.done(part.node, [part.block])
 
     def finish_pass(self) -> None:
         with self._lock:
@@ -363,12 +371,14 @@ class Transport:
         self._learn()
         if (server := self._known.servers.get(part.node)) is None:
             raise OSError("its host serves no blocks")
+        done = self.hosts.take_done(part.node)
         try:
-            call = server.agent.rows.remote(part.block, part.start, part.stop)
+            call = server.agent.rows.remote(part.block, part.start, part.stop, done)
             columns, length = ray.get(call, timeout=AGENT_S)
         except (FileNotFoundError, SchemaError):
             raise
         except ray.exceptions.RayError as error:
+            self.hosts.done(part.node, done)
             self._ask_after = 0.0  # it may have been started again
             raise OSError(where_raised(error)) from error
         return columns, 0, part.stop - part.start, length
