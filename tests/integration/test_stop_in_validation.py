@@ -87,7 +87,7 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     [
         (2.0, 960.0, "training did not end within 2 s of: SIGTERM"),
         (None, 960.0, ""),
-        (None, 1.0, "training did not end within 1 s of its last sign of progress after: SIGTERM"),
+        (None, 1.0, "training made no progress for 1 s after: SIGTERM"),
     ],
 )
 def test_a_stop_may_last_where_nobody_kills(
@@ -113,6 +113,15 @@ def test_a_stop_may_last_where_nobody_kills(
     assert (stopped.code, stopped.summary.status) == ((1, "failed") if reason else (143, "interrupted"))
     saved = checkpoint.newest_valid(open_store(str(run_dir / "checkpoints")))
     assert (saved is None) == bool(reason)
+
+
+def test_a_stop_while_nobody_trains_does_not_wait_for_progress(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_stop_reason", "SIGTERM")
+    monkeypatch.setattr(driver, "NOBODY_S", 2.0)
+    stopped = run_job(tmp_path, recipe="rows:Counting", train={"epochs": 1}, train_group="not there")
+    assert (stopped.code, stopped.summary.error) == (1, "training did not end within 2 s of: SIGTERM")
 
 
 def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(

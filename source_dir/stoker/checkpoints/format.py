@@ -337,6 +337,7 @@ class Writer:
         while self.thread is not None and self.thread.is_alive():
             self.thread.join(min(POLL_S, still_s))
             if progress.still_s() > still_s and self.thread.is_alive():
+                self.thread = None  # nobody waits for it a second time
                 raise OSError(
                     f"{self.what}: not written, and no progress for {progress.still_s():.0f} s:"
                     f" {self.where} is stuck; check its disk or connection, then resume from the checkpoint"

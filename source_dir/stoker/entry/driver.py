@@ -22,8 +22,9 @@ from stoker.config.schema import Config
 from stoker.entry.fit import Fit, open_log
 from stoker.entry.job_checks import Opened, open_all, own_sinks
 from stoker.errors import DataError, UsageError, where_raised
+from stoker.events import kinds
 from stoker.events.console import Console, report
-from stoker.events.kinds import Completed, HostChanged, HostCpu, HostJoined, HostLost, HostReleased
+from stoker.events.kinds import HostChanged, HostJoined, HostLost, HostReleased
 from stoker.events.mlflow import mlflow_sinks
 from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
@@ -42,9 +43,14 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 STOP_SHARE = 0.75
 """After this share of the time until the place kills, the driver gives up a stop."""
-STOP_STILL_S = STILL_S + 60
-"""In other places it does after so long without an event. The write of a checkpoint says every minute that it
-makes progress; without any it ends by itself, earlier than this."""
+STOP_STILL_S, NOBODY_S = STILL_S + 60, 90.0
+"""In other places it does after so long without progress, or without a train worker. The write of a
+checkpoint says every minute that it makes progress; without any it ends by itself, earlier than this."""
+PROGRESS = (
+    *(kinds.TrainWorkerStarted, kinds.StepLogged, kinds.PassEnded, kinds.EpochEnded, kinds.MetricsLogged),
+    *(kinds.LoaderProgress, kinds.CheckpointWritten, kinds.ModelWritten, kinds.ExportWritten, kinds.Stopped),
+    *(kinds.Note, kinds.Printed, kinds.ScriptOutput),
+)
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
 
@@ -160,6 +166,32 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         )
 
 
+class StopDeadline:
+    """How long a stop may last; see RunPlace.killed_after_s."""
+
+    def __init__(self, killed_after_s: float | None) -> None:
+        self._killed_after_s = killed_after_s
+        self._trains, self._heard = False, 0.0
+
+    def take(self, events: list[kinds.Event]) -> None:
+        for event in events:
+            if isinstance(event, kinds.TrainWorkerStarted):
+                self._trains = True
+            elif isinstance(event, kinds.AttemptStarted | kinds.TrainWorkerLost):
+                self._trains = False  # whoever starts later stops at once
+            if isinstance(event, PROGRESS):
+                self._heard = time.monotonic()
+
+    def passed_since(self, asked: float) -> str:
+        """What is wrong if it is over."""
+        if self._killed_after_s is None and self._trains:
+            still_s = time.monotonic() - max(asked, self._heard)
+            return f"training made no progress for {still_s:.0f} s after" if still_s > STOP_STILL_S else ""
+        deadline_s = NOBODY_S if self._killed_after_s is None else self._killed_after_s * STOP_SHARE
+        late = time.monotonic() - asked > deadline_s
+        return f"training did not end within {deadline_s:.0f} s of" if late else ""
+
+
 def follow(
     fit: Fit,
     coordinator: Any,
@@ -170,23 +202,20 @@ def follow(
     """Until fit() returns, forward events, detect lost hosts and relay stop requests."""
     import ray
 
-    stop_sent = heard = 0.0
-    deadline_s = STOP_STILL_S if killed_after_s is None else killed_after_s * STOP_SHARE
+    stop_sent, stop = 0.0, StopDeadline(killed_after_s)
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
         events = tracking.take(ray.get(coordinator.drain.remote(), timeout=ANSWER_S))
-        fit.complete = fit.complete or any(isinstance(event, Completed) for event in events)
+        fit.complete = fit.complete or any(isinstance(event, kinds.Completed) for event in events)
         if not alive:
             return
         if _stop_reason and not stop_sent:
             coordinator.request_stop.remote(_stop_reason)
-            stop_sent = heard = time.monotonic()
-        elif killed_after_s is None and not all(isinstance(event, HostCpu) for event in events):
-            heard = time.monotonic()
-        if stop_sent and time.monotonic() - heard > deadline_s:
-            last = "" if killed_after_s is not None else " its last sign of progress after"
-            fit.reason = f"training did not end within {deadline_s:.0f} s of{last}: {_stop_reason}"
+            stop_sent = time.monotonic()
+        stop.take(events)
+        if stop_sent and (late := stop.passed_since(stop_sent)):
+            fit.reason = f"{late}: {_stop_reason}"
             return
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2

@@ -77,7 +77,7 @@ class MlflowSink(Sink):
         self.lacking = ["the best values", "the tags", "the model", "the files", "the final status"]
         """What the end of the run sends and the server does not have; without the model if there is none."""
         self.scalars = Scalars()
-        known = kinds.RecordsCounted, kinds.EpochEnded, kinds.MetricsLogged
+        known = kinds.Resumed, kinds.RecordsCounted, kinds.EpochEnded, kinds.MetricsLogged
         for event in kinds.read_events(run_dir / "events.jsonl", known):
             self.scalars.of(event)  # totals go on from those of an earlier start
         self._closing = threading.Event()

@@ -278,7 +278,8 @@ class DataService(ABC):
         while True:
             self._look_now.clear()
             with self._ends_the_attempt():
-                nodes = [node for node in ray.nodes() if node["NodeID"] not in self.agents.lost]
+                lost = self.agents.lost
+                nodes = [n | {"Alive": n["Alive"] and n["NodeID"] not in lost} for n in ray.nodes()]
                 hung = self._look_once(nodes, time.monotonic())
                 self.elastic.send(time.monotonic())
                 if not self.over:

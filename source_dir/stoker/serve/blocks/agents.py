@@ -21,7 +21,7 @@ from stoker.serve.blocks.folder import BlockFolder, BlockServer, here
 from stoker.storage.checkpoint_store import Cleaner
 
 SAMPLE_EVERY_S = 3.0
-AGENT_START_S = 60.0
+AGENT_START_S = 120.0
 """Deadline for an agent's first answer; without one, it counts as dead."""
 ANSWER_S, STARTING_S = 5.0, 0.5
 """How long to wait for answers in a round; while an agent starts, shorter rounds find it sooner."""
@@ -188,6 +188,10 @@ class Agents:
         actor = ray.remote(HostAgent).options(**options).remote(self.run, self.secret, self._cache)
         return _Agent(actor, actor.where.remote(), time.monotonic())
 
+    def _start_s(self, node: str) -> float:
+        """A host may have to install the job's packages first: the second agent gets twice the time."""
+        return AGENT_START_S * 2.0 ** len(self._deaths.get(node, []))
+
     def _answers(self, agents: dict[str, _Agent]) -> tuple[dict[str, float], dict[str, str]]:
         """CPU use by node; nodes whose agent has died, or does not start, with the cause."""
         import ray
@@ -198,9 +202,9 @@ class Agents:
         for node, agent in agents.items():
             if agent.server is not None and agent.call is None:
                 agent.call = agent.actor.look.remote(self._unused(node))
-            elif agent.server is None and time.monotonic() - agent.since > AGENT_START_S:
+            elif agent.server is None and time.monotonic() - agent.since > (limit_s := self._start_s(node)):
                 ray.kill(agent.actor)
-                agent.call, died[node] = None, f"no answer within {AGENT_START_S:.0f} s"
+                agent.call, died[node] = None, f"no answer within {limit_s:.0f} s"
             starting |= agent.server is None and agent.call is not None
         calls = {agent.call: node for node, agent in agents.items() if agent.call is not None}
         timeout_s = STARTING_S if starting else ANSWER_S
