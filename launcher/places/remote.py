@@ -90,7 +90,7 @@ def with_training_group(job: Job, name: str | None) -> Job:
     return replace(job, resolved=replace(job.resolved, config=config.model_copy(update={"cluster": cluster})))
 
 
-def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, prices: PriceList) -> str:
+def cost_table(groups: Sequence[HostGroup], limits: str, seconds: int, prices: PriceList) -> str:
     rows = [
         (
             group.name,
@@ -109,7 +109,7 @@ def cost_table(groups: Sequence[HostGroup], section: str, seconds: int, prices: 
     if all(group.gbps is None for group in groups):
         head, *rows = ((*row[:5], row[6]) for row in (head, *rows))  # type: ignore[assignment]
     most = dollars(total * hours if total is not None else None)
-    limit = f"at most ${most} in {hours:g} h ({section}.max_runtime_s)"
+    limit = f"at most ${most} in {hours:g} h ({limits})"
     return f"{table(head, rows)}\n{limit}; {prices.label}"
 
 

@@ -55,7 +55,8 @@ FILES = {
     "name: a/b": "up to 63 letters, digits, - _ and ., beginning with",
     "seed: -1": "seed: input should be greater than or equal to 0",
     "seed: 1.5": "got a number with a fractional part (got 1.5)",
-    "recipe: ''": "recipe: '' is not of the form package.module:name",
+    "recipe: ''": "recipe: must not be empty (got '')",
+    "tracking: {mlflow: {uri: ''}}": "tracking.mlflow.uri: must not be empty; null for none (got '')",
     "recipe: stoker.train.lightning_recipe:LightningRecipe": "--kind lightning",
     "script: ''": "script: must not be empty",
     "args: 3": "args: must be a list, such as [a, b] (got 3)",
@@ -71,6 +72,7 @@ FILES = {
     "params: {rate: 1:30.5}": "1:30.5 is 90.5 in YAML",
     "sagemaker: {prices: {ml.g5.xlarge: yes}}": "sagemaker.prices: must be a number",
     "rehearsal: {join_delay: {algo-3: true}}": "rehearsal.join_delay: must be a number",
+    "rehearsal: {join_delay: {algo-3: -5}}": "algo-3: must be a number of seconds from 0, or never",
     "data: {remainder: true}": "data.remainder: must be a number (got True)",
     "train: {precision: bfloat16}": "input should be 'fp32', 'bf16' or 'fp16'",
     "train: {ema_decay: 2}": "train.ema_decay: input should be less than 1",
@@ -138,7 +140,11 @@ BEYOND = """
     data.remainder=-1 cluster.port=80 cluster.cpus=0 cluster.min_cpu_hosts=-2 checkpoint.keep=0
     checkpoint.every_steps=0 checkpoint.dir= checkpoint.mode=lower tracking.log_every_steps=0
     vertex.boot_disk_gb=5 slurm.gpu.nodes=0 slurm.cpu.nodes=-1 slurm.max_runtime_s=-5 slurm.max_runtime_s=4h
-    slurm.stop_before_s=-1
+    slurm.stop_before_s=-1 slurm.gpu.gpus=-1
+    recipe= data.prepare= data.bucket_by= train.optimizer= train.early_stopping.monitor= cluster.gpu_group=
+    checkpoint.monitor= sagemaker.gpu.type= sagemaker.region= sagemaker.role= sagemaker.image=
+    sagemaker.kms_key= sagemaker.volume_kms_key= vertex.gpu.machine_type= vertex.kms_key= vertex.image=
+    rehearsal.hosts= slurm.account= slurm.gpu.partition= slurm.gpu.qos= slurm.gpu.gpu_type=
 """
 
 

@@ -77,7 +77,7 @@ WRONG: list[tuple[str, str, str]] = [
     (f"{NO_PAIR}; groups={many('{name: gN, type: ml.c5.xlarge}', 6)}", "groups", "at most 5"),
     (f"{NO_PAIR}; groups=[{{name: a, type: ml.g5.xlarge}}, {{name: a, type: ml.c5.xlarge}}]", "groups", "every name must differ"),
     (f"{NO_PAIR}; groups=[{{name: {'a' * 65}, type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "groups.0.name", "at most 64 characters"),
-    (f"{NO_PAIR}; groups=[{{name: '', type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "groups.0.name", "at least 1"),
+    (f"{NO_PAIR}; groups=[{{name: '', type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "groups.0.name", "must not be empty"),
     (f"{NO_PAIR}; groups=[{{name: a, type: ml.c5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "cluster.gpu_group", "name one of a, b"),
     ("cluster.gpu_group=trainers", "cluster.gpu_group", "the job has gpu, cpu"),
     ("cluster.min_cpu_hosts=3", "cluster.min_cpu_hosts", "raise sagemaker.cpu.count"),
@@ -338,6 +338,8 @@ def test_one_group_is_a_homogeneous_job() -> None:
     assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.2xlarge", 1)
     assert "InstanceGroups" not in resources
     assert resources["KeepAlivePeriodInSeconds"] == 600
+    limit = "at most $36.61 in 24.1667 h (sagemaker.max_runtime_s + sagemaker.keep_alive_s)"
+    assert limit in request.costs(), "a warm instance that idles is billed"
     assert "InstanceGroupNames" not in json.dumps(request.body), "a single group has no name"
     # In the container its only group is called homogeneousCluster.
     assert request.job.resolved.config.cluster.gpu_group is None

@@ -218,6 +218,7 @@ def test_by_default_each_gpu_takes_a_batch_per_step_so_more_gpus_take_more_sampl
         ("Tesla L4", "L4"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )

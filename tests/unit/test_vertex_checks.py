@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,14 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
     assert item.uri.startswith("gs://my-bucket/stoker/data/")
     assert request.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}
     assert any(line.startswith("no service account") for line in request.warnings)
+
+
+def test_the_shell_of_a_host_takes_the_bucket_s_folder_as_one_word() -> None:
+    request = vertex.plan(make_job("gcs_uri=gs://my-bucket/a&b;c$(d)"), offline=True)
+    *bash, line = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["command"]
+    fake = "rm() { :; }; python() { echo $4; exit; }; "
+    done = subprocess.run(["bash", bash[-1], fake + line], capture_output=True, text=True)
+    assert done.stdout == f"/gcs/my-bucket/a&b;c$(d)/{request.name}/code.tar.gz\n", done.stderr
 
 
 def test_prices_of_attached_gpus_and_your_own() -> None:

@@ -116,7 +116,9 @@ class SageMakerRequest(CloudRequest):
 
     def costs(self) -> str:
         settings, known = self.settings, prices.price_list(self.settings.prices, self.settings.spot)
-        return cost_table(self.groups, "sagemaker", settings.max_runtime_s, known)
+        warm_s = settings.keep_alive_s  # billed, too
+        limits = "sagemaker.max_runtime_s" + (" + sagemaker.keep_alive_s" if warm_s else "")
+        return cost_table(self.groups, limits, settings.max_runtime_s + warm_s, known)
 
     def copy_command(self, source: Path, target: str) -> list[str]:
         kms_key = self.settings.kms_key

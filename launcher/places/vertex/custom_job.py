@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ class VertexRequest(CloudRequest):
     def costs(self) -> str:
         settings, pools = self.settings, self.groups
         prices, seconds = google_prices(settings), settings.max_runtime_s
-        return cost_table(pools, "vertex", seconds, prices) + "; without disks"
+        return cost_table(pools, "vertex.max_runtime_s", seconds, prices) + "; without disks"
 
     def for_command_line(self) -> dict[str, Any]:
         spec: dict[str, Any] = self.body["jobSpec"]
@@ -137,7 +138,8 @@ def container_command(code_uri: str) -> list[str]:
     `exec` makes Python process 1, so that SIGTERM reaches it. The service may restart a container where it
     was, with the code of its first start.
     """
-    unpack = f"rm -rf {CODE_ON_HOST} && python -m tarfile -e {gcs_folder(code_uri)} {CODE_ON_HOST}"
+    archive = shlex.quote(str(gcs_folder(code_uri)))
+    unpack = f"rm -rf {CODE_ON_HOST} && python -m tarfile -e {archive} {CODE_ON_HOST}"
     return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -17,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from stoker.config.values import expanded, true_as_number
+from stoker.config.values import expanded, members, true_as_number
 
 Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded)]
 """A path or URI, in which `~` and `$VARIABLES` are expanded."""
@@ -28,14 +29,24 @@ def key(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
-def _one_error(value: Any, validate: Any) -> Any:
-    try:
-        return validate(value)
-    except ValueError:
-        raise ValueError("must be drop, pad or a number of records from 1") from None
+def _one_error(problem: str) -> WrapValidator:
+    def checked(value: Any, validate: Any) -> Any:
+        try:
+            return validate(value)
+        except ValueError:
+            raise ValueError(problem) from None
+
+    return WrapValidator(checked)
 
 
-Remainder = Annotated[Literal["drop", "pad"] | Annotated[int, Field(ge=1)], WrapValidator(_one_error)]
+Remainder = Annotated[
+    Literal["drop", "pad"] | Annotated[int, Field(ge=1)],
+    _one_error("must be drop, pad or a number of records from 1"),
+]
+Delay = Annotated[
+    Annotated[float, Field(ge=0)] | Literal["never"],
+    _one_error("must be a number of seconds from 0, or never"),
+]
 
 
 class Section(BaseModel):
@@ -54,11 +65,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes true for 1. False passes as 0, because YAML reads `off` as false."""
-        field = cls.model_fields[str(info.field_name)]
-        if true_as_number(value, field.annotation):
+    def _says_something(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for 1; false passes as 0, because YAML reads `off` as false. An empty text, as of
+        `key=$UNSET`, would count as not set."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if true_as_number(value, kind):
             raise ValueError("must be a number")
+        if value == "" and str in (kinds := [*members(kind)]):
+            raise ValueError("must not be empty" + ("; null for none" if NoneType in kinds else ""))
         return value
 
 
@@ -225,9 +239,7 @@ class RehearsalConfig(Section):
         None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
     )
     shm_mb: int = key(1024, "size of /dev/shm on each host", ge=1)
-    join_delay: dict[str, float | Literal["never"]] = key(
-        {}, "delay in seconds before a host joins, or never: {algo-3: 30}"
-    )
+    join_delay: dict[str, Delay] = key({}, "delay in seconds before a host joins, or never: {algo-3: 30}")
     faults: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = key(
         [], "faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
     )
@@ -248,7 +260,7 @@ class SlurmNodesConfig(Section):
 
 class SlurmGpuNodesConfig(SlurmNodesConfig):
     nodes: int = key(1, "number of nodes", ge=1)
-    gpus: int = key(1, "GPUs per node")
+    gpus: int = key(1, "GPUs per node", ge=0)
     gpu_type: str | None = key(None, "type of GPU as the cluster names it, such as a100")
 
 

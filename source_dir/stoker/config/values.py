@@ -49,7 +49,7 @@ class Quoted(Text):
 def typed(value: Any, kind: Any, path: Sequence[str] = ()) -> Any:
     """A value, in which each `Text` has become what the type `kind` says of its field, or of the field at the
     keys `path` in it."""
-    kinds = list(_members(kind))
+    kinds = list(members(kind))
     for part in path:
         kinds = _part(kinds, part)
     return _typed(value, kinds)
@@ -75,7 +75,7 @@ def has_text(value: Any) -> bool:
 
 def true_as_number(value: Any, kind: Any) -> bool:
     """Whether true, which Python takes for 1, stands where a number must; a section checks its own keys."""
-    return _true_as_number(value, list(_members(kind)))
+    return _true_as_number(value, list(members(kind)))
 
 
 def _true_as_number(value: Any, kinds: list[Any]) -> bool:
@@ -91,7 +91,7 @@ def _true_as_number(value: Any, kinds: list[Any]) -> bool:
 
 
 def is_path(kind: Any) -> bool:
-    return any(inspect.isclass(one) and issubclass(one, PurePath) for one in _members(kind))
+    return any(inspect.isclass(one) and issubclass(one, PurePath) for one in members(kind))
 
 
 def expanded(path: str) -> str:
@@ -263,18 +263,18 @@ def _read(text: Text, kinds: list[Any]) -> Any:
     return str(text)
 
 
-def _members(kind: Any) -> Iterator[Any]:
+def members(kind: Any) -> Iterator[Any]:
     """The types of a union; a type without its annotations."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is typing.Annotated:
-        yield from _members(args[0])
+        yield from members(args[0])
     elif origin in (Union, UnionType):
         for one in args:
-            yield from _members(one)
+            yield from members(one)
     elif hasattr(kind, "__value__"):  # type Name = …
-        yield from _members(kind.__value__)
+        yield from members(kind.__value__)
     elif hasattr(kind, "__supertype__"):  # NewType
-        yield from _members(kind.__supertype__)
+        yield from members(kind.__supertype__)
     else:
         yield NoneType if kind is None else kind
 
@@ -313,7 +313,7 @@ def _part(kinds: list[Any], key: str | None) -> list[Any]:
             found += _anything_of(args[key is not None] if len(args) == 2 else Any)
             continue
         if key is None or key in fields:
-            found += _members(str if key is None else fields[key])
+            found += members(str if key is None else fields[key])
     return found or [Any]
 
 
@@ -329,5 +329,5 @@ def _item(kinds: list[Any], at: int) -> list[Any]:
 
 def _anything_of(kind: Any) -> list[Any]:
     """The types of an item of a list or mapping; YAML says what it is where it may be anything."""
-    kinds = list(_members(kind))
+    kinds = list(members(kind))
     return _ANYTHING if Any in kinds or object in kinds else kinds
