@@ -294,11 +294,16 @@ class JobServer:
     def _ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
         import requests
 
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        def signed(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {self.token}"
+            return request
+
+        host = urlsplit(self.address).hostname
+        content |= {"proxies": {"no_proxy": host}} if host in _LOOPBACK else {}
+        # As a header alone, `.netrc` would replace the token.
+        content |= {"auth": signed} if self.token else {}
         try:
-            answer = requests.request(
-                method, self.address + path, headers=headers, timeout=TIMEOUT_S, **content
-            )
+            answer = requests.request(method, self.address + path, timeout=TIMEOUT_S, **content)
         except requests.exceptions.SSLError as error:
             raise UsageError(f"--address {self.address}: certificate verification failed: {error}") from None
         except requests.exceptions.ConnectionError as error:

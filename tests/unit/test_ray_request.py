@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
@@ -74,6 +74,29 @@ def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
     shown = plan().render()
     assert "travels unencrypted" in shown and "t" * 64 not in shown + repr(plan())
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_the_token_goes_to_the_cluster_and_no_proxy_that_a_port_forward_need_not_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: bool
+) -> None:
+    """Away from loopback the proxy is the way there, and `.netrc` replaces no token."""
+    seen: dict[str, list[str | None]] = {"dashboard": [], "proxy": []}
+
+    def heard(by: str) -> Callable[[BaseHTTPRequestHandler], Answer]:
+        def answer(request: BaseHTTPRequestHandler) -> Answer:
+            seen[by].append(request.headers["Authorization"])
+            return 200, "application/json", b"{}"
+
+        return answer
+
+    (tmp_path / ".netrc").write_text("default login me password pw\n")
+    with answering(heard("dashboard")) as dashboard, answering(heard("proxy")) as proxy:
+        for name in ("http_proxy", "all_proxy", "no_proxy"):
+            monkeypatch.delenv(name.upper(), raising=False)
+            monkeypatch.setenv(name, proxy if name != "no_proxy" else "")
+        ray_jobs.JobServer(ADDRESS if away else dashboard, "secret").get("/api/version")
+    assert seen == {"dashboard": ["Bearer secret"] * (not away), "proxy": ["Bearer secret"] * away}
 
 
 def test_run_ids_lead_to_their_place() -> None:
