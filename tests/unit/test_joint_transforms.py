@@ -16,7 +16,16 @@ from torchvision.transforms.v2 import _geometry
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.joint import _DRAWN, _STILL, moved_alone
-from stoker.data import DecodeImage, DecodeMask, DecodeVideo, Drop, Joint, Pad, RandomResizedCrop
+from stoker.data import (
+    DecodeImage,
+    DecodeMask,
+    DecodeVideo,
+    Drop,
+    Joint,
+    Pad,
+    RandomResizedCrop,
+    RecordTransform,
+)
 from stoker.protocol import BlockReport
 
 
@@ -210,3 +219,80 @@ def test_all_of_torchvisions_geometric_transforms_are_known() -> None:
         n for n, kind in vars(_geometry).items() if getattr(kind, "__module__", "") == _geometry.__name__
     }
     assert {n for n in there if isinstance(getattr(_geometry, n), type)} == _STILL | _DRAWN
+
+
+def turned(pixels: Any, orientation: int, kind: str = "JPEG") -> bytes:
+    exif, content = Image.Exif(), io.BytesIO()
+    exif[0x112] = orientation
+    Image.fromarray(pixels).save(content, kind, exif=exif, **({"quality": 100} if kind == "JPEG" else {}))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("form", ["encoded", "Pillow", "array", "boxes", "one box", "lists", "in a struct"])
+@pytest.mark.parametrize("orientation", [3, 6, 8])
+def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_says_what_it_is_of(
+    orientation: int, form: str, kind: str
+) -> None:
+    mask = np.zeros((16, 24), np.uint8)
+    mask[:8, :6] = 1
+    photo = turned(np.repeat(mask[..., None] * 255, 3, 2), orientation, kind)
+    boxes = np.array([[0, 0, 6, 8]], np.float32)
+    name, value = {
+        "encoded": ("mask", encoded(mask)),
+        "Pillow": ("mask", Image.fromarray(mask)),
+        "array": ("mask", mask),
+        "boxes": ("boxes", boxes),
+        "one box": ("bbox", boxes[0]),
+        "lists": ("objects", boxes.tolist()),
+        "in a struct": ("objects", {"bbox": boxes.tolist(), "category": [1]}),
+    }[form]
+    record = {"key": "a", "image": photo, "label": 1, "text": "two words", name: value}
+    decoded = [DecodeMask()] * (form in ("encoded", "Pillow"))
+    made, report = {}, {}
+    for exif in (None, True, False):
+        chain = as_stages([DecodeImage(exif=exif), *decoded, *([Drop(name)] * (not decoded)), Drop("text")])
+        made[exif], report[exif] = Chain(chain, seed=0).run([record], 0)
+    assert not made[None] and f"EXIF turns the image, but not {name}: set" in report[None].bad[0].reason
+    white = {exif: made[exif]["image__hwc"][0, ..., 0] > 128 for exif in (True, False)}
+    assert (white[False] == (mask > 0)).all() and white[True].shape == (
+        mask.T if orientation > 4 else mask
+    ).shape
+    assert white[True].shape != mask.shape or (white[True] != (mask > 0)).any()
+    others = {"label": 1, "text": "two words", "boxes": 2, "vector": np.zeros(4)}
+    alone, _ = Chain(as_stages([DecodeImage(), Drop("text")]), seed=0).run(
+        [{"key": "a", "image": photo, **others}], 0
+    )
+    assert ((alone["image__hwc"][0, ..., 0] > 128) == white[True]).all()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", [2, 3, 6, 8])
+def test_a_mask_is_turned_by_an_exif_of_its_own(orientation: int, kind: str) -> None:
+    mask = np.zeros((16, 24), np.uint8)
+    mask[:8, :6] = 1
+    photo = turned(np.repeat(mask[..., None] * 255, 3, 2), orientation)
+    record = {"key": "a", "image": photo, "mask": turned(mask, orientation, kind)}
+    for exif in (None, True):
+        chain = as_stages([DecodeImage(exif=exif), DecodeMask(), Joint(v2.Identity())])
+        columns, report = Chain(chain, seed=0).run([record], 0)
+        assert not report.bad
+        assert ((columns["image"][0, 0] > 128) == (columns["mask"][0] == 1)).all()
+    _, report = Chain(as_stages([DecodeImage(exif=False), DecodeMask()]), seed=0).run([record], 0)
+    assert "EXIF turns mask, too; set DecodeImage(exif=True)" in report.bad[0].reason
+
+
+def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:
+    class Parse(RecordTransform):
+        random = False
+
+        def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
+            return {**record, "found": np.array([[0, 0, 6, 8]], np.float32)}
+
+    decode, photo = DecodeImage(), turned(np.zeros((16, 24, 3), np.uint8), 3)
+    records = [{"key": "a", "image": photo, "json": b"[[0, 0, 6, 8]]"}]
+    joint = [Parse(), Drop("json"), Joint(v2.Identity(), boxes=["found"])]
+    columns, report = Chain(as_stages([decode, *joint]), seed=0).run(records, 0)
+    assert not columns and "EXIF turns the image, but not found: set" in report.bad[0].reason
+    columns, _ = Chain(as_stages([decode, Drop("json")]), seed=0).run(records, 0)
+    assert len(columns["image__hwc"]) == 1, "the chain without boxes shares the stage"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import struct
 import sys
 import threading
@@ -191,7 +192,9 @@ _ORIGIN_STAYS = {1, 5}
 _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 """Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
-_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_LOSSLESS = (b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_IMAGES = (b"\xff\xd8", *_LOSSLESS)
+_PLACES = re.compile("box|polygon|keypoint|landmark", re.IGNORECASE)
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 _of_thread = threading.local()
@@ -246,7 +249,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
     rows, columns, rows_at, components, marker = frame
     check_pixels(columns, rows)
     sequential = marker != 0xC2 and content[at + 4] == components
-    orientation = _orientation(content) if may_turn else 1
+    orientation = orientation_of(content) if may_turn else 1
     return JpegHeader(rows, columns, rows_at, sequential, orientation) if orientation else None
 
 
@@ -272,16 +275,33 @@ def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
     return record
 
 
-def _orientation(content: bytes) -> int:
-    """The orientation that `ImageOps.exif_transpose` would use; 0 if Pillow fails."""
+def orientation_of(image: Any) -> int:
+    """The orientation that `ImageOps.exif_transpose` would use; 0 if it is no image, or Pillow fails."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            value = image.getexif().get(0x0112, 1)
+        encoded = isinstance(image, bytes | bytearray | memoryview)
+        value = (Image.open(io.BytesIO(image)) if encoded else image).getexif().get(0x0112, 1)
     except Exception:
         return 0
     return value if isinstance(value, int) and 2 <= value <= 8 else 1
+
+
+def places_in(record: Record) -> list[str]:
+    """Columns that may tell where something is in the image: masks, also encoded ones, boxes, points."""
+    others = ((name, value) for name, value in record.items() if name not in ("image", "key"))
+    return [name for name, value in others if _is_place(name, value)]
+
+
+def _is_place(name: str, value: Any) -> bool:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value[:4]).startswith(_LOSSLESS) and bytes(value[8:12]) != b"WAVE"
+    if isinstance(value, dict):
+        return any(_is_place(str(inner), each) for inner, each in value.items())
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str | bytes):
+        return True
+    whole = getattr(value, "ndim", 0) > 1 or hasattr(value, "getexif")
+    return whole or bool(hasattr(value, "__len__") and not isinstance(value, str) and _PLACES.search(name))
 
 
 def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:
@@ -363,6 +383,11 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     # Orientation → whether rows, and whether columns, are reversed.
     rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
+
+
+def as_stored(array: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """Undo `upright`."""
+    return upright(array, {6: 8, 8: 6}.get(orientation, orientation))
 
 
 def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:

@@ -9,9 +9,11 @@ blurs (one kernel).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from stoker.chain.joint import beside_the_image
 from stoker.chain.picture import open_picture, tensor_of
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, record_image
 from stoker.chain.transforms import (
@@ -187,6 +189,12 @@ def as_stages(chain: Sequence[Any]) -> list[Stage]:
         name = f"{stage.name}#{taken + 1}" if taken else stage.name
         stages.append(replace(stage, name=name))
     tensors_for_others(stages)
+    if places := beside_the_image(stages):
+        for number, stage in enumerate(stages):
+            if isinstance(stage.apply, DecodeImage):
+                decode = copy(stage.apply)  # another chain may have the same
+                decode.places = places
+                stages[number] = replace(stage, apply=decode)
     return stages
 
 

@@ -21,7 +21,7 @@ _LOSSY = ("JPEG", "MPO", "JPEG2000")
 
 
 class DecodeMask(RecordTransform):
-    """An encoded mask, or a Pillow image → its class numbers, uint8, height × width.
+    """An encoded mask, or a Pillow image → its class numbers, uint8, height × width, upright by its own EXIF.
 
     Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
     more than 8 bits are refused, since they hold no class numbers.
@@ -34,7 +34,7 @@ class DecodeMask(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         found = {}
         for name in self.columns:
@@ -57,7 +57,8 @@ class DecodeMask(RecordTransform):
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
             # Pillow stretches 2 or 4 bits to 0 … 255.
-            found[name] = np.array(mask, dtype=np.uint8) // {"2": 85, "4": 17}.get(grey[:1], 1)
+            numbers = np.array(ImageOps.exif_transpose(mask), dtype=np.uint8)
+            found[name] = numbers // {"2": 85, "4": 17}.get(grey[:1], 1)
         return {**record, **found}
 
 
@@ -152,7 +153,7 @@ def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str
 
     A deterministic one may be meant: masks can be stored as the image is afterwards.
     """
-    left = ", ".join(_beside_the_image(stages, seen))
+    left = ", ".join(beside_the_image(stages, seen))
     if not left:
         return []
     return [
@@ -195,7 +196,7 @@ def _masks(record: Record) -> list[str]:
     ]
 
 
-def _beside_the_image(stages: list[Stage], seen: Iterable[str]) -> list[str]:
+def beside_the_image(stages: list[Stage], seen: Iterable[str] = ()) -> list[str]:
     found: dict[str, None] = dict.fromkeys(seen)
     dropped: set[str] = set()
     for stage in stages:

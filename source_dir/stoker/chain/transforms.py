@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode
+from stoker.chain.decode import Mode, as_stored, orientation_of, places_in
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
@@ -36,22 +36,27 @@ Pictured = Picture | TensorPicture
 class DecodeImage(RecordTransform):
     """Encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
-    JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
-    orientation is applied, and alpha is dropped. Pillow images, and uint8 arrays or tensors of 1 to 4
-    channels, get the channels of `mode`. A truncated image raises, and so do text and arrays of other types.
+    JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. Alpha
+    is dropped. Pillow images, and uint8 arrays or tensors of 1 to 4 channels, get the channels of `mode`. A
+    truncated image raises, and so do text and arrays of other types.
 
     Args:
         mode: "RGB" or "L" (one channel).
         bits: of grey images with more than 8 bits: those that the values use, such as 12; the upper 8 of them
             are kept. Default: those of the file, usually 16.
+        exif: True: turn images as EXIF tells; masks and boxes beside them are of the turned image. False:
+            leave the pixels as stored, as torchvision does. Default: turn them, but quarantine those with
+            masks or boxes that may be of the pixels as stored.
     """
 
     random = False
+    places: Sequence[str] = ()
+    """Columns of masks and boxes that later stages of the chain name."""
 
-    def __init__(self, mode: Mode = "RGB", bits: int | None = None) -> None:
+    def __init__(self, mode: Mode = "RGB", bits: int | None = None, exif: bool | None = None) -> None:
         if bits is not None and not 8 < bits <= 16:
             raise UsageError(f"DecodeImage(bits={bits}): must be 9 to 16")
-        self.mode, self.bits = mode, bits
+        self.mode, self.bits, self.exif = mode, bits, exif
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         return {**record, "image": self.opened(record).pixels()}
@@ -59,9 +64,24 @@ class DecodeImage(RecordTransform):
     def opened(self, record: Record) -> Picture:
         """The picture of a record; of a JPEG, only its header is read."""
         image = column_value(record, "image")
+        places = [] if self.exif else [*dict.fromkeys((*self.places, *places_in(record)))]
+        orientation = orientation_of(image) if places or self.exif is False else 1
         encoded = isinstance(image, bytes | bytearray | memoryview)
         source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
-        return Picture(source, self.mode, self.bits)
+        picture = Picture(source, self.mode, self.bits)
+        if orientation < 2:
+            return picture
+        own = [name for name in places if orientation_of(record.get(name)) > 1]
+        if self.exif is False:
+            if own:
+                raise ValueError(f"EXIF turns {', '.join(own)}, too; set DecodeImage(exif=True)")
+            return Picture(as_stored(picture.pixels(), orientation))
+        if left := [name for name in places if name not in own]:
+            raise ValueError(
+                f"EXIF turns the image, but not {', '.join(left)}: set DecodeImage(exif=True) if that is of"
+                " the turned image, or exif=False if it is of the pixels as stored"
+            )
+        return picture
 
 
 class CheckLabel(RecordTransform):
