@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.job import open_job
-from launcher.places import attach, slurm
+from launcher.places import EXIT_CODES, attach, slurm
 from launcher.places.slurm import SlurmRun, slurm_commands
 from launcher.places.slurm.batch_script import clock
 from stoker.config.loading import load
@@ -139,12 +139,30 @@ def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submissio
     assert "SBATCH_PARTITION" not in seen and "SLURM_MEM_PER_NODE" not in seen
 
 
+@pytest.mark.parametrize("answer", ["Welcome to job 7 of 9!\\n42", "42;cluster\\nBudget left: 30 h"])
+def test_a_site_whose_sbatch_prints_more_than_the_jobs_id(
+    tmp_path: Path, login_node: Path, answer: str
+) -> None:
+    fake(login_node, "sbatch", f"printf '{answer}\\n'")
+    assert slurm.submit(planned(tmp_path)).id == "slurm:42"
+
+
+@pytest.mark.parametrize("answer", ["", "Submitted to the night queue"])
+def test_an_answer_without_a_jobs_id_is_no_submission(tmp_path: Path, login_node: Path, answer: str) -> None:
+    fake(login_node, "sbatch", f"echo '{answer}'")
+    with pytest.raises(UsageError, match=f"no job id in its answer \\('{answer}'\\); the job may be queued"):
+        slurm.submit(planned(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("queue", "controller", "files", "status"),
     [
         ("42|PENDING|Resources", "", {}, "running: waiting for nodes (Resources)"),
         ("42+1|PENDING|None\n42+0|PENDING|Priority", "", {}, "running: waiting for nodes (Priority)"),
         ("42|RUNNING|None", "", {}, "running: running"),
+        ("42|PENDING|JobHeldUser", "", {}, "running: waiting for nodes (JobHeldUser, held until scontrol "),
+        ("42|SPECIAL_EXIT|None", "", {}, "running: waiting for nodes (SPECIAL_EXIT, held until scontrol rel"),
+        ("", "JobState=CANCELLED", {}, "interrupted: cancelled before it started"),
         (
             "42|PENDING|BeginTime",
             "",
@@ -185,17 +203,17 @@ def test_status_is_what_the_queue_and_the_run_directory_say(
 
 
 @pytest.mark.parametrize(
-    ("file", "controller", "code"),
+    ("file", "controller", "code", "without_result"),
     [
-        ("2", "JobState=FAILED ExitCode=2:0", 2),
-        ("", "JobState=FAILED ExitCode=143:0", 143),  # a network file system shows the file later
-        ("", "JobState=COMPLETED ExitCode=0:0", 0),
-        ("", "JobState=CANCELLED ExitCode=0:15", 143),
-        ("", "JobState=NODE_FAIL ExitCode=0:0", 1),
+        ("2", "JobState=FAILED ExitCode=2:0", 2, 2),
+        ("", "JobState=FAILED ExitCode=143:0", 143, 143),  # a network file system shows the file later
+        ("", "JobState=COMPLETED ExitCode=0:0", 0, 1),
+        ("", "JobState=CANCELLED ExitCode=0:15", 0, 143),  # after its end, or before its start
+        ("", "JobState=NODE_FAIL ExitCode=0:0", 0, 1),
     ],
 )
 def test_the_exit_code_is_the_scripts_or_else_slurms(
-    login_node: Path, tmp_path: Path, file: str, controller: str, code: int
+    login_node: Path, tmp_path: Path, file: str, controller: str, code: int, without_result: int
 ) -> None:
     (tmp_path / "slurm.exit").write_text(file)
     (tmp_path / "summary.json").write_text('{"status": "succeeded"}')
@@ -203,7 +221,21 @@ def test_the_exit_code_is_the_scripts_or_else_slurms(
     fake(login_node, "scontrol", f"echo 'JobId=42 {controller}'")
     assert SlurmRun("42", tmp_path).wait() == code
     (tmp_path / "summary.json").unlink()
-    assert SlurmRun("42", tmp_path).wait() == (code or 1), "no success without a result"
+    assert SlurmRun("42", tmp_path).wait() == without_result
+
+
+@pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED", "CANCELLED by 1000"])
+@pytest.mark.parametrize(("last", "verdict"), [("interrupted", "interrupted"), ("running", "failed")])
+def test_a_job_that_slurm_ends_is_interrupted_if_it_has_stopped_with_a_checkpoint(
+    login_node: Path, tmp_path: Path, state: str, last: str, verdict: str
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/slurm.log").write_text("step 10\n")
+    (tmp_path / "summary.json").write_text(f'{{"status": "{last}"}}')
+    fake(login_node, "squeue", f"echo '{ID_IS_GONE}' >&2; exit 1")
+    fake(login_node, "scontrol", f"echo 'JobId=42 JobState={state} ExitCode=0:15'")
+    run = SlurmRun("42", tmp_path)
+    assert run.status().startswith(verdict) and run.wait() == EXIT_CODES[verdict]
 
 
 @pytest.mark.parametrize(("state", "words"), [("PENDING", "42"), ("RUNNING", "--signal=TERM 42")])
@@ -302,8 +334,11 @@ REFUSED = [
     ("slurm.max_runtime_s=200", "200 leaves no time to train, as the run stops 180 s"),
     (
         "slurm.gpu.extra=[--time=1:00:00]",
-        "slurm.gpu.extra: --time is set by Stoker; see the keys of slurm.gpu and slurm",
+        "slurm.gpu.extra: --time is Stoker's to set; see the keys of slurm.gpu and slurm",
     ),
+    ("slurm.gpu.extra=[--part=long]", "slurm.gpu.extra: --partition is Stoker's to set"),
+    ("slurm.gpu.extra=[--test-only]", "slurm.gpu.extra: --test-only is Stoker's to set"),
+    ("slurm.gpu.extra=[--clusters=b]", "slurm.gpu.extra: --clusters is Stoker's to set"),
     ("slurm.gpu.extra=[reservation=x]", "must have the form --option"),
     ("slurm.gpu.extra=[--wait]", "slurm.gpu.extra: --wait holds up sbatch"),
     (

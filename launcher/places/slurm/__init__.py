@@ -7,6 +7,7 @@ nodes share.
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -15,14 +16,13 @@ from pathlib import Path
 
 from launcher import run_directory
 from launcher.job import Job, stage
-from launcher.places import Place
+from launcher.places import EXIT_CODES, Place
 from launcher.places.remote import ServicePoller, collected, detached
 from launcher.places.slurm import slurm_commands
 from launcher.places.slurm.batch_script import (
     EXIT_FILE,
     JOB_FILE,
     LOG,
-    STOPPED_CODE,
     batch_script,
     cluster_problems,
     slurm_problems,
@@ -158,7 +158,9 @@ class SlurmRun(PastRun):
         return int(self.job_id.partition("_")[0]) if self.state().active else None
 
     def status(self) -> str:
-        state = self._patiently(self.state)
+        return self._status_in(self._patiently(self.state))
+
+    def _status_in(self, state: State) -> str:
         if state.word == "PENDING":
             again = "requeued, " if self._started() else ""
             return f"running: {again}waiting for nodes ({state.reason or 'no reason given'})"
@@ -169,8 +171,10 @@ class SlurmRun(PastRun):
         with contextlib.suppress(OSError):
             return f"failed: {(self.run_dir / 'failure').read_text().strip()}"
         word = state.word or "no longer known to Slurm"
-        if (self.run_dir / LOG).is_file():
+        if (self.run_dir / LOG).is_file() or self._started():
             return f"failed: the job ended without a result ({word}); see {self.run_dir / LOG}"
+        if word.startswith("CANCELLED"):
+            return "interrupted: cancelled before it started"
         return (
             f"failed: the job ended without a line of output ({word}); do its nodes share {self.run_dir}?"
             " Set output_dir to a folder that they do"
@@ -216,7 +220,7 @@ class SlurmRun(PastRun):
         told = told or slurm_commands.accounted(self.job_id, "ExitCode")
         if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
             return int(told.partition(":")[0]) or int(self.summary().get("status") != "succeeded")
-        return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
+        return EXIT_CODES.get(re.split(r"\W", self._status_in(self._state))[0], 1)
 
     def _active(self) -> bool:
         """Whether the job is in the queue, asking seldom while nothing indicates its end."""

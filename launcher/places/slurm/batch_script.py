@@ -38,11 +38,12 @@ LATE_S = 120
 and the script starts some time after the job."""
 
 OURS = (
-    *("account", "array", "chdir", "constraint", "cpus-per-task", "exclusive", "export", "gpus"),
-    *("gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-requeue", "nodes"),
-    *("ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue", "signal", "time"),
+    *("account", "array", "chdir", "clusters", "constraint", "cpus-per-task", "error", "exclusive", "export"),
+    *("gpus", "gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-kill"),
+    *("no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
+    *("requeue", "signal", "test-only", "time", "wrap"),
 )
-"""Options that `slurm.*.extra` must not set, because the script does."""
+"""Options that `slurm.*.extra` must not set: the script does, or the job could not be followed."""
 LEAST_TO_TRAIN_S = 60
 _PATH = re.compile(r"[\w./+,@=:-]+")
 
@@ -230,8 +231,8 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
             name, sign, _ = option.removeprefix("--").partition("=")
             if not option.startswith("--") or (" " in name and not sign) or "\n" in option:
                 yield f"{section}.extra: {option!r} must have the form --option or --option=value"
-            elif name in OURS:
-                yield f"{section}.extra: --{name} is set by Stoker; see the keys of {section} and slurm"
+            elif ours := next((one for one in OURS if one.startswith(name)), ""):  # sbatch completes names
+                yield f"{section}.extra: --{ours} is Stoker's to set; see the keys of {section} and slurm"
             elif name == "wait":
                 yield f"{section}.extra: --wait holds up sbatch until the job's end; remove it: Stoker waits"
     same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition

@@ -27,6 +27,7 @@ ENDED = (
     "REVOKED",
 )
 """States in which a job does not continue, as far as Slurm itself is concerned."""
+_HELD = ("SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 _GONE = ("Invalid job id", "already completing or completed", "Job/step already")
 
@@ -125,6 +126,9 @@ def state_of(job_id: str) -> State:
     found = sorted(tuple(row.split("|")) for row in rows if row.count("|") == 2)
     if found:
         word, reason = found[0][1].strip(), found[0][2].strip()
+        if word in _HELD or reason.startswith("JobHeld"):
+            why = word if word in _HELD else reason
+            return State("PENDING", f"{why}, held until scontrol release {job_id}")
         return State(word, "" if reason == "None" else reason)
     return State(job_fields(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
 
@@ -152,7 +156,11 @@ def submitted(script: Path) -> str:
         for name, value in os.environ.items()
         if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_"))
     }
-    return ask("sbatch", "--parsable", str(script), variables=own).strip().partition(";")[0]
+    told = ask("sbatch", "--parsable", str(script), variables=own)
+    # A site's own sbatch may print more.
+    if ids := re.findall(r"^(\d+)(?:;\S+)?\s*$", told, re.MULTILINE):
+        return str(ids[-1])
+    raise NoAnswerError(f"sbatch: no job id in its answer ({' '.join(told.split())[-200:]!r})")
 
 
 def _number(text: str) -> int:
