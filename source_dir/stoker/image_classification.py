@@ -149,9 +149,8 @@ class ImageClassification(Recipe):
             names_in(self.data, self.read("val"), self.label_column, named)
             self._refuse_other_order(named, types)
         names = self.names or named
-        labels = distinct_labels(
-            self.data, source, self.label_column, numbers=not (names or self.num_classes)
-        )
+        numbers, listed = not (names or self.num_classes), names or self.class_names
+        labels = distinct_labels(self.data, source, self.label_column, numbers, listed)
         if labels and isinstance(labels[0], str):
             names = names or [*self.class_names] or labels
             val = self.read("val")
@@ -159,7 +158,8 @@ class ImageClassification(Recipe):
                 raise UsageError(
                     f"{self.data}: column {self.label_column} is text in train and {kind} in val"
                 )
-            those, known = distinct_labels(self.data, val, self.label_column, numbers=False) or [], {*names}
+            those = distinct_labels(self.data, val, self.label_column, False, names) or []
+            known = {*names}
             for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
                 if label not in known:
                     whose = "params.class_names" if self.class_names else "train"

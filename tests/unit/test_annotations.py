@@ -235,6 +235,55 @@ PARAMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+MARKS = ["NA", "N/A", "#N/A", "None", "NULL", "null", "<NA>", "nan", "NaN", " "]
+
+
+@pytest.mark.parametrize("labels", [("cat", "dog"), ("0", "1")])
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_mark_for_a_missing_label_is_no_class_unless_it_is_listed(
+    mark: str, labels: tuple[str, str], tmp_path: Path
+) -> None:
+    root = folder(tmp_path, f"id,label\na,{labels[0]}\nb,{labels[1]}\nc,{mark}\nd,{labels[1]}\n")
+    with pytest.raises(UsageError, match=r"1 row without a label, or with NA or the like; .* line 4, c"):
+        opened(root)
+    if mark.strip():
+        found, names, _ = read(root, class_names=[mark, *labels])
+        assert names == [mark, *labels] and sorted(found["train"].values()) == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ("?", r"with '\?' \(1\) where most labels are numbers; .* \(first: line 14, 12: \?\)"),
+        ("unknown", "with 'unknown' .1. where most labels are numbers"),
+        ("True", "with 'True' .1. where most labels are numbers"),
+    ],
+)
+def test_text_beside_numbers_does_not_renumber_the_classes(odd: str, says: str, tmp_path: Path) -> None:
+    files = [f"images/{number}.jpg" for number in range(13)]
+    csv = "id,label\n" + "".join(f"{number},{number}\n" for number in range(12)) + f"12,{odd}\n"
+    with pytest.raises(UsageError, match=says):
+        opened(folder(tmp_path, csv, *files))
+    listed = [*map(str, range(12)), odd]
+    found, names, _ = read(tmp_path, class_names=listed)
+    assert names == listed and found["train"] == {f"images/{n}.jpg": n for n in range(13)}
+    # Numbers of one width are text, too, which sorts as they do.
+    found, names, _ = read(folder(tmp_path, csv.replace(odd, "012").replace(",", ",0"), *files))
+    assert len(names) == 13 and names == sorted(names)
+
+
+@pytest.mark.parametrize("written", ["True FALSE true false", "True true True False", "True False 1 0"])
+def test_one_sign_in_several_spellings_is_no_further_class(written: str, tmp_path: Path) -> None:
+    rows = "".join(f"{id},{text}\n" for id, text in zip("abcd", written.split(), strict=True))
+    with pytest.raises(UsageError, match=r"with True and False in several spellings .* write one"):
+        opened(folder(tmp_path, "id,label\n" + rows))
+
+
+def test_a_column_per_class_may_have_the_name_of_a_mark(tmp_path: Path) -> None:
+    found, names, _ = read(folder(tmp_path, "id,None,crack\na,1,0\nb,0,1\nc,1,0\nd,0,1\n"))
+    assert names == ["None", "crack"] and [*found["train"].values()] == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_files_are_refused_with_counts_and_lines(case: str, tmp_path: Path) -> None:
     csv, expected = WRONG[case]

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a link in a shard": (with_link, "0.jpg (byte 0) is a symbolic link"),
     "a word as a label": (
         table(label=["0", "1", "cat"]),
-        "num_classes: 10, but the data has 3 classes: 0, 1, cat",
+        "column label holds labels with 'cat' (1) where most labels are numbers",
     ),
     "a date as a label": (table(label=[date(2020, 1, 1)] * 3), "not 'datetime.date'"),
     "labels one-hot": (table(label=[[0, 1], [1, 0], [0, 1]]), "only 0-dimensional arrays"),

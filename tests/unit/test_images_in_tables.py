@@ -292,6 +292,27 @@ def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
             opened(root, num_classes=number, class_names=names)
 
 
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["cat", "dog", "nan"], "column label holds nan; leave those rows out"),
+        (["0", "1", "None"], "column label holds None; leave those rows out"),
+        (["0", "1", "?"], r"column label holds labels with '\?' \(1\) where most labels are numbers"),
+        (["True", "true", "False"], "True and False in several spellings"),
+    ],
+)
+def test_text_that_marks_a_missing_label_is_no_class_unless_it_is_listed(
+    labels: list[str], says: str, tmp_path: Path
+) -> None:
+    table = pa.table({"image": PNGS, "label": [labels[n % 3] for n in range(len(PNGS))]})
+    root = write(tmp_path, table)
+    with pytest.raises(UsageError, match=says):
+        opened(root)
+    params, data = opened(root, class_names=labels)
+    assert params["class_names"] == labels
+    assert [label for _, label in trained(data)] == [n % 3 for n in range(len(PNGS))]
+
+
 def test_a_label_that_training_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
     root = write(tmp_path, pa.table({"image": PNGS, "label": TEXT}), splits=("train",))
     write(tmp_path, pa.table({"image": PNGS, "label": ["bird", *TEXT[1:]]}), splits=("val",))
@@ -425,10 +446,10 @@ def test_partitions_are_columns_and_filters_skip_them(tmp_path: Path) -> None:
 
 def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> None:
     """As a number, the label 1 of validation would be the second class, whatever its name."""
-    folders = {"train/label=1": [0], "train/label=b": [1], "train/label=0": [2], "val/label=1": [3]}
+    folders = {"train/label=1": [0], "train/label=b": [1], "train/label=a": [2], "val/label=1": [3]}
     params, data = opened(write_partitions(tmp_path, folders))
-    assert params["class_names"] == ["0", "1", "b"]
-    assert trained(data, "val") == [(COLOURS[3], 1)]
+    assert params["class_names"] == ["1", "a", "b"]
+    assert trained(data, "val") == [(COLOURS[3], 0)]
 
 
 def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:

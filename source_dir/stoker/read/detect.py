@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from stoker.read.folders import (
     kinds_of,
     only,
 )
-from stoker.read.images import read_images
+from stoker.read.images import is_missing, read_images, unclear
 from stoker.read.parquet import read_parquet
 from stoker.read.sources import Source
 from stoker.read.webdataset import read_webdataset
@@ -153,7 +154,10 @@ def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> 
     return found
 
 
-def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
+def distinct_labels(
+    data: str, source: Any, column: str, numbers: bool, listed: Sequence[str] = ()
+) -> list[Any] | None:
+    """The labels in a column; of text, those that are not `listed` must be classes by what they say."""
     import pyarrow as pa
 
     kind = column_types(source).get(column)
@@ -170,4 +174,10 @@ def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[
     for value in labels:
         if not (value.strip() if isinstance(value, str) else value % 1 == 0):
             raise UsageError(wrong.format(f"holds {value!r}"))
+    if is_text(kind) and not listed:
+        if marks := [value for value in labels if is_missing(value)]:
+            text = f"holds {', '.join(marks)}; leave those rows out, or list all classes in class_names"
+            raise UsageError(f"{data}: column {column} {text}")
+        if why := unclear(Counter(labels))[0]:
+            raise UsageError(f"{data}: column {column} holds labels {why}")
     return labels if is_text(kind) else [int(value) for value in labels]

@@ -48,6 +48,8 @@ _SIGNS = {
 _COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
 _ARRAY = re.compile(r"[-\d.]+\s[-\d.\s]+")
 _FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
+_MISSING = {"NA", "N/A", "n/a", "#N/A", "None", "NULL", "null", "<NA>"}
+_DIGITS = re.compile(r"\d+(\.\d*)?")
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
@@ -96,7 +98,7 @@ def read_labels(
     if class_names and {*class_names} <= {*header}:
         label_column = class_names
     columns = _columns(path, header, lines, image_column, label_column, images)
-    rows = _rows(columns, header, lines, separator)
+    rows = _rows(columns, header, lines, separator, class_names or [])
     if columns.split is not None:
         notes += _choose_splits(path, rows)
     taken = _find_files(images, rows, columns.wrong)
@@ -117,7 +119,8 @@ def read_labels(
     number = {name: label for label, name in enumerate(names)}
     for row in used:
         if not row.labels and not several:
-            wrong["without a label; fill or remove them"].append(row.where)
+            what = "without a label, or with NA or the like; fill or remove them, or list it in class_names"
+            wrong[what].append(row.where)
         if names and not {*row.labels} <= number.keys():
             wrong["with a label that no training image has"].append(f"{row.where}: {', '.join(row.labels)}")
     if wrong:
@@ -211,7 +214,11 @@ def _columns(
 
 
 def _rows(
-    columns: Columns, header: list[str], lines: list[tuple[int, list[str]]], separator: str | None
+    columns: Columns,
+    header: list[str],
+    lines: list[tuple[int, list[str]]],
+    separator: str | None,
+    given: list[str],
 ) -> list[LabelRow]:
     found = []
     for number, cells in lines:
@@ -234,7 +241,7 @@ def _rows(
                     f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
                     " several labels, or '' if it is part of one"
                 ].append(f"{where}: {cell}")
-        labels = [text for text in labels if text and text.lower() != "nan"]
+            labels = [text for text in labels if text in given or not is_missing(text)]
         split = "train" if columns.split is None else cells[columns.split]
         found.append(LabelRow(where, labels, cells[columns.id], split, cells))
     return found
@@ -348,7 +355,30 @@ def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) 
             row.where for row in rows if any(map(_FRACTION.fullmatch, row.labels))
         ]
         return []
+    why, odd = unclear(Counter(text for row in rows for text in row.labels))
+    for row in rows if why else ():
+        if mine := [text for text in row.labels if text in odd]:
+            wrong[why].append(f"{row.where}: {mine[0]}")
     return sorted({text for row in rows if row.split == "train" for text in row.labels})
+
+
+def is_missing(text: str) -> bool:
+    """Whether a label is empty, or what pandas, R and databases write for none."""
+    return text in _MISSING or text.strip().lower() in ("", "nan")
+
+
+def unclear(texts: Counter[str]) -> tuple[str, set[str]]:
+    """Why labels are probably no classes by the text that they are, and which labels; empty: they are."""
+    shown = ", ".join(f"{text} ({count})" for text, count in sorted(texts.items())[:6])
+    words = any(text.lower() in ("true", "false") for text in texts)
+    if words and {*texts} <= _SIGNS.keys() and len(texts) > len({_SIGNS[text] for text in texts}):
+        return f"with True and False in several spellings ({shown}); write one", {*texts}
+    odd = Counter({text: count for text, count in texts.items() if not _DIGITS.fullmatch(text)})
+    if not odd or 2 * odd.total() >= texts.total():
+        return "", set()
+    shown = ", ".join(f"{text!r} ({count})" for text, count in odd.most_common(6))
+    what = f"with {shown} where most labels are numbers; correct that, or list all classes in class_names"
+    return what, {*odd}
 
 
 def alike(names: list[str]) -> tuple[str, ...]:
