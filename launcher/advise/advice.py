@@ -156,7 +156,7 @@ class Wanted:
     gpu_hosts: int = 1
     max_cpu_hosts: int = MAX_CPU_HOSTS
     configured: tuple[str, str | None, int] | None = None
-    """GPU type, CPU type and count in the configuration; always in the table."""
+    """GPU type, CPU type and count in the configuration."""
     speed: float = 1.0
     """Speed of the instances' vCPUs, relative to a core of the measuring machine."""
 
@@ -299,7 +299,7 @@ class _Search:
             counts |= {math.floor(full), math.ceil(full)}
         if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
             counts.add(wanted.configured[2])
-        return sorted(count for count in counts if 0 < count <= max(wanted.max_cpu_hosts, 1))
+        return sorted(count for count in counts if 0 < count <= wanted.max_cpu_hosts)
 
 
 def machines(names: Iterable[str]) -> list[Machine]:
@@ -335,7 +335,7 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         return f"{head}: {reason}; then {limit}{_doubt(best, alone)}"
     others = [one for one in table if one.cpu_hosts]
     if not others:
-        return f"{head}: {limit}"
+        return f"{head}: no CPU hosts were considered; limited by the {BINDS[best.binds][0]}"
     other = next((one for one in like if one.cpu_hosts), others[0])
     more = f"the best with them, {other.hosts}, costs {other.dearer_than(best):.0f} % more per sample"
     if other.gpu_type != best.gpu_type:

@@ -26,6 +26,8 @@ from launcher.advise.advice import (
 )
 from launcher.job import Job, open_job
 from launcher.places.local import environment, started
+from launcher.places.remote import HostGroup, training_group
+from launcher.places.sagemaker.training_job import groups_of
 from launcher.run_directory import PastRun
 from stoker.config.loading import Resolved, load
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
@@ -124,18 +126,34 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
 
 def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
     """The instance types to evaluate: requested, else configured, else the defaults."""
-    settings = resolved.config.sagemaker
-    own_gpu, own_cpu = settings.gpu.type, settings.cpu.type
-    gpus = options.gpu or [own_gpu if own_gpu and prices.machine(own_gpu) else DEFAULT_GPU]
-    cpus = options.cpu or list(dict.fromkeys([*([own_cpu] if own_cpu else []), *DEFAULT_CPUS]))
+    train, others = _configured(resolved.config)
+    for group in [*([train] if train and not options.gpu else []), *(() if options.cpu else others)]:
+        if prices.machine(group.type) is None:
+            flag = "--gpu" if group is train else "--cpu"
+            raise UsageError(
+                f"{group.key}.type: {group.type} has no price here; name other types with {flag}"
+            )
+    cpu = (others[0].type, others[0].count) if others else (None, 0)
     return Wanted(
-        gpu_types=tuple(gpus),
-        cpu_types=tuple(cpus),
-        gpu_hosts=max(settings.gpu.count, 1) if own_gpu else 1,
+        gpu_types=tuple(options.gpu or [train.type if train else DEFAULT_GPU]),
+        cpu_types=tuple(options.cpu or dict.fromkeys([*(group.type for group in others), *DEFAULT_CPUS])),
+        gpu_hosts=max(train.count, 1) if train else 1,
         max_cpu_hosts=options.max_cpu_hosts,
-        configured=(own_gpu, own_cpu, settings.cpu.count if own_cpu else 0) if own_gpu else None,
+        # The table has one type of CPU hosts per cluster.
+        configured=(train.type, *cpu) if train and len(others) < 2 else None,
         speed=options.cpu_speed,
     )
+
+
+def _configured(config: Config) -> tuple[HostGroup | None, list[HostGroup]]:
+    """The hosts with the GPUs that train, and the others."""
+    groups = groups_of(config)
+    trains = training_group(config, groups)
+    if groups and trains is None:
+        names = ", ".join(group.name for group in groups)
+        raise UsageError(f"cluster.gpu_group: cannot tell which group trains; name one of {names}")
+    train = next((group for group in groups if group.name == trains and group.gpus != 0), None)
+    return train, [group for group in groups if group is not train]
 
 
 @contextmanager
@@ -257,18 +275,25 @@ def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     total = sum(terms.values())
     waits = 1 - terms.get("compute", 0.0) / total if total else summary.speed.input_wait_pct / 100
     rate = summary.speed.steady_samples_per_s / max(1 - waits, 0.02) / gpus
-    if not here:
-        types = {host.type for host in summary.cluster.hosts if host.gpus}
-        known = prices.machine(types.pop() or "") if len(types) == 1 else None
-        of = known.gpu_name if known else ""
-        return {of: rate}, "samples/s of the GPU: from the run, without its waiting"
-    import torch
+    if here:
+        import torch
 
-    device = torch.cuda.get_device_name(0)
-    if name := table_name(device):
-        return {name: rate}, f"samples/s of the GPU: {rate:,.0f} on this machine's {device}, without waiting"
-    what = f"{rate:,.0f} samples/s on this machine's {device}"
-    return {}, f"the training step: {what}; no instance type in the table has this GPU"
+        device = torch.cuda.get_device_name(0)
+        names, where = {table_name(device)}, f"this machine's {device}"
+    else:
+        types = {host.type or "unknown type" for host in summary.cluster.hosts if host.gpus}
+        names, where = set(map(gpu_of, types)), f"a GPU of the run's hosts ({', '.join(sorted(types))})"
+    if len(names) == 1 and (name := names.pop()):
+        return {name: rate}, f"samples/s of the {name}: {rate:,.0f} on {where}, without waiting"
+    instead = "no instance type is known to have this GPU; if one has, --gpu-samples-per-s NAME=RATE says so"
+    return {}, f"the training step: {rate:,.0f} samples/s on {where}; {instead}"
+
+
+def gpu_of(instance_type: str) -> str | None:
+    """The price table's name of the GPUs of SageMaker's and Google's machines."""
+    known = prices.machine(instance_type)
+    accelerator = prices.built_in_accelerator(instance_type) or ""
+    return known.gpu_name if known else table_name(accelerator.replace("_", " "))
 
 
 def job_samples(config: Config, records: int | None) -> dict[str, int | None]:

@@ -178,12 +178,63 @@ def test_as_json_for_programs(job: Path) -> None:
         (["--cpu-speed", "0"], "--cpu-speed: must be between 0 and 10 (got 0.0)"),
         (["--from", "nowhere"], "--from nowhere: no run there"),
         (["train.epochs=0"], "train.epochs"),
+        (["sagemaker.prices={ml.g5.xlarge: 0}"], "ml.g5.xlarge: input should be greater than 0"),
     ],
 )
 def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said: str) -> None:
     shown = size(job, *arguments)
     assert isinstance(shown.exception, UsageError), shown.output
     assert len(shown.exception.problems) == 1 and said in shown.exception.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "rated"),
+    [
+        ("ml.g5.2xlarge", ["A10G"]),
+        ("a3-highgpu-1g", ["H100"]),
+        ("a2-highgpu-1g", []),  # an A100, but not told which
+        ("n1-standard-8", []),
+        (None, []),
+    ],
+)
+def test_a_rate_holds_for_the_runs_own_kind_of_gpu_alone(
+    job: Path, host: str | None, rated: list[str]
+) -> None:
+    summary = read_summary(job.parent / "run" / "summary.json")
+    summary.cluster.hosts[0].type = host
+    summary.write(job.parent / "run")
+    shown = size(job, "--json")
+    told = json.loads(shown.stdout)
+    assert list(told["measured"]["gpu_samples_per_s"]) == rated
+    assert shown.exit_code == (0 if rated == ["A10G"] else 1), "the job's hosts have A10Gs"
+    assert rated or any("samples/s on a GPU of" in note for note in told["notes"])
+
+
+OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge, count: 3}"
+
+
+def test_your_own_groups_are_the_configured_hosts(job: Path) -> None:
+    words = ["sagemaker.gpu.type=null", f"sagemaker.groups=[{OWN}]", "--gpu-samples-per-s", "40000", "--json"]
+    told = json.loads(size(job, *words).stdout)["candidates"]
+    assert {(one["gpu_type"], one["gpu_hosts"]) for one in told} == {("ml.p4d.24xlarge", 4)}
+    assert ("ml.m5.4xlarge", 3) in {(one["cpu_type"], one["cpu_hosts"]) for one in told}
+
+
+@pytest.mark.parametrize("key", ["gpu", "cpu"])
+def test_a_configured_type_that_the_table_lacks_is_refused_unless_others_are_named(
+    job: Path, key: str
+) -> None:
+    words = [f"sagemaker.{key}.type=ml.{'p6-b200' if key == 'gpu' else 'c99'}.48xlarge"]
+    words += ["--gpu-samples-per-s", "4000"]
+    (problem,) = size(job, *words).exception.problems
+    assert problem.startswith(f"sagemaker.{key}.type: ") and f"--{key}" in problem
+    assert size(job, *words, f"--{key}", {"gpu": "ml.g5.xlarge", "cpu": "ml.c5.xlarge"}[key]).exit_code == 0
+
+
+def test_a_job_that_gets_no_cpu_hosts_is_not_advised_to_have_one() -> None:
+    advice = advise(POST, replace(ITS_HOSTS, max_cpu_hosts=0), price_list())
+    assert {one.cpu_hosts for one in advice.table} == {0}
+    assert advice.lines[0].endswith("no CPU hosts were considered; limited by the CPUs")
 
 
 def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
