@@ -67,6 +67,7 @@ class Job:
             installs: whether hosts install the requirements: reading this machine's versions takes 0.5 s.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / ORIGINS_FILE).write_text(json.dumps(self.resolved.origins, indent=1))  # first: a mark
         own, config = examples_root(), self.resolved.config
         shutil.copytree(package_root() / "stoker", folder / "stoker", ignore=IGNORED)
         for name in ("train.py", "requirements.txt"):
@@ -84,10 +85,9 @@ class Job:
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
         if (secrets := secrets_json(staged.config)) is not None:
-            write_private(folder / SECRETS_FILE, secrets)
+            write_private(folder / SECRETS_FILE, secrets.encode())
         if commit := git_commit(self.source_dir or own):
             (folder / COMMIT_FILE).write_text(commit + "\n")
-        (folder / ORIGINS_FILE).write_text(json.dumps(self.resolved.origins, indent=1))
 
     def _stage_source(self, folder: Path) -> None:
         config = self.resolved.config
@@ -104,7 +104,7 @@ class Job:
             copy(self.source_dir, folder / SCRIPT_FOLDER)
         else:
             for item in sorted(self.source_dir.iterdir()):
-                if item.name == "job.yaml" or item.name in ignored(str(self.source_dir), [item.name]):
+                if item.name in ("job.yaml", ORIGINS_FILE, *ignored(str(self.source_dir), [item.name])):
                     continue  # the staged job.yaml is the resolved one
                 if item.name == "requirements.txt":
                     self._stage_requirements(folder, item)
@@ -119,9 +119,11 @@ class Job:
                 file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
 
 
-def write_private(file: Path, text: str) -> None:
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
-        output.write(text)
+def write_private(file: Path, content: bytes) -> None:
+    if file.is_file():  # no device
+        file.chmod(0o600)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
+        output.write(content)
 
 
 def git_commit(folder: Path) -> str | None:
@@ -197,8 +199,8 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     prepare_data(resolved, source_dir)
     data = {}
     for name, value in config.params.items():
-        if isinstance(value, str) and "://" not in value and value.strip() and (at := Path(value)).exists():
-            # Of a link to a file, whose target may have no suffix, the link's.
+        if isinstance(value, str) and "://" not in value and value.strip() and os.path.exists(value):  # noqa: PTH110
+            at = Path(value)  # Of a link to a file, whose target may have no suffix, the link's.
             data[name] = str(at.resolve() if at.is_dir() else at.parent.resolve() / at.name)
     problems = [
         f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
@@ -363,13 +365,13 @@ def find_data_uploads(
 
 def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
     job.stage(folder, data_at)
-    write_private(folder / TOKEN_FILE, secrets.token_hex(32))
+    write_private(folder / TOKEN_FILE, secrets.token_hex(32).encode())
 
 
 def pack_source(folder: Path, archive: Path) -> None:
     """Pack the staged source as a `.tar.gz` that only its owner can read, with files at the root."""
-    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+    write_private(archive, b"")
+    with tarfile.open(archive, "w:gz") as tar:
         for name, path, _ in files_below(folder):
             tar.add(path, arcname=name)
 

@@ -39,6 +39,7 @@ from launcher.job import (
     located,
     open_job,
     recipe_folder,
+    write_private,
 )
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
@@ -241,7 +242,7 @@ def parse_job(
     config: str | Path | Mapping[str, Any], arguments: list[str] | None, source_dir: Path | None
 ) -> tuple[Path | Mapping[str, Any] | None, list[str], Path | None]:
     """(YAML file or content, overrides, source folder) of whatever describes the job."""
-    if isinstance(config, str) and ("\n" in config or (": " in config and not Path(config).exists())):
+    if isinstance(config, str) and ("\n" in config or (": " in config and not os.path.lexists(config))):
         config = parse_yaml(config, "config")
     if isinstance(config, Mapping):
         if source_dir is None and holds_recipe(Path(), str(config.get("recipe", ""))):
@@ -396,8 +397,7 @@ def _packed(code: Path) -> Path:
             " move data to storage that the hosts share"
         )
     package = code.parent / "job.zip"
-    package.touch(mode=0o600)
-    package.write_bytes(content)
+    write_private(package, content)
     return package
 
 

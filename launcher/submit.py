@@ -28,6 +28,7 @@ from stoker.errors import UsageError, nearest
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
 
+EXPECTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 ARGUMENTS = "stoker.arguments"
 """The key in `ctx.meta` of the script arguments after `--`."""
 
@@ -69,7 +70,7 @@ def expanded_words(words: list[str]) -> list[str]:
 
 
 def refuse_mistyped(word: str, commands: list[str]) -> None:
-    if not re.fullmatch(r"[a-z][a-z_-]*", word) or Path(word).exists():
+    if not re.fullmatch(r"[a-z][a-z_-]{,40}", word) or Path(word).exists():
         return
     here = [str(path) for end in ("*.y*ml", "*.py") for path in Path().glob(end)]
     hint = nearest(word, [*commands, *here], f"commands: {', '.join(commands)}")
@@ -317,10 +318,10 @@ def main() -> None:
     except UsageError as error:
         problems = error.problems
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in EXPECTED:
             raise
         place = error.filename2 or error.filename or "a file"
-        remedy = "free up space or choose another folder (output_dir=…, TMPDIR)"
+        remedy = "free up space, shorten a name or choose another folder (output_dir=…, TMPDIR)"
         problems = (f"{place}: {error.strerror}; {remedy}",)
     except TyperException as error:
         context = getattr(error, "ctx", None)

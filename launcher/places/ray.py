@@ -21,10 +21,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher.job import COMMAND, Job, files_below, measure
+from launcher.job import COMMAND, Job, files_below, measure, write_private
 from launcher.places import Place
 from launcher.places.remote import WatchedRun, collected, stamp
 from stoker import figures
+from stoker.config.loading import leaves, secrets_json
 from stoker.config.redaction import redact
 from stoker.errors import UsageError
 from stoker.hosts import requirements
@@ -87,11 +88,13 @@ class RayRequest:
 
     def write(self, path: Path) -> str:
         """Write the source as a zip file; returns the lines for a RayJob manifest."""
-        path.write_bytes(self.package())
+        write_private(path, self.package())
+        keys = [key for key, _ in leaves(json.loads(secrets_json(self.job.resolved.config) or "{}"))]
+        note = f"; it contains secrets: {', '.join(keys)}" if keys else ""
         variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
         pip = "\n  pip:" + "".join(f"\n    - {json.dumps(line)}" for line in self.pip) if self.pip else ""
         return (
-            f"# publish {path} where the cluster can fetch it; for the RayJob (docs/ray-clusters.md):\n"
+            f"# publish {path} where the cluster can fetch it{note}; for the RayJob (docs/ray-clusters.md):\n"
             f"entrypoint: {shlex.join(COMMAND)}\n"
             f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}{pip}"
         )

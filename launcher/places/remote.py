@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import yaml
 
-from launcher.job import DataUpload, Job, files_below, pack_source, stage
+from launcher.job import DataUpload, Job, files_below, pack_source, stage, write_private
 from launcher.places import EXIT_CODES, RemoteRun
 from stoker import figures
 from stoker.config.redaction import is_secret, redact
@@ -236,12 +236,11 @@ class CloudRequest(ABC):
         code = path.with_name(f"{path.stem}-code")
         if code.exists():
             raise UsageError(f"--request: {code} exists; remove it or choose another name")
-        path.write_text(json.dumps(self.for_command_line(), indent=2) + "\n", encoding="utf-8")
+        write_private(path, (json.dumps(self.for_command_line(), indent=2) + "\n").encode())
         stage(self.job, code, self.data_at)
         commands = [self.copy_command(item.source, item.uri) for item in self.data]
         if self.archive:
             archive = path.with_name(f"{path.stem}-{self.archive}")
-            archive.unlink(missing_ok=True)
             pack_source(code, archive)
             commands.append(self.copy_command(archive, self.code_uri))
         else:

@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 
+from launcher.job import open_job
+from launcher.notebook import plan
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.recipe import load_recipe
@@ -321,6 +323,28 @@ def test_a_disk_that_fails_while_the_source_is_staged_leaves_no_run(
     assert str(Path("runs/latest").readlink()) == "old"
 
 
+LONG = "word " * 100
+
+
+def test_a_text_too_long_for_a_path_is_no_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_FOLDERS", "/" + LONG)
+    Path("job.yaml").write_text(GOOD)
+    Path("rows.py").write_text((Path(__file__).parents[1] / "recipes" / "rows.py").read_text())
+    words = ["job.yaml", f"tracking.mlflow.tags={{note: {LONG}}}", "--dry-run"]
+    assert type_command(words, capsys)[:2] == (0, [])
+    assert open_job(load(None, [f"params.prompt={LONG}"])).data == {}
+    planned = plan(
+        f"{{name: made, recipe: 'rows:Counting', tracking: {{mlflow: {{tags: {{n: {LONG}}}}}}}}}", (), "local"
+    )
+    assert planned.job.name == "made"
+    for words in ([f"params.prompt={LONG}"], ["x" * 300], ["status", LONG], ["job.yaml", "--resume", LONG]):
+        code, lines, _ = type_command(words, capsys)
+        assert (code, len(lines)) == (2, 1), lines
+
+
 def test_a_staging_folder_that_is_full_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +355,6 @@ def test_a_staging_folder_that_is_full_is_one_line(
         code, lines, _ = type_command(["job.yaml"], capsys)
     assert code == 2
     assert lines == [
-        "error: /tmp/staged: No space left on device; free up space or choose another folder"
+        "error: /tmp/staged: No space left on device; free up space, shorten a name or choose another folder"
         " (output_dir=…, TMPDIR)"
     ]

@@ -18,7 +18,7 @@ from launcher.places import attach, remote
 from launcher.places import ray as ray_jobs
 from launcher.places import ray as ray_place
 from launcher.places.ray import RayRun
-from stoker.config.loading import load
+from stoker.config.loading import SECRETS_FILE, load
 from stoker.errors import UsageError
 from tests.fakes.answers import Answer, answering
 
@@ -43,6 +43,18 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "job.zip") as archive:
         assert {"train.py", "job.yaml", "stoker/config/loading.py"} <= set(archive.namelist())
     assert "STOKER_PLACE" in text and request.run_dir in text and "job.zip" in text
+
+
+def test_a_written_source_with_secrets_is_private_and_says_so(tmp_path: Path) -> None:
+    own = ["tracking.mlflow.tags={api_key: s3cr3t-value, hf_token: another-one}", "output_dir=/mnt/runs"]
+    request = ray_place.plan(open_job(load(None, own)), address=ADDRESS, offline=True)
+    path = tmp_path / "job.zip"
+    path.touch(0o644)
+    line, *_ = request.write(path).splitlines()
+    assert path.stat().st_mode & 0o777 == 0o600 and SECRETS_FILE in zipfile.ZipFile(path).namelist()
+    keys = "tracking.mlflow.tags.api_key, tracking.mlflow.tags.hf_token"
+    assert f"; it contains secrets: {keys}; for the RayJob" in line
+    assert "secrets" not in plan().write(path)
 
 
 @pytest.mark.long

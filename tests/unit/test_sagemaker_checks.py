@@ -398,6 +398,7 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
     request = sagemaker.plan(make_job({}), offline=True)
     commands = request.write(tmp_path / "job.json")
     assert json.loads((tmp_path / "job.json").read_text()) == request.body
+    assert (tmp_path / "job.json").stat().st_mode & 0o777 == 0o600, "its environment may hold secrets"
     assert (tmp_path / "job-code" / "train.py").is_file()
     token = tmp_path / "job-code" / ".ray-token"
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -95,7 +94,7 @@ def learn(tree: Any) -> None:
 def learn_job(config: Any) -> None:
     learn(config)
     # PWD and the like name files; MAX_TOKENS=1000 is a number.
-    values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and Path(v).exists())}
+    values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and os.path.lexists(v))}
     learn({key: int(value) if value.isdecimal() else value for key, value in values.items()})
 
 
