@@ -44,7 +44,7 @@ from launcher.job import (
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
 from launcher.places.local import outlast, started
-from launcher.run_directory import PROCESS_FILE, PastRun, resolve_resume
+from launcher.run_directory import MACHINE, PROCESS_FILE, PastRun, resolve_resume, written
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
@@ -360,10 +360,9 @@ def submit(request: NotebookRequest) -> NotebookRun:
         except OSError as error:
             at, why = request.cluster, error.strerror or str(error)
             raise UsageError(f"address: no Ray cluster at {at}: {why}; is it still running?") from None
-    new, earlier = not run_dir.exists(), _written(run_dir)
-    code = run_dir / "code" if local else Path(tempfile.mkdtemp(prefix="stoker-code-")) / "code"
+    new, earlier = not run_dir.exists(), written(run_dir)
+    code = run_directory.replace_code(run_dir if local else Path(tempfile.mkdtemp(prefix="stoker-code-")))
     try:
-        shutil.rmtree(code, ignore_errors=True)  # code of a resumed run
         request.job.stage(code)
         run_dir.mkdir(parents=True, exist_ok=True)
         latest = run_directory.point_latest(run_dir) if local else None
@@ -385,7 +384,7 @@ def submit(request: NotebookRequest) -> NotebookRun:
             raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
         raise
     if request.lasting is None:
-        (run_dir / PROCESS_FILE).write_text(str(process.pid))
+        (run_dir / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
     return NotebookRun(request, process, None if local else code.parent, new, latest, earlier)
 
 
@@ -458,7 +457,7 @@ class NotebookRun:
         request, run_dir = self.request, self.request.lasting or self.request.run_dir
         (request.run_dir / STOP_FILE).unlink(missing_ok=True)
         # After a start that failed at once, a resumed run's directory has the summary of the start before.
-        summary = PastRun(request.run_dir).summary() if _written(request.run_dir) != self._earlier else {}
+        summary = PastRun(request.run_dir).summary() if written(request.run_dir) != self._earlier else {}
         refused = code == 2 and self.new and not summary.get("steps")
         error = "" if code == 0 else "; ".join(self._errors) or str(summary.get("error") or "")
         if self._copies is not None and refused:
@@ -477,10 +476,3 @@ class NotebookRun:
         if refused or summary.get("status") == "starting":
             summary = {}
         return RunResult(code, run_dir, summary, scrub(error))
-
-
-def _written(run_dir: Path) -> int:
-    """When the run's summary was last written; 0 if it has none."""
-    with contextlib.suppress(OSError):
-        return (run_dir / "summary.json").stat().st_mtime_ns
-    return 0

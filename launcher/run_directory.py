@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,17 +19,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import places
 from launcher.places import EXIT_CODES, Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.place import RUN_DIR_VARIABLE
+from stoker.place import ORIGINS_FILE, RUN_DIR_VARIABLE
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
     from launcher.job import Job
 
 PROCESS_FILE = "process.id"
+"""The id of the run's process and `MACHINE`; earlier versions wrote the id alone."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 LEAST_FREE_BYTES = 20 * 2**20
 """Less does not even fit a run's logs."""
 
@@ -59,6 +64,22 @@ def create(run_dir: Path) -> Path:
     return run_dir
 
 
+def replace_code(run_dir: Path) -> Path:
+    """Remove the code of a run's earlier start, and nothing else of that name; where to stage it now."""
+    code = run_dir / "code"
+    if code.exists() and not (code / ORIGINS_FILE).is_file():
+        raise UsageError(f"--resume: {code} was not staged by Stoker and stays; move it elsewhere")
+    shutil.rmtree(code, ignore_errors=True)
+    return code
+
+
+def written(run_dir: Path, name: str = "summary.json") -> int:
+    """When a run's file was last written, in ns; 0 if it has none."""
+    with contextlib.suppress(OSError):
+        return (run_dir / name).stat().st_mtime_ns
+    return 0
+
+
 def refuse_unwritable(folder: Path) -> None:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
@@ -74,6 +95,9 @@ def point_latest(run_dir: Path) -> str | None:
     """Point `latest` atomically at a run directory; returns the previous target."""
     latest, draft = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
     before = str(latest.readlink()) if latest.is_symlink() else None
+    if before is None and latest.exists():
+        print(f"note: {latest} is not a link, so it stays and does not name this run", file=sys.stderr)
+        return None
     draft.symlink_to(run_dir.name)
     draft.replace(latest)
     return before
@@ -105,18 +129,33 @@ class PastRun:
             return {"status": "starting"}
         return found if isinstance(found, dict) else {}
 
+    def began(self) -> tuple[float, int, str]:
+        """Sorts runs by the time of their first start, and those of the same second by their number."""
+        at = written(self.run_dir, "") / 1e9
+        with contextlib.suppress(ValueError):
+            at = datetime.fromisoformat(str(self.summary().get("started"))).timestamp()
+        return at, len(self.run_dir.name), self.run_dir.name
+
     def process_id(self) -> int | None:
         """The process id of the run on this machine; None after its end."""
+        own = variables = os.fsencode(f"{RUN_DIR_VARIABLE}={self.run_dir}")
         try:
-            number = int((self.run_dir / PROCESS_FILE).read_text())
-            os.kill(number, 0)
-        except (OSError, ValueError):
-            return None
-        try:  # process ids are reused
-            variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return None if Path("/proc/self").exists() else number
-        return number if os.fsencode(f"{RUN_DIR_VARIABLE}={self.run_dir}") in variables else None
+            text, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
+            os.kill(number := int(text), 0)
+            if Path("/proc/self").exists():  # process ids are reused
+                variables = Path(f"/proc/{number}/environ").read_bytes()
+        except (OSError, ValueError) as error:
+            if not isinstance(error, PermissionError):  # else another user's
+                return None
+        return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
+
+    def elsewhere(self) -> str | None:
+        """Where the run is, as far as its files say; None after its end, and if it was started here."""
+        summary, file = self.summary(), self.run_dir / PROCESS_FILE
+        on_ray = ["", "a Ray cluster"] * (summary.get("place") == "ray")
+        host = (file.read_text().split() if file.exists() else on_ray)[1:2]
+        under_way = summary.get("status") in ("running", "starting")
+        return host[0] if under_way and host not in ([], [socket.gethostname()]) else None
 
     def status(self) -> str:
         from stoker.events.console import metrics_text
@@ -124,10 +163,11 @@ class PastRun:
 
         found = self.summary()
         status = str(found.get("status", "unknown"))
-        if status in ("running", "starting") and self.process_id() is None:
+        host = self.elsewhere()
+        if not host and status in ("running", "starting") and self.process_id() is None:
             last = found.get("steps", 0)
             return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
-        parts = [status]
+        parts = [f"running on {host}, as far as its files say" if host else status]
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):
@@ -144,34 +184,37 @@ class PastRun:
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         path = self.run_dir / "logs" / "console.log"
-        while follow and not path.exists() and self.process_id() is not None:
+        while follow and not path.exists() and (self.process_id() or self.elsewhere()):
             time.sleep(0.2)
         if not path.exists():
             return
         with path.open() as file:
             while True:
-                running = follow and self.process_id() is not None
+                running = follow and (self.process_id() or self.elsewhere())
                 yield from (line.rstrip("\n") for line in file)
                 if not running:
                     return
                 time.sleep(0.3)
 
     def wait(self) -> int:
-        while self.process_id() is not None:
+        while self.process_id() or self.elsewhere():
             time.sleep(0.5)
         return EXIT_CODES.get(str(self.summary().get("status")), 1)
 
     def stop(self) -> str | None:
-        number = self.process_id()
-        if number is None:
-            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
-        os.kill(number, signal.SIGTERM)
+        if (number := self.process_id()) is None:
+            where = "is not of this machine" if self.elsewhere() else "has already ended"
+            raise UsageError(f"{self.id}: this run {where}: {self.status()}")
+        try:
+            os.kill(number, signal.SIGTERM)
+        except PermissionError:
+            raise UsageError(f"{self.id}: this run is another user's, who has to stop it") from None
         return None
 
 
 def attach(run_id: str) -> PastRun:
     run_dir = Path(run_id).resolve()
-    if not _is_run(run_dir):
+    if not is_run(run_dir):
         if run_dir.name == "latest" and not run_dir.exists():
             raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
         raise UsageError(f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…")
@@ -207,13 +250,13 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     if not path.exists():
         raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
     path = path.resolve()
-    if own and not _is_run(path):
+    if own and not is_run(path):
         raise UsageError(f"--resume {asked}: not a run directory")
     if _STEP.fullmatch(path.name):
         return Resume(checkpoints=(path,)) if copied else Resume(str(path))
-    if path.name == "checkpoints" and _is_run(path.parent):
+    if path.name == "checkpoints" and is_run(path.parent):
         path = path.parent
-    if _is_run(path):
+    if is_run(path):
         return _run(path, place, config)
     steps = steps_in(path)
     if not steps:
@@ -223,14 +266,12 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
 
 def newest_unfinished(config: Config) -> Path | None:
     """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
-    # The second and later runs of the same second have a number.
-    form = re.compile(re.escape(config.name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
-    root = Path(config.output_dir)
-    matches = [(path, form.fullmatch(path.name)) for path in root.iterdir()] if root.is_dir() else []
-    folders = [(found[1], int(found[2] or 1), path) for path, found in matches if found]
-    for *_, folder in sorted(folders, reverse=True):
-        run = PastRun(folder.resolve())
-        if run.summary().get("status") != "succeeded" and (config.checkpoint.dir or kept_in(folder, config)):
+    # The second and later runs of the same second have a number, those of notebooks and of Ray Jobs a token.
+    form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-[0-9a-f]+)*")
+    found = [path.resolve() for path in Path(config.output_dir).glob("*") if form.fullmatch(path.name)]
+    for run in sorted(map(PastRun, found), key=PastRun.began, reverse=True):
+        kept = config.checkpoint.dir or kept_in(run.run_dir, config)
+        if kept and run.summary().get("status") != "succeeded":
             return run.run_dir
     return None
 
@@ -272,11 +313,12 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
 
 
 def _run(run_dir: Path, place: Place, config: Config) -> Resume:
-    run = PastRun(run_dir)
-    if run.process_id() is not None:
-        raise UsageError(
-            f"--resume: {run_dir} is still running; stop it first: stoker stop {shlex.quote(str(run_dir))}"
-        )
+    run = places.attach(str(run_dir))  # asks Slurm about a run of its own
+    if isinstance(run, PastRun) and (run.process_id() or run.elsewhere()):
+        here = f"; stop it first: stoker stop {shlex.quote(str(run_dir))}"
+        there = f" on {run.elsewhere()}, as far as its files say; stop it there, or if that place is gone,"
+        there += f" remove its {PROCESS_FILE} or name one of its checkpoints"
+        raise UsageError(f"--resume: {run_dir} is still running{there if run.elsewhere() else here}")
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
     if not steps and (copied or config.checkpoint.dir is None):
         raise UsageError(f"--resume: {run_dir} holds no checkpoint")
@@ -302,5 +344,5 @@ def _elsewhere(asked: str, place: Place, config: Config) -> Resume:
     return Resume(asked)
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "summary.json").is_file() or (folder / "code").is_dir()
+def is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / "code" / ORIGINS_FILE).is_file()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from launcher import run_directory
 from launcher.job import COMMAND, Job
 from launcher.places import Place
-from launcher.run_directory import PROCESS_FILE, PastRun, attach
+from launcher.run_directory import MACHINE, PROCESS_FILE, PastRun, attach, written
 from stoker.errors import UsageError
 from stoker.hosts.raynode import end_with_parent
 from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
@@ -68,6 +68,7 @@ class LocalRun(PastRun):
     ) -> None:
         super().__init__(run_dir)
         self.process, self.new, self.latest = process, new, latest
+        self._noticed_at = written(run_dir, STOP_FILE)
 
     def process_id(self) -> int | None:
         return self.process.pid if self.process.poll() is None else None
@@ -81,13 +82,15 @@ class LocalRun(PastRun):
 
     def _interrupt(self) -> None:
         """Forward SIGINT unless the job has it: a terminal sends it to both, `kill` and IDEs do not."""
-        began, file = time.time(), self.run_dir / STOP_FILE
-        while self.process.poll() is None and time.time() < began + FORWARD_AFTER_S:
-            if file.exists() and file.stat().st_mtime > began - FORWARD_AFTER_S:
-                return
-            time.sleep(0.1)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+        for forward in (True, False):  # what the job writes of a forwarded one does not count for the next
+            until = time.monotonic() + FORWARD_AFTER_S
+            while self.process.poll() is None and time.monotonic() < until:
+                before, self._noticed_at = self._noticed_at, written(self.run_dir, STOP_FILE)
+                if self._noticed_at != before:
+                    return
+                time.sleep(0.1)
+            if forward and self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
 
     def _concluded(self, code: int) -> int:
         (self.run_dir / STOP_FILE).unlink(missing_ok=True)
@@ -142,20 +145,19 @@ def submit(request: LocalRequest) -> LocalRun:
     try:
         if new:
             run_dir = run_directory.create(run_dir)
-        shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
-        request.job.stage(run_dir / "code", installs=False)
+        request.job.stage(run_directory.replace_code(run_dir), installs=False)
+        latest = run_directory.point_latest(run_dir)
     except OSError as error:
         if new:
             run_directory.remove_refused(run_dir, None)
         # copytree raises a list of (source, copy, reason).
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
-    latest = run_directory.point_latest(run_dir)
     passed: dict[str, Any] = {}
     if threading.current_thread() is not threading.main_thread():
         passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
     process = started(run_dir / "code", environment(run_dir), **passed)
-    (run_dir / PROCESS_FILE).write_text(str(process.pid))
+    (run_dir / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
     return LocalRun(run_dir, process, new, latest)
 
 

@@ -109,7 +109,7 @@ def _end(how: str, process: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     import psutil
 
-    job = psutil.Process(int(Path(process).read_text()))
+    job = psutil.Process(int(Path(process).read_text().split()[0]))
     if how == "term":
         job.parent().terminate()
     else:

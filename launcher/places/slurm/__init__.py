@@ -111,7 +111,7 @@ def attach(run_id: str) -> SlurmRun:
         raise UsageError(f"{run_id}: write slurm:<job id>, or name the run directory")
     folder = slurm_commands.job_fields(job_id).get("WorkDir") or slurm_commands.accounted(job_id, "WorkDir")
     run_dir = Path(folder).parent
-    if not folder or not (run_dir / "code").is_dir():
+    if not folder or not run_directory.is_run(run_dir):
         raise UsageError(f"{run_id}: Slurm does not know this job any more; name its run directory")
     with contextlib.suppress(OSError):
         owner = (run_dir / JOB_FILE).read_text().strip()
@@ -154,8 +154,8 @@ class SlurmRun(PastRun):
         return slurm_commands.state_of(self.job_id)
 
     def process_id(self) -> int | None:
-        """The job's id while Slurm has the job in its queue; None after its end."""
-        return int(self.job_id.partition("_")[0]) if self.state().active else None
+        """The job's id while Slurm has the job in its queue; or that of a local process that continues it."""
+        return int(self.job_id.partition("_")[0]) if self.state().active else super().process_id()
 
     def status(self) -> str:
         return self._status_in(self._patiently(self.state))

@@ -1,0 +1,243 @@
+"""Run directories: whose they are, which one is the newest, and whether a run still is under way in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import notebook, run_directory
+from launcher.job import Job, open_job
+from launcher.places import attach, local, place_named
+from stoker.config.loading import load
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.place import ORIGINS_FILE
+from tests.command_line import type_command
+
+JOB = "name: tab\nrecipe: rows:Counting\n"
+ROWS = (Path(__file__).parents[1] / "recipes" / "rows.py").read_text()
+NAME = "tab-20260101-120000"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config() -> Config:
+    return load(None, ["name=tab"]).config
+
+
+def resumed(asked: str = "auto") -> Path | None:
+    return run_directory.resolve_resume(asked, place_named("local"), config()).run_dir
+
+
+def a_run(name: str = NAME, **summary: object) -> Path:
+    run_dir = Path("runs", name).resolve()
+    (run_dir / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (run_dir / "summary.json").write_text(json.dumps({"status": "interrupted", **summary}))
+    return run_dir
+
+
+def test_the_users_own_code_folder_is_never_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"rows.py": ROWS, "job.yaml": JOB, "notes.txt": "precious"}.items():
+        Path("code").mkdir(exist_ok=True)
+        Path("code", name).write_text(text)
+    Path("checkpoints/step-00000010").mkdir(parents=True)
+    assert resumed(".") is None, "a folder with code/ is no run"
+    Path("summary.json").write_text('{"status": "failed"}')
+    code, errors, _ = type_command(["code/job.yaml", "--resume", "."], capsys)
+    where = Path("code").resolve()
+    assert errors[1:] == [f"error: --resume: {where} was not staged by Stoker and stays; move it elsewhere"]
+    with pytest.raises(UsageError, match="was not staged by Stoker"):
+        notebook.submit(notebook.plan("code/job.yaml", (), "local", resume="."))
+    assert code == 2 and Path("code/notes.txt").read_text() == "precious"
+
+
+def test_a_copy_that_was_cut_short_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, job = a_run(), open_job(load(None, ["name=tab"]))
+
+    def cut(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "copytree", cut)
+        job.stage(run_dir / "code")
+    assert not run_directory.replace_code(run_dir).exists()
+
+
+def test_the_newest_run_is_the_one_that_started_last_whatever_its_name() -> None:
+    a_run("tab-20261025-025000", started="2026-10-25T02:50:00+02:00")
+    winter = a_run("tab-20261025-021000", started="2026-10-25T02:10:00+01:00")
+    assert resumed() == winter
+    of_a_notebook = a_run("tab-20261024-120000-a667", started="2026-10-26T12:00:00+01:00")
+    assert resumed() == of_a_notebook
+    second = a_run("tab-20261026-120000-10", started="2026-10-26T12:00:00+01:00")
+    a_run("tab-20261026-120000-9", started="2026-10-26T12:00:00+01:00")
+    shutil.rmtree(of_a_notebook)
+    assert resumed() == second
+    a_run("tab-large-20271026-120000", started="2027-10-26T12:00:00+01:00")
+    assert resumed() == second
+
+
+def test_stoker_run_finds_the_run_of_an_earlier_cell() -> None:
+    Path("rows.py").write_text(ROWS)
+    for number in range(8):
+        run_dir = notebook.plan({"name": "tab", "recipe": "rows:Counting"}, (), "local").run_dir
+        os.utime(a_run(run_dir.name), (number, number))
+        assert resumed() == run_dir
+
+
+# ---- whether a run is under way ----
+
+
+def refusal(asked: str = "auto") -> str:
+    with pytest.raises(UsageError) as caught:
+        resumed(asked)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("status", ["running", "starting"])
+def test_a_run_of_another_machine_is_under_way_until_its_files_say_otherwise(status: str) -> None:
+    run_dir = a_run(status=status, steps=12)
+    (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
+    run = attach(str(run_dir))
+    assert run.status() == "running on gpu-7, as far as its files say  step 12, epoch 0"
+    where = f"{run_dir} is still running on gpu-7, as far as its files say"
+    remedy = "stop it there, or if that place is gone, remove its process.id or name one of its checkpoints"
+    assert refusal() == refusal(str(run_dir)) == f"--resume: {where}; {remedy}"
+    with pytest.raises(UsageError, match="not of this machine: running on gpu-7, as far"):
+        run.stop()
+    (run_dir / "process.id").unlink()
+    assert resumed() == run_dir
+    (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
+    (run_dir / "summary.json").write_text('{"status": "interrupted"}')
+    assert resumed() == run_dir and run.wait() == 143
+
+
+@pytest.fixture
+def alive() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(command, env=local.environment(Path("runs", NAME).resolve()))
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_run_of_this_machine_is_known_by_its_process_and_boot(alive: subprocess.Popen[bytes]) -> None:
+    run_dir = a_run(status="running")
+    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
+    assert attach(str(run_dir)).status() == "running" and "is still running" in refusal()
+    (run_dir / "process.id").write_text(f"{alive.pid} {socket.gethostname()} an-earlier-boot")
+    assert attach(str(run_dir)).status().startswith("failed") and resumed() == run_dir
+    (run_dir / "process.id").write_text(str(alive.pid))
+    assert "is still running" in refusal(), "as earlier versions wrote it"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_the_run_of_another_user_is_alive(alive: subprocess.Popen[bytes]) -> None:
+    run_dir = a_run(status="running")
+    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
+    look = "import os, sys\nfrom launcher.run_directory import PastRun\nos.setresuid(*[65534] * 3)\n"
+    look += "run = PastRun(__import__('pathlib').Path())\nprint(run.status())\nrun.stop()"
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=run_dir, env=variables, capture_output=True, text=True
+    )
+    assert done.stdout == "running\n", done.stderr
+    assert "this run is another user's, who has to stop it" in done.stderr
+    assert alive.poll() is None
+
+
+def test_a_run_of_slurm_is_asked_for_in_its_queue(
+    alive: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = a_run(status="interrupted")
+    (run_dir / "slurm.job").write_text("77\n")
+    squeue = Path("squeue").resolve()
+    squeue.write_text("#!/bin/sh\necho '77|PENDING|Requeued'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
+    assert "is still running; stop it first" in refusal()
+    for command in (squeue, squeue.with_name("scontrol")):
+        command.write_text("#!/bin/sh\necho JobState=TIMEOUT\n")
+        command.chmod(0o755)
+    assert resumed() == run_dir, "the job has ended"
+    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
+    assert "is still running; stop it first" in refusal(), "continued on this machine since"
+
+
+def test_a_run_of_ray_jobs_in_a_shared_folder_is_left_alone() -> None:
+    run_dir = a_run("tab-20260101-120000-ab12", status="running", place="ray")
+    assert "is still running on a Ray cluster, as far as its files say; stop it there" in refusal()
+    step = run_dir / "checkpoints/step-00000010"
+    assert run_directory.resolve_resume(str(step), place_named("local"), config()).value == str(step)
+
+
+# ---- latest ----
+
+
+class Short(Job):
+    def stage(self, folder: Path, data_at: object = None, *, installs: bool = True) -> None:
+        folder.mkdir(parents=True)
+        (folder / ORIGINS_FILE).write_text("{}")
+        (folder / "train.py").write_text("import time; time.sleep(0.1)")
+
+
+@pytest.mark.parametrize("kind", [Path.mkdir, Path.touch])
+def test_a_users_own_latest_stays(kind: object, capsys: pytest.CaptureFixture[str]) -> None:
+    own = Path("runs/latest").resolve()
+    own.parent.mkdir()
+    kind(own)  # type: ignore[operator]
+    run = local.submit(local.plan(Short(load(None, ["name=tab"]), None, {})))
+    assert run.wait() == 0 and own.exists() and not own.is_symlink()
+    assert capsys.readouterr().err == f"note: {own} is not a link, so it stays and does not name this run\n"
+
+
+# ---- Ctrl-C ----
+
+DEAF = """
+import pathlib, signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: (got.append(1), pathlib.Path("got").write_text(str(len(got)))))
+print("up", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("skew_s", [0, -3600, 3600])
+def test_a_signal_that_the_job_has_is_not_repeated_whatever_the_file_servers_clock(
+    skew_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FORWARD_AFTER_S", 0.5)
+    process = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    run = local.LocalRun(Path.cwd(), process)
+
+    def job_writes() -> None:
+        Path("stop.requested").touch()
+        at = time.time() + skew_s
+        os.utime("stop.requested", (at, at))
+
+    try:
+        for _ in range(2):
+            job_writes()
+            run._interrupt()
+        assert not Path("got").exists(), "a terminal sent both to the job"
+        for number in ("1", "2"):
+            run._interrupt()
+            assert Path("got").read_text() == number, "kill sent it to the launcher alone"
+    finally:
+        process.kill()
+        process.wait()
