@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pyarrow import parquet
 
 from stoker.accuracy import F1
 from stoker.config.loading import load
-from stoker.data import read_parquet
+from stoker.data import read_parquet, read_webdataset
 from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
@@ -579,3 +580,43 @@ def test_tables_with_versions_are_not_read_as_a_heap_of_files(tmp_path: Path) ->
     write(tmp_path / "hudi", table.append_column("_hoodie_commit_time", pa.array(["1"] * 6)))
     with pytest.raises(UsageError, match="is of a Hudi table"):
         opened(tmp_path / "hudi")
+
+
+WHOLE_SET = ("00000-of-00003", "00001-of-00003", "00002-of-00003")
+
+
+@pytest.mark.parametrize("form", ["parquet", "tar"])
+@pytest.mark.parametrize("place", ["data/train-{}", "train/part-{}", "train/a/x-{}-1f3e"])
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (WHOLE_SET, ""),
+        (("00001-of-00003", "00002-of-00003", "00003-of-00003"), ""),
+        (("00000-of-00003", "00002-of-00003"), "its 2 files are not this set .without 1.;"),
+        (("00001-of-00003", "00002-of-00003"), "its 2 files are not this set .without 3.;"),
+        (("00002-of-00030",), "its 1 file are not this set .without 1, 3, 4, 5, 6,"),
+        ((*WHOLE_SET, "00000-of-00003 (1)"), "its 4 files are not this set .with one twice or too many.;"),
+        ((*WHOLE_SET, "00000-of-00003-copy"), "with one twice or too many"),
+        ((*WHOLE_SET, "00003-of-00003"), "with one twice or too many"),
+        ((*WHOLE_SET, "00000-of-00001"), "with one twice or too many"),
+    ],
+)
+def test_a_set_that_names_its_size_is_whole_or_refused(
+    parts: tuple[str, ...], says: str, place: str, form: str, tmp_path: Path
+) -> None:
+    read = read_parquet if form == "parquet" else read_webdataset
+    for part in parts:
+        path = tmp_path / f"{place.format(part)}.{form}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if form == "parquet":
+            parquet.write_table(pa.table({"label": [0, 1]}), path)
+        else:
+            with tarfile.open(path, "w") as tar:
+                tar.addfile(tarfile.TarInfo("0.cls"), io.BytesIO())
+                tar.addfile(tarfile.TarInfo("1.cls"), io.BytesIO())
+    assert read(str(path), "train") is not None, "one file by its own path"
+    if says:
+        with pytest.raises(UsageError, match=says):
+            read(str(tmp_path), "train")
+    else:
+        assert len(read(str(tmp_path), "train").paths) == 3

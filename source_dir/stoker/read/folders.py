@@ -65,6 +65,7 @@ _HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
 }
 """How the files of a kind begin; (): images that no source reads."""
 _HEAD_BYTES = 512
+_PART = re.compile(r"(.*)-(\d+)-of-(\d+)[^/]*")
 NULL = "__HIVE_DEFAULT_PARTITION__"
 _kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
 """(path, size, modification time) of files that this process has opened → their kind, if it is known."""
@@ -107,6 +108,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     top = len(filesystem_of(root)[1])
     hidden = {f.path for f in mine if is_hidden(f.path[top:])}
     read, notes = sort_out(root, [f for f in mine if f.path not in hidden], suffixes)
+    refuse_parts([f.path for f in read])
     left = [path[top:].strip("/") for path in sorted(hidden) if path.lower().endswith(suffixes)]
     if mine and not read and (name := _folder_name(root, split)):
         list_files(join(root, name), suffixes)  # says what is there instead
@@ -116,6 +118,24 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
             f" (found {list_files(root, suffixes)[0].base_name})"
         )
     return read, (*lines, *notes, *not_read(root, left))
+
+
+def refuse_parts(paths: list[str]) -> None:
+    """Refuse a set such as `train-00002-of-00004` that lacks a part, or has one twice."""
+    sets: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for name, number, count in (match.groups() for match in map(_PART.fullmatch, paths) if match):
+        sets[name].append((int(count), int(number)))
+    for name, parts in sets.items():
+        count, numbers = max(parts)[0], sorted(number for _, number in parts)
+        whole = [*range(count)] if 0 in numbers else [*range(1, count + 1)]
+        if {count for count, _ in parts} == {count} and numbers == whole:
+            continue
+        lacking = ", ".join(str(number) for number in whole if number not in numbers)[:60]
+        raise UsageError(
+            f"{name}-…-of-{count}: its {count_of(len(parts), 'file')} are not this set"
+            f" ({f'without {lacking}' if lacking else 'with one twice or too many'}); complete it, remove"
+            " copies, or rename the files if you want these alone"
+        )
 
 
 def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
