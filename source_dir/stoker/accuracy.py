@@ -31,6 +31,11 @@ class Accuracy:
                 f"preds of shape {tuple(preds.shape)} and target are no classes; return scores of two or more"
                 " classes, or class indices, or define metrics(), for example with BinaryAccuracy"
             )
+        if ((target < 0) | (target >= preds.shape[1] if scores else target < 0)).any():
+            raise ValueError(
+                f"target holds {target.min():g} … {target.max():g}, not only classes; define metrics(), with"
+                " ignore_index if some are to be ignored"
+            )
         self.counts += torch.stack([(found == target).sum(), self.counts.new_tensor(target.numel())])
 
     def compute(self) -> float:
@@ -38,14 +43,23 @@ class Accuracy:
         counts = self.counts.clone()
         if dist.is_initialized():
             dist.all_reduce(counts)
+        if len(counts) > 2 and counts[3] and not counts[2]:
+            raise ValueError(
+                "all preds are within 0 … 1; return scores before the sigmoid or define metrics()"
+            )
         return float(counts[0] / counts[1].clamp(min=1))
 
 
 class F1(Accuracy):
     """Train worker: the F1 score of labels that scores above 0 predict, over all classes, records and ranks.
 
-    The same as torchmetrics' `MultilabelF1Score(average="micro")`.
+    The same as torchmetrics' `MultilabelF1Score(average="micro")` of scores before the sigmoid. It refuses
+    probabilities: all scores of a validation are within 0 … 1, and not all of them are 0 or 1.
     """
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(4, dtype=torch.int64)
+        """Twice the correct labels; predicted and true labels; scores outside 0 … 1; scores between."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
@@ -54,7 +68,8 @@ class F1(Accuracy):
             raise ValueError("target holds other values than 0 and 1; see CheckLabel(…, multi_label=True)")
         found, wanted = preds > 0, target > 0.5
         both = 2 * (found & wanted).sum()
-        self.counts += torch.stack([both, found.sum() + wanted.sum()])
+        between, within = (preds > 0) & (preds < 1), (preds >= 0) & (preds <= 1)
+        self.counts += torch.stack([both, found.sum() + wanted.sum(), (~within).sum(), between.sum()])
 
 
 def refuse_other_shape(found: Tensor, target: Tensor, preds: Tensor) -> None:

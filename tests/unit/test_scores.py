@@ -16,7 +16,7 @@ from recorded import record
 from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stoker.accuracy import Accuracy
+from stoker.accuracy import F1, Accuracy
 from stoker.errors import UsageError
 from stoker.events.console import Console
 from stoker.events.kinds import event_of
@@ -363,3 +363,37 @@ def test_classes_written_as_floats_have_an_accuracy() -> None:
     accuracy = Accuracy()
     accuracy.update((torch.tensor([3.5, -2.0, 4.0, 1.0]) > 0).float(), torch.tensor([1, 0, 0, 1]))
     assert accuracy.compute() == 0.75
+
+
+@pytest.mark.parametrize("preds", [torch.tensor([[2.0, 1], [0, 1], [1, 3]]), torch.tensor([0, 1, 1])])
+@pytest.mark.parametrize("ignored", [-100, -1, 255])
+def test_ignored_targets_do_not_count_as_wrong(preds: Any, ignored: int) -> None:
+    scores = Accuracy()
+    scores.update(preds, torch.tensor([0, 1, 1]))
+    assert scores.compute() == 1
+    if ignored < 0 or preds.ndim > 1:
+        with pytest.raises(
+            ValueError, match=rf"target holds .*{ignored}.*define metrics\(\), with ignore_index"
+        ):
+            scores.update(preds, torch.tensor([0, ignored, 1]))
+
+
+@pytest.mark.long
+def test_probabilities_have_no_f1_of_scores_however_their_batches_are_cut() -> None:
+    torch.manual_seed(0)
+    target = (torch.rand(200, 5) < 0.2).float()
+    logits = (target * 2 - 1) * 3 + torch.randn(200, 5)
+    logits[:50] = logits[:50].sigmoid()  # a batch of scores that lie within 0 … 1 by chance
+    for size in (1, 50, 200):
+        ours, refused = F1(), F1()
+        for part, wanted in zip(logits.split(size), target.split(size), strict=True):
+            ours.update(part, wanted)
+            refused.update(part.sigmoid(), wanted)
+        both = ((logits > 0) & (target > 0)).sum()
+        assert ours.compute() == pytest.approx(float(2 * both / ((logits > 0).sum() + target.sum())))
+        with pytest.raises(ValueError, match=r"all preds are within 0 … 1; return scores before the sigmoid"):
+            refused.compute()
+    for hard in (target, torch.zeros(200, 5)):  # decisions, or the first scores of a model that starts at 0
+        decided = F1()
+        decided.update(hard, target)
+        assert decided.compute() == (1 if hard is target else 0)
