@@ -327,7 +327,7 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 
 def _channels(shape: tuple[int, ...]) -> int:
-    return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
+    return (shape[2] if shape[2] <= 4 else -shape[0]) if len(shape) == 3 else 0
 
 
 def size_of(column: Any) -> int:

@@ -98,8 +98,8 @@ class Joint(RecordTransform):
         image = column_value(record, "image")
         if not hasattr(image, "shape"):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        image = _tensor(image)
-        image = image.permute(2, 0, 1) if is_hwc(tuple(image.shape)) else image
+        hwc = isinstance(image, np.ndarray) and is_hwc(image.shape)
+        image = _tensor(image).permute(2, 0, 1) if hwc else _tensor(image)
         size = tuple(image.shape[-2:])
         parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
         for name in self.masks:
@@ -186,7 +186,7 @@ def _masks(record: Record) -> list[str]:
     if image is None or isinstance(image, bytes):
         return []
     shape = tuple(getattr(image, "shape", None) or np.asarray(image).shape)
-    size = shape if len(shape) == 2 else shape[:2] if is_hwc(shape) else shape[1:]
+    size = shape if len(shape) == 2 else shape[:2] if shape[2:] and shape[2] <= 4 else shape[1:]
     return [
         name
         for name, value in record.items()

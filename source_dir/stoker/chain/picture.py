@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.decode import Mode, decode_part, decode_whole, decode_with_pillow, image_array, jpeg_header
+from stoker.errors import SchemaError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +27,12 @@ def is_hwc(shape: tuple[int, ...]) -> bool:
 
     With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
     """
-    return len(shape) == 3 and (shape[2] <= 4 or shape[0] > 4)
+    if len(shape) == 3 and min(shape[0], shape[2]) > 4:
+        raise SchemaError(
+            f"column image has the shape {shape}: channels may be first or last; make it a tensor, channels"
+            " first, or rename the column"
+        )
+    return len(shape) == 3 and shape[2] <= 4
 
 
 def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
