@@ -309,14 +309,10 @@ def machines(names: Iterable[str]) -> list[Machine]:
 def table_name(device: str) -> str | None:
     """The price table's name of a whole GPU, from the driver's, such as NVIDIA A100-SXM4-40GB."""
     names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
-    words = device.replace("-", " ").split()
+    words = device.replace("-", " ").split() if "MIG" not in device else []  # a slice of a GPU
     for name in sorted(names, key=len, reverse=True):
         model, _, memory = name.partition("-")
-        if (
-            model in words
-            and "MIG" not in words
-            and (not memory or any(word.startswith(memory) for word in words))
-        ):
+        if model in words and (not memory or any(word.startswith(memory) for word in words)):
             return name
     return None
 

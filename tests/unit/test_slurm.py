@@ -328,7 +328,7 @@ def test_port_and_store_fit_a_shared_node_unless_the_job_sets_them(
 REFUSED = [
     ("output_dir=runs", "output_dir: must be an absolute folder that all nodes"),
     ("output_dir=/shared/%u", "has characters that Slurm's options"),
-    ("slurm.gpu.gpus=0", "slurm.gpu.gpus: 0, but these nodes train"),
+    ("slurm.gpu.gpus=0", "slurm.gpu.gpus: input should be greater than or equal to 1"),
     ("slurm.cpu.partition=cpu", "slurm.cpu: partition set, but nodes is 0"),
     ("slurm.cpu.gpus=1", "slurm.cpu.gpus: unknown key"),
     ("slurm.max_runtime_s=200", "200 leaves no time to train, as the run stops 180 s"),
@@ -340,7 +340,7 @@ REFUSED = [
     ("slurm.gpu.extra=[--test-only]", "slurm.gpu.extra: --test-only is Stoker's to set"),
     ("slurm.gpu.extra=[--clusters=b]", "slurm.gpu.extra: --clusters is Stoker's to set"),
     ("slurm.gpu.extra=[reservation=x]", "must have the form --option"),
-    ("slurm.gpu.extra=[--wait]", "slurm.gpu.extra: --wait holds up sbatch"),
+    ("slurm.gpu.extra=[--wait]", "slurm.gpu.extra: --wait is Stoker's to set"),
     (
         "slurm={gpu: {partition: gpu, cpus: 8}, cpu: {partition: gpu, nodes: 1, cpus: 8}}",
         "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node",
@@ -390,7 +390,12 @@ def test_wrong_jobs_are_refused_before_anything_is_submitted(
 def test_all_problems_are_told_at_once(
     login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["slurm.gpu.gpus=0", "slurm.gpu.partition=nowhere", "slurm.max_runtime_s=1", "output_dir=runs"]
+    wrong = [
+        "slurm.gpu.extra=[--qos=x]",
+        "slurm.gpu.partition=nowhere",
+        "slurm.max_runtime_s=1",
+        "output_dir=runs",
+    ]
     assert len(type_job(tmp_path, wrong, capsys)[1]) == 4
 
 

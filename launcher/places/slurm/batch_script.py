@@ -41,7 +41,7 @@ OURS = (
     *("account", "array", "chdir", "clusters", "constraint", "cpus-per-task", "error", "exclusive", "export"),
     *("gpus", "gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-kill"),
     *("no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
-    *("requeue", "signal", "test-only", "time", "wrap"),
+    *("requeue", "signal", "test-only", "time", "wait", "wrap"),
 )
 """Options that `slurm.*.extra` must not set: the script does, or the job could not be followed."""
 LEAST_TO_TRAIN_S = 60
@@ -213,11 +213,6 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
         yield f"output_dir: must be {where} (got {output_dir!r})"
     elif not _PATH.fullmatch(output_dir):
         yield f"output_dir: {output_dir!r} has characters that Slurm's options give a meaning; rename it"
-    if config.gpu.gpus < 1:
-        yield (
-            f"slurm.gpu.gpus: {config.gpu.gpus}, but these nodes train; set at least 1, and put nodes without"
-            " GPUs into slurm.cpu"
-        )
     if config.cpu.nodes == 0 and config.cpu.model_fields_set - {"nodes"}:
         given = ", ".join(sorted(config.cpu.model_fields_set - {"nodes"}))
         yield f"slurm.cpu: {given} set, but nodes is 0; set slurm.cpu.nodes, or leave the others out"
@@ -233,8 +228,6 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
                 yield f"{section}.extra: {option!r} must have the form --option or --option=value"
             elif ours := next((one for one in OURS if one.startswith(name)), ""):  # sbatch completes names
                 yield f"{section}.extra: --{ours} is Stoker's to set; see the keys of {section} and slurm"
-            elif name == "wait":
-                yield f"{section}.extra: --wait holds up sbatch until the job's end; remove it: Stoker waits"
     same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition
     if same and config.cpu.cpus and config.gpu.cpus:
         yield (

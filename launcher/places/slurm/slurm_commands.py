@@ -127,8 +127,8 @@ def state_of(job_id: str) -> State:
     if found:
         word, reason = found[0][1].strip(), found[0][2].strip()
         if word in _HELD or reason.startswith("JobHeld"):
-            why = word if word in _HELD else reason
-            return State("PENDING", f"{why}, held until scontrol release {job_id}")
+            held = word if word in _HELD else reason
+            return State("PENDING", f"{held}, held until scontrol release {job_id}")
         return State(word, "" if reason == "None" else reason)
     return State(job_fields(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
 

@@ -11,6 +11,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    PositiveInt,
     StringConstraints,
     ValidationInfo,
     WrapValidator,
@@ -29,24 +31,18 @@ def key(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
-def _one_error(problem: str) -> WrapValidator:
+def _must_be(choice: str) -> WrapValidator:
     def checked(value: Any, validate: Any) -> Any:
         try:
             return validate(value)
         except ValueError:
-            raise ValueError(problem) from None
+            raise ValueError(f"must be {choice}") from None
 
     return WrapValidator(checked)
 
 
-Remainder = Annotated[
-    Literal["drop", "pad"] | Annotated[int, Field(ge=1)],
-    _one_error("must be drop, pad or a number of records from 1"),
-]
-Delay = Annotated[
-    Annotated[float, Field(ge=0)] | Literal["never"],
-    _one_error("must be a number of seconds from 0, or never"),
-]
+Remainder = Annotated[Literal["drop", "pad"] | PositiveInt, _must_be("drop, pad or a number from 1")]
+Delay = Annotated[NonNegativeFloat | Literal["never"], _must_be("a number of seconds from 0, or never")]
 
 
 class Section(BaseModel):
@@ -260,7 +256,7 @@ class SlurmNodesConfig(Section):
 
 class SlurmGpuNodesConfig(SlurmNodesConfig):
     nodes: int = key(1, "number of nodes", ge=1)
-    gpus: int = key(1, "GPUs per node", ge=0)
+    gpus: int = key(1, "GPUs per node", ge=1)
     gpu_type: str | None = key(None, "type of GPU as the cluster names it, such as a100")
 
 
