@@ -177,6 +177,8 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
         (["cat/x", "cat/y", "dog/z"], ""),
         (["cat", "cat/a", "cat/b", "dog/a", "dog/b"], ""),
         (["big dog", "bigdog"], "classes that look alike: 'big dog', 'bigdog'"),
+        (["caf\u00e9", "cafe\u0301"], "classes that look alike: 'cafe\\u0301', 'caf\u00e9'"),
+        (["cat", "dog", ".ipynb_checkpoints"], ""),
     ],
 )
 def test_folders_that_may_be_the_classes_are_named(folders: list[str], says: str, tmp_path: Path) -> None:
@@ -186,6 +188,16 @@ def test_folders_that_may_be_the_classes_are_named(folders: list[str], says: str
             (tmp_path / split / folder / "1.png").write_bytes(PNG)
     notes = [note for split in ("train", "val") for note in read_images(str(tmp_path), split).notes]  # type: ignore[union-attr]
     assert [says in note for note in notes] == [True] * bool(says)
+
+
+def test_a_hidden_folder_of_images_is_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for file in ("cat/1.png", "dog/1.png", ".eel/1.png", ".eel/deep/2.png", ".dvc/1.png", ".none/1.txt"):
+            (tmp_path / split / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / split / file).write_bytes(PNG)
+        source = read_images(str(tmp_path), split)
+        assert source is not None and source.names == ["cat", "dog"]
+        assert source.notes == (f"{tmp_path}/{split}: .eel/ is hidden, so no class: 2 images not read",)
 
 
 def with_links(root: Path) -> None:

@@ -16,9 +16,9 @@ from pyarrow import parquet
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.transforms import DecodeImage
+from stoker.chain.transforms import CheckLabel, DecodeImage, Drop
 from stoker.data import read_any, read_images, read_parquet, read_torch
-from stoker.errors import UsageError
+from stoker.errors import SchemaError, UsageError
 from stoker.protocol import KEY_COLUMN, BadRecord, PassPlan, Work
 from stoker.recipe import Recipe
 from stoker.serve.shards import LoadedSplit, blocks_of, order_of
@@ -177,3 +177,24 @@ def test_a_torch_dataset_names_its_classes_also_below_a_subset() -> None:
 
     assert read_torch(Subset(Named([(1, 0), (2, 1)]), [0])).classes() == ["cat", "dog"]  # type: ignore[arg-type]
     assert read_torch([(1, 0)]).classes() is None
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ({"key": 3, "x": 1}, "item 0 has the key 3; a key names a record, so make it text"),
+        ({1: 2, "x": 3}, "column 1: the name of a column must be text"),
+        ({"x": torch.zeros(3).to_sparse()}, "column 'x' holds tensors that cannot be batched"),
+    ],
+)
+def test_an_item_that_gives_no_record_is_refused_in_one_line(item: dict[Any, Any], says: str) -> None:
+    source = read_torch([item])
+    (shard,) = source.shards(1, None)
+    with pytest.raises((UsageError, SchemaError), match=says):
+        Chain(as_stages([Drop("other")]), seed=0).run(source.read(shard, None), 0)
+
+
+@pytest.mark.parametrize(("label", "number"), [("1_0", None), ("\u0663", None), (" 3 ", 3), ("07", 7)])
+def test_a_label_in_text_is_a_number_only_in_plain_digits(label: str, number: int | None) -> None:
+    columns, report = Chain(as_stages([CheckLabel(20)]), seed=0).run([{"key": "a", "label": label}], 0)
+    assert columns.get("label", [None]) == [number] and len(report.bad) == (number is None)

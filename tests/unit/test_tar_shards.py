@@ -452,3 +452,14 @@ def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path:
 def test_the_same_names_in_two_shards_are_two_records(tmp_path: Path) -> None:
     write(tmp_path, *(shard("cls", lambda i: b"%d" % (i % 3)) for _ in range(2)))
     assert trained(tmp_path) == sorted(2 * [(i, i % 3) for i in range(6)])
+
+
+@BOTH
+@pytest.mark.parametrize("form", ["ustar", "gnu"])
+def test_a_name_that_is_not_utf_8_is_refused_with_its_shard(reader: Any, form: str, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=FORMATS[form], encoding="latin-1") as tar:
+        for name in ("café.jpg", "café.cls"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(UsageError, match=r"train-0.tar: the name b'caf\\xe9.jpg' is not UTF-8; write the"):
+        reader(tmp_path, content.getvalue())

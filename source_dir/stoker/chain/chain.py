@@ -305,7 +305,7 @@ def _size(record: Record) -> int:
     return sum(
         value.nbytes if hasattr(value, "nbytes") else len(value) if isinstance(value, bytes) else 8
         for name, value in record.items()
-        if name != "key"
+        if name != "key" and not getattr(value, "is_sparse", False)  # refused later
     )
 
 

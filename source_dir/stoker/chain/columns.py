@@ -343,6 +343,8 @@ def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
     keys: Sequence[str] = [record["key"] for record in packed.records]
     out: dict[str, Any] = {}
     for name, column in packed.columns.items():
+        if not isinstance(name, str):
+            raise SchemaError(f"column {name!r}: the name of a column must be text; rename it in the chain")
         length_of = name.removesuffix(LENGTH_SUFFIX) if name.endswith(LENGTH_SUFFIX) else ""
         taken = isinstance(packed.columns.get(length_of), Ragged)
         if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):

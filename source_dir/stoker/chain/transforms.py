@@ -8,6 +8,7 @@ width × channels. Random numbers come from the record's generator.
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,8 @@ class CheckLabel(RecordTransform):
             if label not in self.numbers:
                 raise ValueError(f"label {label!r} is not one of the {len(self.numbers)} classes")
             label = self.numbers[label]
+        if isinstance(label, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", label):
+            raise ValueError(f"label {label!r} is not an integer")
         number = int(label)
         if number != label and not isinstance(label, str):
             raise ValueError(f"label {label} is not an integer")

@@ -49,6 +49,7 @@ _COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
 _ARRAY = re.compile(r"[-\d.]+\s[-\d.\s]+")
 _FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _MISSING = {"NA", "N/A", "n/a", "#N/A", "None", "NULL", "null", "<NA>"}
+_TOOLS = (".ipynb_checkpoints", ".git", ".cache", ".Trash", ".thumbnails", ".dvc")
 _DIGITS = re.compile(r"\d+(\.\d*)?")
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
@@ -387,7 +388,8 @@ def alike(names: list[str]) -> tuple[str, ...]:
     for name in names:
         folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
     same = [name for those in folded.values() if len(those) > 1 for name in those]
-    return (f"classes that look alike: {', '.join(map(repr, same[:6]))}",) if same else ()
+    shown = [repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name) for name in same[:6]]
+    return (f"classes that look alike: {', '.join(shown)}",) if same else ()
 
 
 def deeper(folder: str, paths: list[str]) -> tuple[str, ...]:
@@ -429,7 +431,12 @@ class ImageFolderSource(IndexedSource):
             raise UsageError(
                 f"{folder}: holds the splits {', '.join(found)}; name this folder, not the one above"
             )
-        if empty := [f"{name}/" for name in child_folders(folder) if name not in {*found}]:
+        below = child_folders(folder, hidden=True)
+        for name in (name for name in below if name[0] == "." and name not in _TOOLS):
+            with contextlib.suppress(UsageError):  # it holds no image
+                count = count_of(len(list_files(join(folder, name), IMAGE_SUFFIXES)), "image")
+                self.noting(f"{folder}: {name}/ is hidden, so no class: {count} not read")
+        if empty := [f"{name}/" for name in below if name[0] not in "._" and name not in {*found}]:
             self.noting(f"{folder}: {', '.join(empty)} holds no image and is no class")
         self.names = found if classes is None else classes
         if classes is None:

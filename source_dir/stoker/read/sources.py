@@ -443,6 +443,11 @@ class TorchSource(NumberedSource):
                         f" but columns= names {len(self.columns)}: {', '.join(self.columns)}"
                     )
                 item = dict(zip(self.columns, values, strict=True))
+            if not isinstance(item.get("key", ""), str):
+                raise UsageError(
+                    f"read_torch({type(self.dataset).__name__}): item {index} has the key {item['key']!r}; a"
+                    " key names a record, so make it text, or rename or leave out that column"
+                )
             # Hugging Face's Image(decode=False).
             encoded = {name: v["bytes"] for name, v in item.items() if _is_encoded(v)}
             yield {"key": str(index), **item, **encoded}

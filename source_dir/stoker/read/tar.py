@@ -68,6 +68,11 @@ def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name:
             if header.type in _REGULAR:
                 if any(key.startswith("GNU.sparse") for key in extra):
                     raise tar.refused(name, _KINDS[tarfile.GNUTYPE_SPARSE])
+                raw = name.encode(errors="surrogateescape")
+                if raw.decode(errors="replace") != name:
+                    raise UsageError(
+                        f"{path}: the name {raw!r} is not UTF-8; write the shard with other names"
+                    )
                 yield Member(name, tar.content(size) if contents(name) else tar.skip(size))
             elif header.type == _LISTING:
                 tar.content(size)
