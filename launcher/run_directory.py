@@ -34,6 +34,9 @@ PROCESS_FILE = "process.id"
 """The id of the run's process and `MACHINE`; earlier versions wrote the id alone."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+SILENT_S = 60.0
+"""A run on another machine that writes nothing for so long has ended, as one that was killed. Its summary is
+written every few seconds while it trains."""
 LEAST_FREE_BYTES = 20 * 2**20
 """Less does not even fit a run's logs."""
 
@@ -76,7 +79,11 @@ def replace_code(run_dir: Path) -> Path:
 def written(run_dir: Path, name: str = "summary.json") -> int:
     """When a run's file was last written, in ns; 0 if it has none."""
     with contextlib.suppress(OSError):
-        return (run_dir / name).stat().st_mtime_ns
+        opened = os.open(run_dir / name, os.O_RDONLY)  # NFS answers a mere `stat` from memory
+        try:
+            return os.fstat(opened).st_mtime_ns
+        finally:
+            os.close(opened)
     return 0
 
 
@@ -121,6 +128,8 @@ class PastRun:
     def __init__(self, run_dir: Path) -> None:
         self.id = str(run_dir)
         self.run_dir = run_dir
+        self._signs, self._since = [0], 0.0
+        """When its files were last written, by the clock of their server; since when that is known here."""
 
     def summary(self) -> dict[str, Any]:
         try:
@@ -150,12 +159,28 @@ class PastRun:
         return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
 
     def elsewhere(self) -> str | None:
-        """Where the run is, as far as its files say; None after its end, and if it was started here."""
+        """Where the run is, as far as its files say; None after its end, and if it was started here.
+
+        Its end may be that nothing was written for SILENT_S, which shows if this is asked again and again.
+        """
+        signs = [written(self.run_dir, name) for name in ("summary.json", "events.jsonl", "logs/console.log")]
+        if signs != self._signs:
+            self._signs, self._since = signs, time.monotonic()
         summary, file = self.summary(), self.run_dir / PROCESS_FILE
         on_ray = ["", "a Ray cluster"] * (summary.get("place") == "ray")
         host = (file.read_text().split() if file.exists() else on_ray)[1:2]
         under_way = summary.get("status") in ("running", "starting")
+        under_way &= time.monotonic() - self._since < SILENT_S
         return host[0] if under_way and host not in ([], [socket.gethostname()]) else None
+
+    def writes_elsewhere(self) -> bool:
+        """Whether a run of another machine goes on; without a sign of that, only after a wait."""
+        if host := self.elsewhere():
+            print(f"note: {self.id} ran on {host}; looking whether it still writes", file=sys.stderr)
+        before = self._signs
+        while self.elsewhere() and self._signs == before:
+            time.sleep(0.5)
+        return self._signs != before
 
     def status(self) -> str:
         from stoker.events.console import metrics_text
@@ -314,11 +339,10 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
 
 def _run(run_dir: Path, place: Place, config: Config) -> Resume:
     run = places.attach(str(run_dir))  # asks Slurm about a run of its own
-    if isinstance(run, PastRun) and (run.process_id() or run.elsewhere()):
-        here = f"; stop it first: stoker stop {shlex.quote(str(run_dir))}"
-        there = f" on {run.elsewhere()}, as far as its files say; stop it there, or if that place is gone,"
-        there += f" remove its {PROCESS_FILE} or name one of its checkpoints"
-        raise UsageError(f"--resume: {run_dir} is still running{there if run.elsewhere() else here}")
+    if isinstance(run, PastRun) and (run.process_id() or run.writes_elsewhere()):
+        here = f"first: stoker stop {shlex.quote(str(run_dir))}"
+        on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
+        raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
     if not steps and (copied or config.checkpoint.dir is None):
         raise UsageError(f"--resume: {run_dir} holds no checkpoint")

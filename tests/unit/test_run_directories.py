@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,20 +109,39 @@ def refusal(asked: str = "auto") -> str:
     return problem
 
 
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """A run elsewhere that goes on."""
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.wait(0.1):
+            with file.open("a") as opened:
+                opened.write("{}\n")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
 @pytest.mark.parametrize("status", ["running", "starting"])
-def test_a_run_of_another_machine_is_under_way_until_its_files_say_otherwise(status: str) -> None:
+def test_a_run_of_another_machine_is_under_way_while_it_writes(
+    status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = a_run(status=status, steps=12)
     (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
     run = attach(str(run_dir))
     assert run.status() == "running on gpu-7, as far as its files say  step 12, epoch 0"
-    where = f"{run_dir} is still running on gpu-7, as far as its files say"
-    remedy = "stop it there, or if that place is gone, remove its process.id or name one of its checkpoints"
-    assert refusal() == refusal(str(run_dir)) == f"--resume: {where}; {remedy}"
+    where = f"{run_dir} is still running on gpu-7; stop it there"
+    with writing(run_dir / "events.jsonl"):
+        assert refusal() == refusal(str(run_dir)) == f"--resume: {where}"
     with pytest.raises(UsageError, match="not of this machine: running on gpu-7, as far"):
         run.stop()
-    (run_dir / "process.id").unlink()
-    assert resumed() == run_dir
-    (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
+    monkeypatch.setattr(run_directory, "SILENT_S", 2.0)
+    assert resumed() == run_dir, "it was killed, or its machine is gone"
+    assert run.wait() == 1
     (run_dir / "summary.json").write_text('{"status": "interrupted"}')
     assert resumed() == run_dir and run.wait() == 143
 
@@ -179,7 +200,8 @@ def test_a_run_of_slurm_is_asked_for_in_its_queue(
 
 def test_a_run_of_ray_jobs_in_a_shared_folder_is_left_alone() -> None:
     run_dir = a_run("tab-20260101-120000-ab12", status="running", place="ray")
-    assert "is still running on a Ray cluster, as far as its files say; stop it there" in refusal()
+    with writing(run_dir / "events.jsonl"):
+        assert "is still running on a Ray cluster; stop it there" in refusal()
     step = run_dir / "checkpoints/step-00000010"
     assert run_directory.resolve_resume(str(step), place_named("local"), config()).value == str(step)
 
