@@ -279,7 +279,7 @@ def test_a_mask_is_turned_by_an_exif_of_its_own(orientation: int, kind: str) -> 
         assert not report.bad
         assert ((columns["image"][0, 0] > 128) == (columns["mask"][0] == 1)).all()
     _, report = Chain(as_stages([DecodeImage(exif=False), DecodeMask()]), seed=0).run([record], 0)
-    assert "EXIF turns mask, too; set DecodeImage(exif=True)" in report.bad[0].reason
+    assert "EXIF turns mask, but not the image: set DecodeImage(exif=True)" in report.bad[0].reason
 
 
 def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:

@@ -289,8 +289,7 @@ def orientation_of(image: Any) -> int:
 
 def places_in(record: Record) -> list[str]:
     """Columns that may tell where something is in the image: masks, also encoded ones, boxes, points."""
-    others = ((name, value) for name, value in record.items() if name not in ("image", "key"))
-    return [name for name, value in others if _is_place(name, value)]
+    return [n for n, value in record.items() if n not in ("image", "key") and _is_place(n, value)]
 
 
 def _is_place(name: str, value: Any) -> bool:
@@ -383,11 +382,6 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     # Orientation → whether rows, and whether columns, are reversed.
     rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
-
-
-def as_stored(array: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """Undo `upright`."""
-    return upright(array, {6: 8, 8: 6}.get(orientation, orientation))
 
 
 def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:

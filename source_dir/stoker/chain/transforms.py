@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, as_stored, orientation_of, places_in
+from stoker.chain.decode import Mode, orientation_of, places_in, upright
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
@@ -72,17 +72,15 @@ class DecodeImage(RecordTransform):
         picture = Picture(source, self.mode, self.bits)
         if orientation < 2:
             return picture
-        own = [name for name in places if orientation_of(record.get(name)) > 1]
-        if self.exif is False:
-            if own:
-                raise ValueError(f"EXIF turns {', '.join(own)}, too; set DecodeImage(exif=True)")
-            return Picture(as_stored(picture.pixels(), orientation))
-        if left := [name for name in places if name not in own]:
+        still = self.exif is False
+        if wrong := ", ".join(name for name in places if (orientation_of(record.get(name)) > 1) is still):
+            what = f"{wrong}, but not the image" if still else f"the image, but not {wrong}"
             raise ValueError(
-                f"EXIF turns the image, but not {', '.join(left)}: set DecodeImage(exif=True) if that is of"
-                " the turned image, or exif=False if it is of the pixels as stored"
+                f"EXIF turns {what}: set DecodeImage(exif=True) if {wrong} is of the turned image, or"
+                " exif=False if it is of the pixels as stored"
             )
-        return picture
+        stored = {6: 8, 8: 6}.get(orientation, orientation)  # undoes it
+        return Picture(upright(picture.pixels(), stored)) if still else picture
 
 
 class CheckLabel(RecordTransform):

@@ -99,7 +99,9 @@ def read_labels(
     if class_names and {*class_names} <= {*header}:
         label_column = class_names
     columns = _columns(path, header, lines, image_column, label_column, images)
-    rows = _rows(columns, header, lines, separator, class_names or [])
+    rows = _rows(columns, header, lines, separator)
+    for row in rows if len(columns.labels) == 1 else ():
+        row.labels = [text for text in row.labels if text in (class_names or ()) or not is_missing(text)]
     if columns.split is not None:
         notes += _choose_splits(path, rows)
     taken = _find_files(images, rows, columns.wrong)
@@ -215,11 +217,7 @@ def _columns(
 
 
 def _rows(
-    columns: Columns,
-    header: list[str],
-    lines: list[tuple[int, list[str]]],
-    separator: str | None,
-    given: list[str],
+    columns: Columns, header: list[str], lines: list[tuple[int, list[str]]], separator: str | None
 ) -> list[LabelRow]:
     found = []
     for number, cells in lines:
@@ -242,7 +240,6 @@ def _rows(
                     f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
                     " several labels, or '' if it is part of one"
                 ].append(f"{where}: {cell}")
-            labels = [text for text in labels if text in given or not is_missing(text)]
         split = "train" if columns.split is None else cells[columns.split]
         found.append(LabelRow(where, labels, cells[columns.id], split, cells))
     return found
@@ -357,9 +354,8 @@ def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) 
         ]
         return []
     why, odd = unclear(Counter(text for row in rows for text in row.labels))
-    for row in rows if why else ():
-        if mine := [text for text in row.labels if text in odd]:
-            wrong[why].append(f"{row.where}: {mine[0]}")
+    if why:
+        wrong[why] += [f"{row.where}: {text}" for row in rows for text in row.labels if text in odd]
     return sorted({text for row in rows if row.split == "train" for text in row.labels})
 
 
@@ -370,16 +366,15 @@ def is_missing(text: str) -> bool:
 
 def unclear(texts: Counter[str]) -> tuple[str, set[str]]:
     """Why labels are probably no classes by the text that they are, and which labels; empty: they are."""
-    shown = ", ".join(f"{text} ({count})" for text, count in sorted(texts.items())[:6])
     words = any(text.lower() in ("true", "false") for text in texts)
     if words and {*texts} <= _SIGNS.keys() and len(texts) > len({_SIGNS[text] for text in texts}):
-        return f"with True and False in several spellings ({shown}); write one", {*texts}
+        return f"with True and False in several spellings ({', '.join(sorted(texts))}); write one", {*texts}
     odd = Counter({text: count for text, count in texts.items() if not _DIGITS.fullmatch(text)})
     if not odd or 2 * odd.total() >= texts.total():
         return "", set()
     shown = ", ".join(f"{text!r} ({count})" for text, count in odd.most_common(6))
-    what = f"with {shown} where most labels are numbers; correct that, or list all classes in class_names"
-    return what, {*odd}
+    remedy = "correct that, or list all classes in class_names"
+    return f"with {shown} where most labels are numbers; {remedy}", {*odd}
 
 
 def alike(names: list[str]) -> tuple[str, ...]:
