@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import _geometry
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.joint import _DRAWN, _STILL, moved_alone
+from stoker.chain.joint import _DRAWN, _STILL, moved_alone, noting_masks
 from stoker.data import (
     DecodeImage,
     DecodeMask,
@@ -296,3 +296,28 @@ def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:
     assert not columns and "EXIF turns the image, but not found: set" in report.bad[0].reason
     columns, _ = Chain(as_stages([decode, Drop("json")]), seed=0).run(records, 0)
     assert len(columns["image__hwc"]) == 1, "the chain without boxes shares the stage"
+
+
+@pytest.mark.parametrize("shape", [(64, 48, 3), (3, 64, 48), (3, 64, 3), (8, 64, 48)])
+def test_a_tensor_is_height_by_width_by_channels_if_its_channels_cannot_be_first(shape: Any) -> None:
+    last = shape == (64, 48, 3)
+    wide = 3 if shape == (3, 64, 3) else 48
+    box = np.array([[0, 10, 1, 20]], np.float32)
+    record = {"key": "a", "image": torch.zeros(shape), "boxes": box, "mask": np.zeros((64, wide), np.uint8)}
+    flip = Joint(v2.RandomHorizontalFlip(p=1), boxes=["boxes"], masks=["mask"])
+    columns, report = Chain(as_stages([flip]), seed=0).run([record], 0)
+    assert not report.bad and columns["image"].shape[1:] == ((3, 64, 48) if last else shape)
+    assert columns["boxes"][0, 0].tolist() == [wide - 1, 10, wide, 20]
+    seen: dict[str, None] = {}
+    noting_masks(as_stages([v2.RandomHorizontalFlip()]), seen)[0].apply(record, None)
+    assert [*seen] == ["mask"]
+
+
+def test_a_decoder_of_ones_own_need_not_call_the_constructor_of_stokers() -> None:
+    class Grey(DecodeImage):
+        def __init__(self) -> None:
+            self.mode, self.bits = "L", None
+
+    record = {"key": "a", "image": encoded(np.zeros((4, 6), np.uint8))}
+    columns, report = Chain(as_stages([Grey()]), seed=0).run([record], 0)
+    assert not report.bad and columns["image__hwc"].shape == (1, 4, 6, 1)

@@ -98,8 +98,7 @@ class Joint(RecordTransform):
         image = column_value(record, "image")
         if not hasattr(image, "shape"):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        hwc = isinstance(image, np.ndarray) and is_hwc(image.shape)
-        image = _tensor(image).permute(2, 0, 1) if hwc else _tensor(image)
+        image = _tensor(image).permute(2, 0, 1) if _has_channels_last(image) else _tensor(image)
         size = tuple(image.shape[-2:])
         parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
         for name in self.masks:
@@ -120,6 +119,14 @@ class Joint(RecordTransform):
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
+
+
+def _has_channels_last(image: Any) -> bool:
+    """A tensor only if its channels cannot be first."""
+    import numpy as np
+
+    shape = tuple(image.shape)
+    return is_hwc(shape) if isinstance(image, np.ndarray) else len(shape) == 3 and shape[2] <= 4 < shape[0]
 
 
 def _tensor(values: Any) -> Any:
@@ -185,8 +192,9 @@ def _masks(record: Record) -> list[str]:
     image = record.get("image")
     if image is None or isinstance(image, bytes):
         return []
-    shape = tuple(getattr(image, "shape", None) or np.asarray(image).shape)
-    size = shape if len(shape) == 2 else shape[:2] if shape[2:] and shape[2] <= 4 else shape[1:]
+    image = image if hasattr(image, "shape") else np.asarray(image)
+    shape = tuple(image.shape)
+    size = shape if len(shape) == 2 else shape[:2] if _has_channels_last(image) else shape[1:]
     return [
         name
         for name, value in record.items()

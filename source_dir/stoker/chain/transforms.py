@@ -51,6 +51,7 @@ class DecodeImage(RecordTransform):
     """
 
     random = False
+    exif: bool | None = None
     places: Sequence[str] = ()
     """Columns of masks and boxes that later stages of the chain name."""
 
