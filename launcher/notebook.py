@@ -44,7 +44,7 @@ from launcher.job import (
 from launcher.places import place_named
 from launcher.places import ray as ray_jobs
 from launcher.places.local import outlast, started
-from launcher.run_directory import MACHINE, PROCESS_FILE, PastRun, resolve_resume, written
+from launcher.run_directory import MACHINE, PastRun, resolve_resume, written
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
@@ -56,6 +56,7 @@ from stoker.place import (
     LAUNCH_DIR_VARIABLE,
     PACKAGE_VARIABLE,
     PLACE_VARIABLE,
+    PROCESS_FILE,
     RUN_DIR_VARIABLE,
     STOP_FILE,
 )

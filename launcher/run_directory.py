@@ -24,19 +24,19 @@ from launcher.places import EXIT_CODES, Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.place import ORIGINS_FILE, RUN_DIR_VARIABLE
+from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
     from launcher.job import Job
 
-PROCESS_FILE = "process.id"
-"""The id of the run's process and `MACHINE`; earlier versions wrote the id alone."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+MACHINE = ""
+if _BOOT.exists():
+    MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
+"""Containers of one host may have its name, and boot with it, but count processes of their own."""
 SILENT_S = 60.0
-"""A run on another machine that writes nothing for so long has ended, as one that was killed. Its summary is
-written every few seconds while it trains."""
+"""A run on another machine that gives no sign for so long has ended, as one that was killed; see LIFE_S."""
 LEAST_FREE_BYTES = 20 * 2**20
 """Less does not even fit a run's logs."""
 
@@ -154,24 +154,32 @@ class PastRun:
             if Path("/proc/self").exists():  # process ids are reused
                 variables = Path(f"/proc/{number}/environ").read_bytes()
         except (OSError, ValueError) as error:
-            if not isinstance(error, PermissionError):  # else another user's
+            if not isinstance(error, PermissionError) or not self._is_owners(number, machine):
                 return None
         return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
+
+    def _is_owners(self, number: int, machine: str) -> bool:
+        """Whether a process of another user is the run's, as far as that can be told."""
+        with contextlib.suppress(OSError):
+            return bool(machine) and Path(f"/proc/{number}").stat().st_uid == self.run_dir.stat().st_uid
+        return False
 
     def elsewhere(self) -> str | None:
         """Where the run is, as far as its files say; None after its end, and if it was started here.
 
         Its end may be that nothing was written for SILENT_S, which shows if this is asked again and again.
         """
-        signs = [written(self.run_dir, name) for name in ("summary.json", "events.jsonl", "logs/console.log")]
+        signs = [written(self.run_dir, name) for name in ("summary.json", "events.jsonl", PROCESS_FILE)]
         if signs != self._signs:
             self._signs, self._since = signs, time.monotonic()
         summary, file = self.summary(), self.run_dir / PROCESS_FILE
-        on_ray = ["", "a Ray cluster"] * (summary.get("place") == "ray")
-        host = (file.read_text().split() if file.exists() else on_ray)[1:2]
+        machine = file.read_text().partition(" ")[2] if file.exists() else ""
+        if not file.exists() and summary.get("place") == "ray":
+            machine = "a Ray cluster"
         under_way = summary.get("status") in ("running", "starting")
         under_way &= time.monotonic() - self._since < SILENT_S
-        return host[0] if under_way and host not in ([], [socket.gethostname()]) else None
+        host = machine if machine.startswith("a ") else machine.partition(" ")[0]
+        return host if under_way and machine not in ("", MACHINE) else None
 
     def writes_elsewhere(self) -> bool:
         """Whether a run of another machine goes on; without a sign of that, only after a wait."""
@@ -192,7 +200,8 @@ class PastRun:
         if not host and status in ("running", "starting") and self.process_id() is None:
             last = found.get("steps", 0)
             return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
-        parts = [f"running on {host}, as far as its files say" if host else status]
+        at = datetime.fromtimestamp(max(self._signs) / 1e9).astimezone().isoformat(" ", "seconds")
+        parts = [f"running on {host}, as far as its files say (last sign at {at})" if host else status]
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):

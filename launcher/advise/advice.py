@@ -146,6 +146,8 @@ class Candidate:
 
     def dearer_than(self, other: Candidate) -> float:
         """In percent, per sample."""
+        if not other.usd_per_million_samples:
+            return math.inf if self.usd_per_million_samples else 0.0
         return 100 * (self.usd_per_million_samples / other.usd_per_million_samples - 1)
 
 

@@ -131,7 +131,7 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
         if prices.machine(group.type) is None:
             flag = "--gpu" if group is train else "--cpu"
             raise UsageError(
-                f"{group.key}.type: {group.type} has no price here; name other types with {flag}"
+                f"{group.key}.type: {group.type} is not known here; name other types with {flag}"
             )
     cpu = (others[0].type, others[0].count) if others else (None, 0)
     return Wanted(

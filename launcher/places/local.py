@@ -20,10 +20,17 @@ from typing import Any, TypeVar
 from launcher import run_directory
 from launcher.job import COMMAND, Job
 from launcher.places import Place
-from launcher.run_directory import MACHINE, PROCESS_FILE, PastRun, attach, written
+from launcher.run_directory import MACHINE, PastRun, attach, written
 from stoker.errors import UsageError
 from stoker.hosts.raynode import end_with_parent
-from stoker.place import CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, PLACE_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.place import (
+    CHECK_VARIABLE,
+    LAUNCH_DIR_VARIABLE,
+    PLACE_VARIABLE,
+    PROCESS_FILE,
+    RUN_DIR_VARIABLE,
+    STOP_FILE,
+)
 from stoker.scripts.script_checks import script_command_line
 
 FORWARD_AFTER_S = 2.0

@@ -65,7 +65,7 @@ FILES = {
     "params: [1]": "params: input should be a valid dictionary",
     "train: 3": "train: has keys of its own: epochs, max_steps, batch_size",
     "sagemaker: {gpu: ml.g5.xlarge}": "gpu: has keys of its own: type, count",
-    "sagemaker: {prices: {ml.g5.xlarge: -1}}": "ml.g5.xlarge: input should be greater than 0 (got -1)",
+    "sagemaker: {prices: {ml.g5.xlarge: -1}}": "ml.g5.xlarge: input should be greater than or equal to 0",
     "train: {lr: inf}": "train.lr: input should be a finite number",
     "train: {lr: 0}": "train.lr: input should be greater than 0",
     "train: {epochs: true}": "train.epochs: must be a number (got True)",

@@ -133,7 +133,7 @@ def test_a_run_of_another_machine_is_under_way_while_it_writes(
     run_dir = a_run(status=status, steps=12)
     (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
     run = attach(str(run_dir))
-    assert run.status() == "running on gpu-7, as far as its files say  step 12, epoch 0"
+    assert run.status().startswith("running on gpu-7, as far as its files say (last sign at 20")
     where = f"{run_dir} is still running on gpu-7; stop it there"
     with writing(run_dir / "events.jsonl"):
         assert refusal() == refusal(str(run_dir)) == f"--resume: {where}"
@@ -155,12 +155,16 @@ def alive() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_run_of_this_machine_is_known_by_its_process_and_boot(alive: subprocess.Popen[bytes]) -> None:
+def test_a_run_of_this_machine_is_known_by_its_process_and_boot(
+    alive: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = a_run(status="running")
     (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
     assert attach(str(run_dir)).status() == "running" and "is still running" in refusal()
     (run_dir / "process.id").write_text(f"{alive.pid} {socket.gethostname()} an-earlier-boot")
-    assert attach(str(run_dir)).status().startswith("failed") and resumed() == run_dir
+    monkeypatch.setattr(run_directory, "SILENT_S", 1.0)
+    assert attach(str(run_dir)).status().startswith(f"running on {socket.gethostname()}, as far")
+    assert resumed() == run_dir, "after a while without a sign: it may be another container of that name"
     (run_dir / "process.id").write_text(str(alive.pid))
     assert "is still running" in refusal(), "as earlier versions wrote it"
 

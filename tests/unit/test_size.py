@@ -178,7 +178,7 @@ def test_as_json_for_programs(job: Path) -> None:
         (["--cpu-speed", "0"], "--cpu-speed: must be between 0 and 10 (got 0.0)"),
         (["--from", "nowhere"], "--from nowhere: no run there"),
         (["train.epochs=0"], "train.epochs"),
-        (["sagemaker.prices={ml.g5.xlarge: 0}"], "ml.g5.xlarge: input should be greater than 0"),
+        (["sagemaker.prices={ml.g5.xlarge: -1}"], "ml.g5.xlarge: input should be greater than or equal to 0"),
     ],
 )
 def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said: str) -> None:

@@ -128,7 +128,7 @@ class SageMakerConfig(Section):
         {}, "configuration keys exposed as SageMaker hyperparameters, for display and tuning"
     )
     tags: dict[str, str] = key({}, "tags of the job, for cost reports")
-    prices: dict[str, Annotated[float, Field(gt=0)]] = key(
+    prices: dict[str, Annotated[float, Field(ge=0)]] = key(
         {}, "your own prices in $/h by instance type, or by group if the type is unknown: {ml.g5.xlarge: 1.2}"
     )
     channels: dict[str, ChannelConfig] = key(

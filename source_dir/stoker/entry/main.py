@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import Service, services
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.place import ORIGINS_FILE, PLACE_VARIABLE
+from stoker.place import LIFE_S, ORIGINS_FILE, PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
@@ -65,9 +66,11 @@ def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster."""
     from stoker.errors import DataError, UsageError
     from stoker.hosts import cluster, forks
-    from stoker.place import CHECK_VARIABLE, local_place
+    from stoker.place import CHECK_VARIABLE, PROCESS_FILE, local_place
 
     starting = None
+    process_file = local_place().run_dir / PROCESS_FILE
+    threading.Thread(target=_show_life, args=[process_file], name="life", daemon=True).start()
     gc.disable()  # until the driver runs, to import faster
     check_only, on_cluster = CHECK_VARIABLE in os.environ, os.environ.get(PLACE_VARIABLE) == "ray"
     try:
@@ -100,6 +103,14 @@ def run_locally(arguments: list[str]) -> int:
         gc.enable()
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
         return driver.run(resolved, place, opened).code
+
+
+def _show_life(file: Path) -> None:
+    """Thread: other machines on a shared disk see by the time of this file that the run goes on."""
+    while True:
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        time.sleep(LIFE_S)
 
 
 def _refused(error: Exception) -> int:
