@@ -251,25 +251,68 @@ def test_a_mark_for_a_missing_label_is_no_class_unless_it_is_listed(
         assert names == [mark, *labels] and sorted(found["train"].values()) == [0, 1, 2, 2]
 
 
+@pytest.mark.parametrize("cells", ["cat|{0}", "{0}|cat", "cat|dog|{0}", "['cat', '{0}']", "['{0}']"])
+@pytest.mark.parametrize("mark", ["NA", "None", "nan"])
+def test_a_mark_among_the_labels_of_a_cell_is_never_dropped(mark: str, cells: str, tmp_path: Path) -> None:
+    root = folder(tmp_path, f'id,label\na,dog\nb,"{cells.format(mark)}"\nc,cat|\nd,{mark}\n')
+    with pytest.raises(UsageError, match=r"1 row without a label, or with NA or the like; .* line 3, b"):
+        opened(root, label_separator="|")
+    found, names, _ = read(root, label_separator="|", class_names=["cat", mark, "dog"])
+    assert names == ["cat", mark, "dog"] and found["train"]["images/b.png"][1] == 1
+    assert found["train"]["images/c"] == [1, 0, 0] and found["train"]["images/deep/d.jpg"] == [0, 1, 0]
+
+
+def test_a_mark_that_is_the_whole_cell_is_an_image_of_no_class_and_noted(tmp_path: Path) -> None:
+    root = folder(tmp_path, "id,label\na,cat|dog\nb,NA\nc,\nd,dog\n")
+    found, names, notes = read(root, label_separator="|")
+    assert names == ["cat", "dog"] and found["train"]["images/b.png"] == [0, 0]
+    assert any("2 images without a label, so of no class (first: b)" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        ("?", r"with '\?' \(1\) where most labels are numbers; .* \(first: line 14, 12: \?\)"),
+        ("?", r"with '\?' \(1\) where most labels are numbers; .* \(first: line 62, 60: \?\)"),
         ("unknown", "with 'unknown' .1. where most labels are numbers"),
         ("True", "with 'True' .1. where most labels are numbers"),
     ],
 )
 def test_text_beside_numbers_does_not_renumber_the_classes(odd: str, says: str, tmp_path: Path) -> None:
-    files = [f"images/{number}.jpg" for number in range(13)]
-    csv = "id,label\n" + "".join(f"{number},{number}\n" for number in range(12)) + f"12,{odd}\n"
+    files = [f"images/{number}.jpg" for number in range(61)]
+    csv = "id,label\n" + "".join(f"{number},{number % 12}\n" for number in range(60)) + f"60,{odd}\n"
     with pytest.raises(UsageError, match=says):
         opened(folder(tmp_path, csv, *files))
     listed = [*map(str, range(12)), odd]
     found, names, _ = read(tmp_path, class_names=listed)
-    assert names == listed and found["train"] == {f"images/{n}.jpg": n for n in range(13)}
+    assert names == listed and found["train"] == {
+        f"images/{n}.jpg": n % 12 if n < 60 else 12 for n in range(61)
+    }
     # Numbers of one width are text, too, which sorts as they do.
     found, names, _ = read(folder(tmp_path, csv.replace(odd, "012").replace(",", ",0"), *files))
     assert len(names) == 13 and names == sorted(names)
+
+
+CLASSES = {
+    "playing cards": [*map(str, range(2, 11)), "J", "Q", "K", "A"],
+    "signs": [*map(str, range(10)), *"+-x/="],
+    "ages": ["1", "2", "10+"],
+    "few rows": [*map(str, range(12)), "?"],
+    "polarity": [*["-1", "0", "1"] * 5, "mixed"],
+    "one number among text": ["1", "cat", "dog"],
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_text_that_is_not_rare_beside_numbers_is_a_class_and_another_numbering_is_noted(
+    case: str, tmp_path: Path
+) -> None:
+    labels = CLASSES[case]
+    csv = "id,label\n" + "".join(f"{n},{label}\n" for n, label in enumerate(labels))
+    root = folder(tmp_path, csv, *(f"images/{n}.jpg" for n in range(len(labels))))
+    found, names, notes = read(root)
+    assert names == sorted({*labels})
+    assert list(found["train"].values()) == [names.index(label) for label in labels]
+    assert any("numbers are not the numbers of their classes" in note for note in notes)
 
 
 @pytest.mark.parametrize("written", ["True FALSE true false", "True true True False", "True False 1 0"])

@@ -164,8 +164,8 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a member without a suffix": (shard(("README", b"x")), "README gives no column"),
     "a link in a shard": (with_link, "0.jpg (byte 0) is a symbolic link"),
     "a word as a label": (
-        table(label=["0", "1", "cat"]),
-        "column label holds labels with 'cat' (1) where most labels are numbers",
+        table(label=["0", "1", "NA"]),
+        "column label holds NA; leave those rows out, or list all classes in class_names",
     ),
     "a date as a label": (table(label=[date(2020, 1, 1)] * 3), "not 'datetime.date'"),
     "labels one-hot": (table(label=[[0, 1], [1, 0], [0, 1]]), "only 0-dimensional arrays"),

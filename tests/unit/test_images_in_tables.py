@@ -298,20 +298,29 @@ def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
     [
         (["cat", "dog", "nan"], "column label holds nan; leave those rows out"),
         (["0", "1", "None"], "column label holds None; leave those rows out"),
-        (["0", "1", "?"], r"column label holds labels with '\?' \(1\) where most labels are numbers"),
+        ([*["0", "1"] * 25, "?"], r"column label holds labels with '\?' \(1\) where most labels are numbers"),
         (["True", "true", "False"], "True and False in several spellings"),
     ],
 )
 def test_text_that_marks_a_missing_label_is_no_class_unless_it_is_listed(
     labels: list[str], says: str, tmp_path: Path
 ) -> None:
-    table = pa.table({"image": PNGS, "label": [labels[n % 3] for n in range(len(PNGS))]})
-    root = write(tmp_path, table)
+    names, rows = list(dict.fromkeys(labels)), max(len(PNGS), len(labels))
+    images, texts = ([column[n % len(column)] for n in range(rows)] for column in (PNGS, labels))
+    root = write(tmp_path, pa.table({"image": images, "label": texts}))
     with pytest.raises(UsageError, match=says):
         opened(root)
-    params, data = opened(root, class_names=labels)
-    assert params["class_names"] == labels
-    assert [label for _, label in trained(data)] == [n % 3 for n in range(len(PNGS))]
+    params, data = opened(root, class_names=names)
+    assert params["class_names"] == names
+    assert [label for _, label in trained(data)] == [names.index(text) for text in texts]
+
+
+@pytest.mark.parametrize("labels", [["2", "10", "A", "K"], ["1", "2", "10+"], ["1", "2", *["other"] * 198]])
+def test_text_beside_numbers_that_is_not_rare_by_rows_is_a_class(labels: list[str], tmp_path: Path) -> None:
+    images = [PNGS[n % len(PNGS)] for n in range(len(labels))]
+    params, data = opened(write(tmp_path, pa.table({"image": images, "label": labels})))
+    assert params["class_names"] == sorted({*labels})
+    assert any("numbers are not the numbers of their classes" in note for note in data.notes())
 
 
 def test_a_label_that_training_lacks_is_refused_before_the_start(tmp_path: Path) -> None:

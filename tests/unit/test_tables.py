@@ -209,7 +209,7 @@ def check_whatever_stands_beside_a_column(
                 assert found.dtype == (np.float32 if kind == "list" else object)
                 found = found.tolist()
             assert type(found) is type(expected) and found == expected, (name, kind)
-    labels = {name: source.label_values(name) for name in numbers}
+    labels = {name: {*source.label_values(name)} for name in numbers}
     assert labels == dict.fromkeys(numbers, {0, 1, 2} if value is None else {value})
 
 

@@ -178,6 +178,6 @@ def distinct_labels(
         if marks := [value for value in labels if is_missing(value)]:
             text = f"holds {', '.join(marks)}; leave those rows out, or list all classes in class_names"
             raise UsageError(f"{data}: column {column} {text}")
-        if why := unclear(Counter(labels))[0]:
+        if why := unclear(found if isinstance(found, Counter) else Counter(dict.fromkeys(labels, 0)))[0]:
             raise UsageError(f"{data}: column {column} holds labels {why}")
     return labels if is_text(kind) else [int(value) for value in labels]

@@ -50,7 +50,7 @@ _ARRAY = re.compile(r"[-\d.]+\s[-\d.\s]+")
 _FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _MISSING = {"NA", "N/A", "n/a", "#N/A", "None", "NULL", "null", "<NA>"}
 _TOOLS = (".ipynb_checkpoints", ".git", ".cache", ".Trash", ".thumbnails", ".dvc")
-_DIGITS = re.compile(r"\d+(\.\d*)?")
+_DIGITS = re.compile(r"[-+]?\d+(\.\d*)?")
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
@@ -100,8 +100,10 @@ def read_labels(
         label_column = class_names
     columns = _columns(path, header, lines, image_column, label_column, images)
     rows = _rows(columns, header, lines, separator)
-    for row in rows if len(columns.labels) == 1 else ():
-        row.labels = [text for text in row.labels if text in (class_names or ()) or not is_missing(text)]
+    per_class, known = len(columns.labels) > 1, class_names or []
+    for row in rows if not per_class else ():
+        cell = row.cells[columns.labels[0]]
+        row.labels = [t for t in row.labels if t in known or not is_missing(t) or t not in ("", cell)]
     if columns.split is not None:
         notes += _choose_splits(path, rows)
     taken = _find_files(images, rows, columns.wrong)
@@ -109,7 +111,7 @@ def read_labels(
         notes += _split_by_folder(path, root, rows)
     if not any(row.split == "train" for row in rows):
         raise UsageError(f"{path}: no row of the split train")
-    used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
+    used, wrong = [row for row in rows if row.split], columns.wrong
     sums = per_class and any(len(row.labels) != 1 for row in used)
     several = multi_label or bool(separator) or columns.lists or sums
     if per_class:
@@ -118,11 +120,12 @@ def read_labels(
         if minus and not set().union(*signs).isdisjoint(_ZERO):
             what = "with -1 in the column of a class, where others have 0; write 0 or 1, or remove the rows"
             wrong[what] += minus
-    names = [header[i] for i in columns.labels] if per_class else _names(used, wrong, class_names or [])
+    names = [header[i] for i in columns.labels] if per_class else _names(used, wrong, known)
     number = {name: label for label, name in enumerate(names)}
     for row in used:
-        if not row.labels and not several:
-            what = "without a label, or with NA or the like; fill or remove them, or list it in class_names"
+        marks = not per_class and any(text not in known and is_missing(text) for text in row.labels)
+        if marks or not (row.labels or several):
+            what = "without a label, or with NA or the like; correct it, or list all classes in class_names"
             wrong[what].append(row.where)
         if names and not {*row.labels} <= number.keys():
             wrong["with a label that no training image has"].append(f"{row.where}: {', '.join(row.labels)}")
@@ -365,26 +368,33 @@ def is_missing(text: str) -> bool:
 
 
 def unclear(texts: Counter[str]) -> tuple[str, set[str]]:
-    """Why labels are probably no classes by the text that they are, and which labels; empty: they are."""
+    """Why labels are probably no classes by their texts and rows (0: unknown), and which; empty: they are."""
     words = any(text.lower() in ("true", "false") for text in texts)
     if words and {*texts} <= _SIGNS.keys() and len(texts) > len({_SIGNS[text] for text in texts}):
         return f"with True and False in several spellings ({', '.join(sorted(texts))}); write one", {*texts}
     odd = Counter({text: count for text, count in texts.items() if not _DIGITS.fullmatch(text)})
-    if not odd or 2 * odd.total() >= texts.total():
+    if not 0 < len(odd) <= 2 or 50 * odd.total() >= texts.total():
         return "", set()
-    shown = ", ".join(f"{text!r} ({count})" for text, count in odd.most_common(6))
+    shown = ", ".join(f"{text!r} ({count})" for text, count in odd.items())
     remedy = "correct that, or list all classes in class_names"
     return f"with {shown} where most labels are numbers; {remedy}", {*odd}
 
 
 def alike(names: list[str]) -> tuple[str, ...]:
-    """A line on names that only capitals, spaces or the encoding of accents tell apart."""
+    """Lines on names that only capitals, spaces or the encoding of accents tell apart, and on numbers among
+    text that are not those of their classes."""
     folded: dict[str, list[str]] = defaultdict(list)
     for name in names:
         folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
     same = [name for those in folded.values() if len(those) > 1 for name in those]
     shown = [repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name) for name in same[:6]]
-    return (f"classes that look alike: {', '.join(shown)}",) if same else ()
+    notes = [f"classes that look alike: {', '.join(shown)}"] if same else []
+    moved = [f"{name!r} is {n}" for n, name in enumerate(names) if _DIGITS.fullmatch(name) and name != str(n)]
+    if moved and not all(map(_DIGITS.fullmatch, names)):
+        notes += [
+            f"names among text whose numbers are not the numbers of their classes: {', '.join(moved[:3])}"
+        ]
+    return tuple(notes)
 
 
 def deeper(folder: str, paths: list[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -379,20 +380,25 @@ class ParquetSource(StreamedSource):
         self._ensure_footers()
         return [footer.schema.metadata or {} for footer in self.footers]
 
-    def label_values(self, column: str) -> set[Any]:
+    def label_values(self, column: str) -> Counter[Any]:
+        """Value → its number of rows."""
         from pyarrow import compute
 
         self._check_schemas()
 
-        def values(path: str, footer: Footer) -> list[Any]:
+        def values(path: str, footer: Footer) -> dict[Any, int]:
             if column in (own := self.constants.get(path, {})) or not footer.groups:
-                return [own[column]] if column in own else []
+                return {own[column]: len(self._rows(path, footer.groups))} if column in own else {}
             table = read_groups(self.filesystem, path, footer.groups, [column])
             rows = self._rows(path, footer.groups)
-            return list(compute.unique(table[column].take(rows)).to_pylist())
+            found = compute.value_counts(table[column].take(rows))
+            return dict(zip(found.field(0).to_pylist(), found.field(1).to_pylist(), strict=True))
 
         with ThreadPoolExecutor(16) as pool:
-            return {value for each in pool.map(values, self.paths, self.footers) for value in each}
+            total: Counter[Any] = Counter()
+            for found in pool.map(values, self.paths, self.footers):
+                total.update(found)
+            return total
 
 
 def read_parquet(
