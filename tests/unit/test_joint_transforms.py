@@ -26,6 +26,7 @@ from stoker.data import (
     RandomResizedCrop,
     RecordTransform,
 )
+from stoker.errors import UsageError
 from stoker.protocol import BlockReport
 
 
@@ -229,7 +230,9 @@ def turned(pixels: Any, orientation: int, kind: str = "JPEG") -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
-@pytest.mark.parametrize("form", ["encoded", "Pillow", "array", "boxes", "one box", "lists", "in a struct"])
+@pytest.mark.parametrize(
+    "form", ["encoded", "Pillow", "array", "boxes", "one box", "lists", "in a struct", "structs"]
+)
 @pytest.mark.parametrize("orientation", [3, 6, 8])
 def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_says_what_it_is_of(
     orientation: int, form: str, kind: str
@@ -244,8 +247,9 @@ def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_s
         "array": ("mask", mask),
         "boxes": ("boxes", boxes),
         "one box": ("bbox", boxes[0]),
-        "lists": ("objects", boxes.tolist()),
+        "lists": ("gtBoxes", boxes.tolist()),
         "in a struct": ("objects", {"bbox": boxes.tolist(), "category": [1]}),
+        "structs": ("objects", [{"segmentation": {"counts": "Pb", "size": [16, 24]}, "category": 1}]),
     }[form]
     record = {"key": "a", "image": photo, "label": 1, "text": "two words", name: value}
     decoded = [DecodeMask()] * (form in ("encoded", "Pillow"))
@@ -253,17 +257,29 @@ def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_s
     for exif in (None, True, False):
         chain = as_stages([DecodeImage(exif=exif), *decoded, *([Drop(name)] * (not decoded)), Drop("text")])
         made[exif], report[exif] = Chain(chain, seed=0).run([record], 0)
-    assert not made[None] and f"EXIF turns the image, but not {name}: set" in report[None].bad[0].reason
+    assert not made[None] and f"does not turn the image and {name} alike: set" in report[None].bad[0].reason
     white = {exif: made[exif]["image__hwc"][0, ..., 0] > 128 for exif in (True, False)}
     assert (white[False] == (mask > 0)).all() and white[True].shape == (
         mask.T if orientation > 4 else mask
     ).shape
     assert white[True].shape != mask.shape or (white[True] != (mask > 0)).any()
-    others = {"label": 1, "text": "two words", "boxes": 2, "vector": np.zeros(4)}
-    alone, _ = Chain(as_stages([DecodeImage(), Drop("text")]), seed=0).run(
-        [{"key": "a", "image": photo, **others}], 0
-    )
-    assert ((alone["image__hwc"][0, ..., 0] > 128) == white[True]).all()
+
+
+@pytest.mark.parametrize(
+    "value", [b"BMW M3", [np.int64(1)], [np.float32(1)], [None, 1], [[1, 2]], np.eye(3), ["a", "b"], 2]
+)
+def test_what_tells_no_place_in_a_photo_that_exif_turns_is_no_reason_to_refuse_it(value: Any) -> None:
+    photo = turned(np.zeros((16, 24, 3), np.uint8), 6)
+    for name in (
+        "caption",
+        "pose",
+        "sandbox_tags",
+        "attention_mask",
+        "boxes" if isinstance(value, int) else "tokens",
+    ):
+        chain = as_stages([DecodeImage(), Drop(name)])
+        columns, report = Chain(chain, seed=0).run([{"key": "a", "image": photo, name: value}], 0)
+        assert not report.bad and columns["image__hwc"].shape == (1, 24, 16, 3)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
@@ -278,8 +294,34 @@ def test_a_mask_is_turned_by_an_exif_of_its_own(orientation: int, kind: str) -> 
         columns, report = Chain(chain, seed=0).run([record], 0)
         assert not report.bad
         assert ((columns["image"][0, 0] > 128) == (columns["mask"][0] == 1)).all()
-    _, report = Chain(as_stages([DecodeImage(exif=False), DecodeMask()]), seed=0).run([record], 0)
-    assert "EXIF turns mask, but not the image: set DecodeImage(exif=True)" in report.bad[0].reason
+    chain = as_stages([DecodeImage(exif=False), DecodeMask(), Joint(v2.Identity())])
+    columns, _ = Chain(chain, seed=0).run([record], 0)
+    assert ((columns["image"][0, 0] > 128) == (columns["mask"][0] == 1)).all() and not (
+        columns["mask"][0] - mask
+    ).any()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize(("of_image", "of_mask"), [(1, 3), (1, 6), (6, 3), (3, 6), (3, 1)])
+def test_a_mask_that_its_exif_turns_otherwise_than_the_image_is_refused(
+    of_image: int, of_mask: int, kind: str
+) -> None:
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:8, :6] = 1
+    photo = turned(np.repeat(mask[..., None] * 255, 3, 2), of_image)
+    record = {"key": "a", "image": photo, "mask": turned(mask, of_mask, kind)}
+    columns, report = Chain(as_stages([DecodeImage(), DecodeMask()]), seed=0).run([record], 0)
+    assert not columns and "EXIF does not turn the image and mask alike: set" in report.bad[0].reason
+    for chain in ([DecodeImage(exif=False), DecodeMask()], [DecodeMask(), DecodeImage(exif=False)]):
+        columns, report = Chain(as_stages(chain), seed=0).run([record], 0)
+        assert ((columns["image__hwc"][0, ..., 0] > 128) == mask).all() and (columns["mask"][0] == mask).all()
+
+
+def test_a_mask_that_is_decoded_before_the_image_is_refused_since_its_exif_is_lost() -> None:
+    with pytest.raises(UsageError, match=r"put DecodeImage\(\) before DecodeMask\(\)"):
+        as_stages([DecodeMask(), DecodeImage()])
+    for exif in (True, False):
+        as_stages([DecodeMask(), DecodeImage(exif=exif)])
 
 
 def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:
@@ -293,7 +335,7 @@ def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:
     records = [{"key": "a", "image": photo, "json": b"[[0, 0, 6, 8]]"}]
     joint = [Parse(), Drop("json"), Joint(v2.Identity(), boxes=["found"])]
     columns, report = Chain(as_stages([decode, *joint]), seed=0).run(records, 0)
-    assert not columns and "EXIF turns the image, but not found: set" in report.bad[0].reason
+    assert not columns and "does not turn the image and found alike: set" in report.bad[0].reason
     columns, _ = Chain(as_stages([decode, Drop("json")]), seed=0).run(records, 0)
     assert len(columns["image__hwc"]) == 1, "the chain without boxes shares the stage"
 

@@ -192,9 +192,11 @@ _ORIGIN_STAYS = {1, 5}
 _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 """Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
-_LOSSLESS = (b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
-_IMAGES = (b"\xff\xd8", *_LOSSLESS)
-_PLACES = re.compile("box|polygon|keypoint|landmark", re.IGNORECASE)
+_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_PLACES = re.compile(
+    r"(?<![a-z])(?<!attention_)(?<!padding_)"
+    r"(b?box(es)?|masks?|polygons?|keypoints?|landmarks?|segmentation)(?![a-z])"
+)
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 _of_thread = threading.local()
@@ -281,6 +283,8 @@ def orientation_of(image: Any) -> int:
 
     try:
         encoded = isinstance(image, bytes | bytearray | memoryview)
+        if encoded and bytes(image[:8]) == PNG and not re.search(b"eXIf|type exif|adobe.xmp", image):
+            return 1  # Pillow would decode all pixels to look behind them
         value = (Image.open(io.BytesIO(image)) if encoded else image).getexif().get(0x0112, 1)
     except Exception:
         return 0
@@ -288,19 +292,17 @@ def orientation_of(image: Any) -> int:
 
 
 def places_in(record: Record) -> list[str]:
-    """Columns that may tell where something is in the image: masks, also encoded ones, boxes, points."""
+    """Columns that by their names tell where something is in the image, also inside structs; PNG files."""
     return [n for n, value in record.items() if n not in ("image", "key") and _is_place(n, value)]
 
 
 def _is_place(name: str, value: Any) -> bool:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value[:4]).startswith(_LOSSLESS) and bytes(value[8:12]) != b"WAVE"
-    if isinstance(value, dict):
-        return any(_is_place(str(inner), each) for inner, each in value.items())
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str | bytes):
+    value = value[0] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+    if isinstance(value, dict) and any(_is_place(str(inner), each) for inner, each in value.items()):
         return True
-    whole = getattr(value, "ndim", 0) > 1 or hasattr(value, "getexif")
-    return whole or bool(hasattr(value, "__len__") and not isinstance(value, str) and _PLACES.search(name))
+    one = isinstance(value, str) or not (hasattr(value, "__len__") or hasattr(value, "getexif"))
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+    return not one and bool(_PLACES.search(words) or (isinstance(value, bytes) and value.startswith(PNG)))
 
 
 def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:
@@ -382,6 +384,11 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     # Orientation → whether rows, and whether columns, are reversed.
     rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
+
+
+def as_stored(array: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """What `upright` has turned, as it was."""
+    return upright(array, {0: 1, 6: 8, 8: 6}.get(orientation, orientation))
 
 
 def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:

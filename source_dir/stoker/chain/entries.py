@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.joint import beside_the_image
+from stoker.chain.joint import DecodeMask, beside_the_image
 from stoker.chain.picture import open_picture, tensor_of
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, record_image
 from stoker.chain.transforms import (
@@ -189,13 +189,25 @@ def as_stages(chain: Sequence[Any]) -> list[Stage]:
         name = f"{stage.name}#{taken + 1}" if taken else stage.name
         stages.append(replace(stage, name=name))
     tensors_for_others(stages)
-    if places := beside_the_image(stages):
-        for number, stage in enumerate(stages):
-            if isinstance(stage.apply, DecodeImage):
-                decode = copy(stage.apply)  # another chain may have the same
-                decode.places = places
-                stages[number] = replace(stage, apply=decode)
+    compare_exif(stages)
     return stages
+
+
+def compare_exif(stages: list[Stage]) -> None:
+    """Let the image's decoder know the masks and boxes beside it, and those of masks its `exif`."""
+    decoders = [s.apply for s in stages if isinstance(s.apply, DecodeImage | DecodeMask)]
+    image = next((each for each in decoders if isinstance(each, DecodeImage)), None)
+    if image is None:
+        return
+    if image.exif is None and image is not decoders[0]:
+        raise UsageError("preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF")
+    for number, stage in enumerate(stages):
+        if isinstance(stage.apply, DecodeImage | DecodeMask):
+            decoder = copy(stage.apply)  # another chain may have the same
+            decoder.exif = image.exif
+            if isinstance(decoder, DecodeImage):
+                decoder.places = beside_the_image(stages)
+            stages[number] = replace(stage, apply=decoder)
 
 
 def _as_stage(entry: Any, position: int) -> Stage:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stoker.chain.decode import as_stored, orientation_of
 from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform
@@ -23,11 +24,14 @@ _LOSSY = ("JPEG", "MPO", "JPEG2000")
 class DecodeMask(RecordTransform):
     """An encoded mask, or a Pillow image → its class numbers, uint8, height × width, upright by its own EXIF.
 
+    With `DecodeImage(exif=False)` in the chain, it is left as stored, too.
     Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
     more than 8 bits are refused, since they hold no class numbers.
     """
 
     random = False
+    exif: bool | None = None
+    """The same as that of the chain's DecodeImage."""
 
     def __init__(self, *columns: str) -> None:
         self.columns = columns or ("mask",)
@@ -56,8 +60,9 @@ class DecodeMask(RecordTransform):
             if mask.mode not in ("L", "P", "1") or mask.format in _LOSSY or changed:
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
+            orientation = orientation_of(mask) if self.exif is False else 1
+            numbers = as_stored(np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation)
             # Pillow stretches 2 or 4 bits to 0 … 255.
-            numbers = np.array(ImageOps.exif_transpose(mask), dtype=np.uint8)
             found[name] = numbers // {"2": 85, "4": 17}.get(grey[:1], 1)
         return {**record, **found}
 

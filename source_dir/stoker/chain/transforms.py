@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, orientation_of, places_in, upright
+from stoker.chain.decode import Mode, as_stored, orientation_of, places_in
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
@@ -46,8 +46,8 @@ class DecodeImage(RecordTransform):
         bits: of grey images with more than 8 bits: those that the values use, such as 12; the upper 8 of them
             are kept. Default: those of the file, usually 16.
         exif: True: turn images as EXIF tells; masks and boxes beside them are of the turned image. False:
-            leave the pixels as stored, as torchvision does. Default: turn them, but quarantine those with
-            masks or boxes that may be of the pixels as stored.
+            leave the pixels as stored, as torchvision does, also those of masks. Default: turn them, but
+            quarantine those with masks or boxes that EXIF does not turn alike.
     """
 
     random = False
@@ -66,22 +66,19 @@ class DecodeImage(RecordTransform):
     def opened(self, record: Record) -> Picture:
         """The picture of a record; of a JPEG, only its header is read."""
         image = column_value(record, "image")
-        places = [] if self.exif else [*dict.fromkeys((*self.places, *places_in(record)))]
-        orientation = orientation_of(image) if places or self.exif is False else 1
+        places = [*dict.fromkeys((*self.places, *places_in(record)))] if self.exif is None else []
+        orientation = max(orientation_of(image), 1) if places or self.exif is False else 1
+        if wrong := ", ".join(n for n in places if max(orientation_of(record.get(n)), 1) != orientation):
+            raise ValueError(
+                f"EXIF does not turn the image and {wrong} alike: set DecodeImage(exif=True) if {wrong} is of"
+                " the turned image, or exif=False if it is of the pixels as stored"
+            )
         encoded = isinstance(image, bytes | bytearray | memoryview)
         source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
         picture = Picture(source, self.mode, self.bits)
-        if orientation < 2:
+        if self.exif is not False or orientation == 1:
             return picture
-        still = self.exif is False
-        if wrong := ", ".join(name for name in places if (orientation_of(record.get(name)) > 1) is still):
-            what = f"{wrong}, but not the image" if still else f"the image, but not {wrong}"
-            raise ValueError(
-                f"EXIF turns {what}: set DecodeImage(exif=True) if {wrong} is of the turned image, or"
-                " exif=False if it is of the pixels as stored"
-            )
-        stored = {6: 8, 8: 6}.get(orientation, orientation)  # undoes it
-        return Picture(upright(picture.pixels(), stored)) if still else picture
+        return Picture(as_stored(picture.pixels(), orientation))
 
 
 class CheckLabel(RecordTransform):
