@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -65,7 +66,10 @@ _HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
 }
 """How the files of a kind begin; (): images that no source reads."""
 _HEAD_BYTES = 512
-_PART = re.compile(r"(.*)-(\d+)-of-(\d+)[^/]*")
+_PART = re.compile(
+    rf"(?:(?:split=)?(?:{'|'.join(sum(SPLIT_NAMES.values(), ()))})/)?(.*)-(\d+)-of-(\d+)([^/]*)"
+)
+_COPY_OR_HASH = re.compile(r" *\(\d+\)|[-_. ]+(copy|(?!(19|20)\d\d\b)[0-9a-f]{4,})(?![a-z\d])", re.IGNORECASE)
 NULL = "__HIVE_DEFAULT_PARTITION__"
 _kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
 """(path, size, modification time) of files that this process has opened → their kind, if it is known."""
@@ -108,7 +112,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     top = len(filesystem_of(root)[1])
     hidden = {f.path for f in mine if is_hidden(f.path[top:])}
     read, notes = sort_out(root, [f for f in mine if f.path not in hidden], suffixes)
-    refuse_parts([f.path for f in read])
+    _refuse_parts(root, read)
     left = [path[top:].strip("/") for path in sorted(hidden) if path.lower().endswith(suffixes)]
     if mine and not read and (name := _folder_name(root, split)):
         list_files(join(root, name), suffixes)  # says what is there instead
@@ -120,22 +124,42 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     return read, (*lines, *notes, *not_read(root, left))
 
 
-def refuse_parts(paths: list[str]) -> None:
-    """Refuse a set such as `train-00002-of-00004` that lacks a part, or has one twice."""
-    sets: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for name, number, count in (match.groups() for match in map(_PART.fullmatch, paths) if match):
-        sets[name].append((int(count), int(number)))
-    for name, parts in sets.items():
-        count, numbers = max(parts)[0], sorted(number for _, number in parts)
-        whole = [*range(count)] if 0 in numbers else [*range(1, count + 1)]
-        if {count for count, _ in parts} == {count} and numbers == whole:
+def _refuse_parts(root: str, files: list[Any]) -> None:
+    """Refuse a set such as `train-00002-of-00004` that lacks a part, or has one twice. The others may be in
+    the folders of other splits."""
+    sets = _sets(root, files)
+    for (name, tail), parts in sets.items():
+        if _is_whole(parts) or _is_whole([part for key in sets if key[0] == name for part in sets[key]]):
             continue
-        lacking = ", ".join(str(number) for number in whole if number not in numbers)[:60]
+        count, numbers = max(parts)[0], {number for _, number in parts}
+        top = len(filesystem_of(root)[1])
+        everywhere = _sets(root, [f for f in list_files(root) if "/" in f.path[top:].strip("/")])[name, tail]
+        if min(parts)[0] == count and _is_whole([part for part in everywhere if part[0] == count]):
+            continue
+        whole = range(0 not in numbers, count + (0 not in numbers))
+        lacking = ", ".join(map(str, islice((number for number in whole if number not in numbers), 20)))[:60]
         raise UsageError(
-            f"{name}-…-of-{count}: its {count_of(len(parts), 'file')} are not this set"
+            f"{root}: {name}-…-of-{count}{tail}: its {count_of(len(parts), 'file')} are not this set"
             f" ({f'without {lacking}' if lacking else 'with one twice or too many'}); complete it, remove"
-            " copies, or rename the files if you want these alone"
+            " copies, or rename the files if you want these alone, or read them with ray.data in a recipe"
         )
+
+
+def _sets(root: str, files: list[Any]) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Name of a set below its split, without copy marks and hashes → count and number of each part."""
+    sets, top = defaultdict(list), len(filesystem_of(root)[1])
+    for match in (_PART.fullmatch(f.path[top:].strip("/")) for f in files):
+        if match:
+            sets[match[1], _COPY_OR_HASH.sub("", match[4])].append((int(match[3]), int(match[2])))
+    return sets
+
+
+def _is_whole(parts: list[tuple[int, int]]) -> bool:
+    """Whether each part is there once: from 0 or 1, and up to the count or one less."""
+    counts, numbers = {count for count, _ in parts}, sorted(number for _, number in parts)
+    if len(counts) != 1 or numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
+        return False
+    return (numbers[0], numbers[-1] - max(counts)) in ((0, -1), (0, 0), (1, 0))
 
 
 def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
