@@ -40,36 +40,60 @@ class Accuracy:
 
     def compute(self) -> float:
         """On every rank."""
+        counts = self.of_all_ranks()
+        return float(counts[0] / counts[1].clamp(min=1))
+
+    def of_all_ranks(self) -> Tensor:
         counts = self.counts.clone()
         if dist.is_initialized():
             dist.all_reduce(counts)
-        if len(counts) > 2 and counts[3] and not counts[2]:
-            raise ValueError(
-                "all preds are within 0 … 1; return scores before the sigmoid or define metrics()"
-            )
-        return float(counts[0] / counts[1].clamp(min=1))
+        return counts
 
 
 class F1(Accuracy):
     """Train worker: the F1 score of labels that scores above 0 predict, over all classes, records and ranks.
 
-    The same as torchmetrics' `MultilabelF1Score(average="micro")` of scores before the sigmoid. It refuses
-    probabilities: all scores of a validation are within 0 … 1, and not all of them are 0 or 1.
+    The same as torchmetrics' `MultilabelF1Score(average="micro")`. The scores of a validation are taken for
+    probabilities, of which those above 0.5 predict, if all are within 0 … 1 (± 0.001) and at least one in 20
+    is below 0.05 or above 0.95.
     """
 
+    meanings = (
+        "f1 takes preds for scores before the sigmoid: those above 0 predict; return such scores or define"
+        " metrics() if they are probabilities",
+        "f1 takes preds for probabilities, since all are within 0 … 1: those above 0.5 predict",
+    )
+
     def __init__(self) -> None:
-        self.counts = torch.zeros(4, dtype=torch.int64)
-        """Twice the correct labels; predicted and true labels; scores outside 0 … 1; scores between."""
+        self.counts = torch.zeros(7, dtype=torch.int64)
+        """Twice the correct labels, all labels; both at 0.5, not 0; scores: all, outside, near an end."""
+        self.within, self.meaning = False, 0
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
         refuse_other_shape(preds, target, preds)
         if not ((target >= 0) & (target <= 1)).all():
             raise ValueError("target holds other values than 0 and 1; see CheckLabel(…, multi_label=True)")
-        found, wanted = preds > 0, target > 0.5
-        both = 2 * (found & wanted).sum()
-        between, within = (preds > 0) & (preds < 1), (preds >= 0) & (preds <= 1)
-        self.counts += torch.stack([both, found.sum() + wanted.sum(), (~within).sum(), between.sum()])
+        wanted, counts = target > 0.5, [self.counts.new_tensor(preds.numel())]
+        counts += [(~((preds >= -1e-3) & (preds <= 1.001))).sum(), ((preds < 0.05) | (preds > 0.95)).sum()]
+        for found in (preds > 0.5, preds > 0):
+            counts = [2 * (found & wanted).sum(), found.sum() + wanted.sum(), *counts]
+        self.counts += torch.stack(counts)
+
+    def compute(self) -> float:
+        counts = self.of_all_ranks()
+        scores, outside, at_end = counts[4:].tolist()
+        self.within = not outside
+        self.meaning = int(self.within and 20 * at_end >= scores)
+        part, whole = counts[2 * self.meaning :][:2]
+        return float(part / whole.clamp(min=1))
+
+    def news(self, told: set[str]) -> list[str]:
+        """What the scores are taken for, if that is uncertain or has changed since it was `told`."""
+        now, other = self.meanings[self.meaning], self.meanings[1 - self.meaning]
+        changed = other in told
+        told.discard(other)  # to be told again when it returns
+        return [now] * (self.within or changed)
 
 
 def refuse_other_shape(found: Tensor, target: Tensor, preds: Tensor) -> None:

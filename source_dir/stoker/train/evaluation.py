@@ -19,6 +19,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from stoker.accuracy import F1
 from stoker.chain.collating import collate_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
@@ -210,7 +211,7 @@ MOST_CELLS = 10_000
 
 class Scores:
     def __init__(self, worker: Worker) -> None:
-        self.recipe, self.classes = worker.recipe, worker.classes
+        self.recipe, self.classes, self.told = worker.recipe, worker.classes, worker.noted
         count = getattr(worker.recipe, "num_classes", None)
         if not self.classes and isinstance(count, int):
             self.classes = [str(number) for number in range(count)]
@@ -264,6 +265,7 @@ class Scores:
                 )
                 self.later.add(f"val/{name}")
             else:
+                self.notes += metric.news(self.told) if isinstance(metric, F1) else []
                 if own:
                     self.uncombined[name] = [_as_array(leaf) for leaf in tree_leaves(found)]
                 self._show(f"val/{name}", found, self.classes)
