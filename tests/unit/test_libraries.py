@@ -42,6 +42,6 @@ def test_the_built_in_recipe_needs_what_its_chain_imports(tmp_path: Path) -> Non
 def test_a_script_and_an_absent_file_have_none_and_broken_files_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_bytes(b"import torch\ndef (:\n\xff\n")
     assert libraries_of(Config(script="train.py"), tmp_path) == []
-    for recipe in ("absent:Recipe", "/", ""):
+    for recipe in ("absent:Recipe", "/"):
         assert libraries_of(Config(recipe=recipe), tmp_path) == []
     assert libraries_of(Config(recipe="broken:Recipe"), tmp_path) == ["torch"]
