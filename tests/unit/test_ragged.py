@@ -237,7 +237,7 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int]
     part = BlockSlice("b", 0, 2, "far", 2)
     columns = {"ids": Ragged(np.zeros(3, np.int32), np.array([0, 2, 3]))}
     batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of(columns, pads={"ids": Pad(0)}))
-    request = RowRequest(None, None, ours, part)  # type: ignore[arg-type]
+    request = RowRequest(None, None, ours, part, [], reused=False)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="row offsets from"):
         request.receive(batch, 0)
     for each in (ours, theirs):
