@@ -1,4 +1,4 @@
-"""A script's batches are made on the CPU hosts of a job, and its losses are those of torch's own loader."""
+"""A script's batches are made on the CPU hosts of a job, too, and its losses are those of torch's own loader."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ from torch.utils.data import DataLoader
 import stoker
 
 
-def train(loaders):
+def train(loaders, needed=frozenset()):
+    # Two epochs, and as many more as the needed hosts take to start.
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = loaders(Points(), batch_size=8, shuffle=True, num_workers=2)
     losses, hosts = [], set()
-    for _ in range(2):
+    while len(losses) < 50 or not needed <= hosts:
         for points, labels, on in loader:
             loss = nn.functional.cross_entropy(model(points), labels)
             optimizer.zero_grad()
@@ -57,19 +58,19 @@ def train(loaders):
             optimizer.step()
             losses.append(loss.item())
             hosts |= set(on)
-    return losses, sorted(hosts)
+    return losses
 
 
 torch.set_num_threads(1)
-expected, _ = train(DataLoader)
+expected = train(DataLoader)
 dist.init_process_group("gloo")
-losses, hosts = train(stoker.DataLoader)
+losses = train(stoker.DataLoader, {"algo-2"})
 assert sys.argv[1:] == ["an argument"]
 stoker.log({"loss": losses[-1]})
 words = (Path(os.environ["SM_CHANNEL_WORDS"]) / "words.txt").read_text()
 (Path(os.environ["SM_MODEL_DIR"]) / "model.txt").write_text(words)
 print("runs in", Path.cwd())
-(stoker.checkpoint_dir() / "losses.json").write_text(json.dumps([expected, losses, hosts]))
+(stoker.checkpoint_dir() / "losses.json").write_text(json.dumps([expected, losses]))
 """
 
 
@@ -95,11 +96,10 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     run = tmp_path / "runs/latest"
-    expected, losses, hosts = json.loads((run / "checkpoints/losses.json").read_text())
-    assert losses == expected and len(losses) == 50
-    assert "algo-2" in hosts
+    expected, losses = json.loads((run / "checkpoints/losses.json").read_text())
+    assert losses[:50] == expected
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 50 and summary["speed"]["samples_per_s"] > 0
+    assert summary["steps"] == len(losses) and summary["speed"]["samples_per_s"] > 0
     assert (summary["status"], summary["place"]) == ("succeeded", "rehearsal")
     assert (summary["script"], summary["args"]) == ("train.py", ["an argument"])
     assert summary["train_workers_by_host"] == {"algo-1": 1}
