@@ -1,4 +1,4 @@
-"""A script's batches are made on the CPU hosts of a job, too, and its losses are those of torch's own loader."""
+"""Batches of a script are made on the CPU hosts of a job, too; its losses are those of torch's loader."""
 
 from __future__ import annotations
 
