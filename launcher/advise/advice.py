@@ -161,6 +161,8 @@ class Wanted:
     """GPU type, CPU type and count in the configuration."""
     speed: float = 1.0
     """Speed of the instances' vCPUs, relative to a core of the measuring machine."""
+    train_workers: int | None = None
+    """`train.workers`; None: each GPU trains."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class _Search:
         low, middle, high = (predict(work, shape) for work in works if work is not None)
         cost, samples = usd_per_million_samples(middle, shape), self.measured.samples
         if per_gpu := self.measured.most_per_gpu:
-            most = per_gpu * shape.gpu_hosts * shape.gpus_per_host
+            most = round(per_gpu * shape.gpu_hosts * shape.gpus_per_host)
             samples = min(samples or most, most)
         return Candidate(
             gpu_type=gpu.type,
@@ -274,12 +276,14 @@ class _Search:
         cpu_price = self.known.usd_per_hour(cpu.type) if cpu else 0.0
         if gpu_price is None or cpu_price is None:
             return None
+        hosts = self.wanted.gpu_hosts
+        workers = min(max(gpu.gpus, 1) * hosts, self.wanted.train_workers or math.inf)
         return ClusterShape(
             gpu_host_cpus=gpu.vcpus,
             cpu_host_cpus=cpu.vcpus if cpu else 0,
             cpu_hosts=count,
-            gpu_hosts=self.wanted.gpu_hosts,
-            gpus_per_host=max(gpu.gpus, 1),
+            gpu_hosts=hosts,
+            gpus_per_host=workers / hosts,
             # CPUs that hosts/raynode.py does not declare to Ray: one per GPU, but never the last one.
             reserved_cpus=min(gpu.gpus, gpu.vcpus - 1),
             gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,

@@ -142,6 +142,7 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
         # The table has one type of CPU hosts per cluster.
         configured=(train.type, *cpu) if train and len(others) < 2 else None,
         speed=options.cpu_speed,
+        train_workers=resolved.config.train.workers,
     )
 
 
@@ -269,6 +270,7 @@ def _uncounted(summary: Path) -> list[str]:
 def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     """G of one GPU, under its name, and a note; empty if the run had no GPUs."""
     gpus = sum(host.gpus for host in summary.cluster.at_once())
+    gpus = min(gpus, summary.train_workers or gpus)
     if not gpus:
         return {}, ""
     terms = summary.speed.step_terms_ms

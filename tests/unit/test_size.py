@@ -210,6 +210,23 @@ def test_a_rate_holds_for_the_runs_own_kind_of_gpu_alone(
     assert rated or any("samples/s on a GPU of" in note for note in told["notes"])
 
 
+def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_the_job(job: Path) -> None:
+    run = job.parent / "run"
+    summary = read_summary(run / "summary.json")
+    summary.cluster.hosts[0].type = "ml.g5.xlarge"
+    summary.write(run)
+    rate = json.loads(size(job, "--json").stdout)["measured"]["gpu_samples_per_s"]["A10G"]
+    summary.cluster.hosts[0].type, summary.cluster.hosts[0].gpus = "ml.g5.12xlarge", 4
+    summary.write(run)
+    told = json.loads(size(job, "--gpu", "ml.g5.12xlarge", "train.workers=1", "--json").stdout)
+    assert told["measured"]["gpu_samples_per_s"]["A10G"] == pytest.approx(rate), "its one train worker's"
+    assert max(one["samples_per_s"] for one in told["candidates"]) <= rate * 1.001
+    summary.train_workers = 4
+    summary.write(run)
+    each = json.loads(size(job, "--json").stdout)["measured"]["gpu_samples_per_s"]["A10G"]
+    assert each == pytest.approx(rate / 4)
+
+
 OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge, count: 3}"
 
 

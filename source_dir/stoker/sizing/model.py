@@ -56,7 +56,8 @@ class ClusterShape:
     """C_c: vCPUs of one CPU host."""
     cpu_hosts: int = 0
     gpu_hosts: int = 1
-    gpus_per_host: int = 1
+    gpus_per_host: float = 1
+    """Those that train, in the mean."""
     reserved_cpus: float = 0.0
     """vCPUs of a GPU host not available to the chain."""
     gpu_host_bytes_per_s: float = math.inf
