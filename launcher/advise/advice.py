@@ -163,6 +163,8 @@ class Wanted:
     """Speed of the instances' vCPUs, relative to a core of the measuring machine."""
     train_workers: int | None = None
     """`train.workers`; None: each GPU trains."""
+    gpu_hosts_preprocess: bool = True
+    """Whether `data.preprocess_on` allows it."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class _Search:
     def judge(self, gpu: Machine, cpu: Machine | None, count: int) -> Candidate | None:
         shape = self.shape(gpu, cpu, count)
         works = [self.measured.work(gpu.gpu_name, side, self.wanted.speed) for side in (-1, 0, 1)]
-        if shape is None or works[1] is None:
+        if shape is None or works[1] is None or not (count or self.wanted.gpu_hosts_preprocess):
             return None
         low, middle, high = (predict(work, shape) for work in works if work is not None)
         cost, samples = usd_per_million_samples(middle, shape), self.measured.samples
@@ -285,7 +287,7 @@ class _Search:
             gpu_hosts=hosts,
             gpus_per_host=workers / hosts,
             # CPUs that hosts/raynode.py does not declare to Ray: one per GPU, but never the last one.
-            reserved_cpus=min(gpu.gpus, gpu.vcpus - 1),
+            reserved_cpus=min(gpu.gpus, gpu.vcpus - 1) if self.wanted.gpu_hosts_preprocess else gpu.vcpus,
             gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,
             cpu_host_bytes_per_s=min(cpu.baseline_gbps, FLOW_GBPS) / BITS if cpu else 0.0,
             efficiency=EFFICIENCY,
@@ -336,6 +338,8 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         )
         return f"{head}: {reason}; then {limit}{_doubt(best, alone)}"
     others = [one for one in table if one.cpu_hosts]
+    if best.cpu_hosts:
+        return f"{head}: the GPU hosts do not preprocess (data.preprocess_on); {limit}"
     if not others:
         return f"{head}: no CPU hosts were considered; limited by the {BINDS[best.binds][0]}"
     other = next((one for one in like if one.cpu_hosts), others[0])

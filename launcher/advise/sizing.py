@@ -134,15 +134,20 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
                 f"{group.key}.type: {group.type} is not known here; name other types with {flag}"
             )
     cpu = (others[0].type, others[0].count) if others else (None, 0)
+    trains = train.name if train else resolved.config.cluster.gpu_group or "gpu"
+    listed = set(resolved.config.data.preprocess_on or [trains, "others"])
+    if trains not in listed and not options.max_cpu_hosts:
+        raise UsageError("data.preprocess_on: no host is left for it with --max-cpu-hosts 0")
     return Wanted(
         gpu_types=tuple(options.gpu or [train.type if train else DEFAULT_GPU]),
         cpu_types=tuple(options.cpu or dict.fromkeys([*(group.type for group in others), *DEFAULT_CPUS])),
         gpu_hosts=max(train.count, 1) if train else 1,
-        max_cpu_hosts=options.max_cpu_hosts,
+        max_cpu_hosts=options.max_cpu_hosts if listed != {trains} else 0,
         # The table has one type of CPU hosts per cluster.
         configured=(train.type, *cpu) if train and len(others) < 2 else None,
         speed=options.cpu_speed,
         train_workers=resolved.config.train.workers,
+        gpu_hosts_preprocess=trains in listed,
     )
 
 
@@ -168,6 +173,7 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
             "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
             "tracking": TrackingConfig(tensorboard=False, log_every_steps=config.tracking.log_every_steps),
             "export": [],
+            "data": config.data.model_copy(update={"preprocess_on": []}),  # groups that are not here
         }
         alone = replace(job.resolved, config=config.model_copy(update=changes))
         replace(job, resolved=alone).stage(run_dir / "code")

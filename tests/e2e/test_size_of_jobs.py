@@ -15,7 +15,8 @@ HOSTS = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--gpu-samples-per-s"
 
 def test_a_short_run_names_every_cost_and_leaves_nothing(tmp_path: Path) -> None:
     """It trains the job for 45 s, or to its end."""
-    done = submit("size", DIGITS, "train.epochs=2", "--json", *HOSTS, cwd=tmp_path)
+    elsewhere = "data.preprocess_on=[cpu]"  # a group that is not on this machine
+    done = submit("size", DIGITS, "train.epochs=2", elsewhere, "--json", *HOSTS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     measured = told["measured"]

@@ -227,6 +227,24 @@ def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_
     assert each == pytest.approx(rate / 4)
 
 
+def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job: Path) -> None:
+    words = ["--gpu-samples-per-s", "900", "--json"]
+    shared = json.loads(size(job, *words).stdout)
+    assert shared["recommended"]["cpu_hosts"] == 0
+    words += ["sagemaker.cpu={type: ml.c5.xlarge, count: 1}", "data.preprocess_on=[cpu]"]
+    told = json.loads(size(job, *words).stdout)
+    for one in told["candidates"]:
+        assert one["cpu_hosts"] and one["remote_share"] == pytest.approx(1), "else the run would be refused"
+    assert told["recommended"]["samples_per_s"] == pytest.approx(900)
+    assert "the GPU hosts do not preprocess" in told["reasons"][0]
+    (problem,) = size(job, *words, "--max-cpu-hosts", "0").exception.problems
+    assert problem.startswith("data.preprocess_on: ")
+    both = json.loads(size(job, *words, "data.preprocess_on=[cpu, gpu]").stdout)
+    assert both["recommended"]["cpu_hosts"] == 0 and any(one["cpu_hosts"] for one in both["candidates"])
+    alone = json.loads(size(job, *words, "data.preprocess_on=[gpu]").stdout)
+    assert not any(one["cpu_hosts"] for one in alone["candidates"]), "they would be idle"
+
+
 OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge, count: 3}"
 
 

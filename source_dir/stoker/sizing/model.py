@@ -100,7 +100,7 @@ def predict(work: Workload, shape: ClusterShape) -> Prediction:
 
 def usd_per_million_samples(prediction: Prediction, shape: ClusterShape) -> float:
     """$ per 1,000,000 samples: (P_g·m + P_c·n) / (3600·T) · 10⁶."""
-    return shape.usd_per_hour / (3600 * prediction.samples_per_s) * 1e6
+    return _ratio(shape.usd_per_hour, 3600 * prediction.samples_per_s) * 1e6
 
 
 def knee(work: Workload, shape: ClusterShape) -> float:
