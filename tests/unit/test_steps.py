@@ -115,13 +115,17 @@ def test_busy_cpus_bind_only_if_the_chain_keeps_them_busy(
 
 def test_lost_hosts_explain_a_wait_of_a_minute_each_and_no_more() -> None:
     lost = {"event": "host_lost", "node": "c"}
+    before = lost | {"node": "of the start before"}
     summary = Summary(chain_tasks_by_host={"c": 9}, train_workers_by_host={"g": 1})
+    summary.cluster.hosts = [host.model_copy(update={"node_id": host.host}) for host in HOSTS]
     summary.speed.input_wait_pct = 80
     times: dict[str, Any] = {f"{name}_s": 0.0 for name in TERMS} | {"fetch_s": 10, "fetch_cpu_s": 1}
     for events, waited, expected in (
         ([lost], 50, "lost_hosts"),
         ([lost], 70, "network"),
         ([lost, lost], 70, "lost_hosts"),
+        ([before, lost], 50, "lost_hosts"),
+        ([before, before], 50, "network"),
         ([], 50, "network"),
     ):
         summary.events = events
