@@ -29,7 +29,7 @@ packages() {
   [ -x "$FOLDER/$name/bin/python" ] || "$python" -m venv "$FOLDER/$name" || return
   constraints=()
   if [ "$name" != newest ]; then
-    grep -vE '^(ray|torch|torchvision|triton|sympy|nvidia[-_].*|cuda-.*)==' constraints.txt > "$FOLDER/$name.txt"
+    grep -vE '^(ray|timm|torch|torchvision|triton|sympy|nvidia[-_].*|cuda-.*)==' constraints.txt > "$FOLDER/$name.txt"
     constraints=(-c "$FOLDER/$name.txt")
   fi
   "$FOLDER/$name/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" "$@" \
@@ -49,7 +49,7 @@ on_top() {
 install() {
   case $1 in
     old) on_top ray==2.52.0 ;;
-    oldest) packages oldest 3.11 'ray==2.52.0' 'torch==2.6.*' 'torchvision==0.21.*' ;;
+    oldest) packages oldest 3.11 'ray==2.52.0' 'torch==2.6.*' 'torchvision==0.21.*' 'timm==1.0.7' ;;
     middle) packages middle 3.12 'ray==2.56.*' 'torch==2.10.*' 'torchvision==0.25.*' ;;
     newest) packages newest 3.13 --upgrade --upgrade-strategy eager torch torchvision ;;
     *) echo "scripts/versions.sh: unknown $1; oldest, middle, newest or old" >&2; return 2 ;;

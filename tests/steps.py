@@ -75,9 +75,11 @@ class Explode(nn.Module):
         return {**batch, "image": batch["image"] * factor}
 
 
-def make(rank: int = 0, world: int = 1, explode: bool = False, **train: Any) -> tuple[Worker, Step]:
+def make(
+    rank: int = 0, world: int = 1, explode: bool = False, recipe: type[Tiny] = Tiny, **train: Any
+) -> tuple[Worker, Step]:
     config = Config.model_validate({"seed": 3, "train": train})
-    worker = Worker(config, Tiny(explode=explode), None, 0, rank, world, torch.device("cpu"))
+    worker = Worker(config, recipe(explode=explode), None, 0, rank, world, torch.device("cpu"))
     build(worker, records=3 * 8)
     return worker, Step(worker)
 

@@ -1,8 +1,9 @@
-"""A metric on two train workers is of the whole validation, or the run is refused."""
+"""Train workers together tell metrics of the whole validation, and how long the slowest of them waited."""
 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from torch import nn
 
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.events.kinds import PassEnded
 from stoker.recipe import Recipe
+from stoker.train.device import StepTimes
 from stoker.train.evaluation import Evaluation
+from stoker.train.loop import log_pass
 from stoker.train.state import Worker
 
 
@@ -107,7 +111,21 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
                 found[kind, rows] = evaluation.result()
             except UsageError as error:
                 found[kind, rows] = str(error)
+    told: list[PassEnded] = []
+    worker.coordinator = SimpleNamespace(log=SimpleNamespace(remote=lambda event, after: told.append(event)))
+    times = StepTimes()
+    times.add([0.0, 0.25 * rank, 0.0, 0.0, 0.25 * (1 - rank)])
+    feed: Any = SimpleNamespace(split="train", epoch=0, times=times)
+    found["waits"] = (log_pass(worker, feed, 8, 0.25, 1), [event.times for event in told])
     return found
+
+
+def test_the_input_wait_is_that_of_the_train_worker_for_which_the_others_wait(
+    ranks: list[dict[Any, Any]],
+) -> None:
+    (first, told), (second, silent) = (found["waits"] for found in ranks)
+    assert first == second == 0.25 and silent == []
+    assert (told[0]["wait_s"], told[0]["wait_transfer_s"], told[0]["compute_s"]) == (0.25, 0.25, 0.0)
 
 
 def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(ranks: list[dict[Any, Any]]) -> None:

@@ -153,7 +153,7 @@ def test_without_a_loss_there_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Path) -> None:
-    changing = lambda split, epoch: Batches(split, epoch, [of([*range(3 * epoch, 9)]), of([2])])  # noqa: E731
+    changing = lambda split, epoch: Batches(split, epoch, [of([*range(2 * epoch, 9)]), of([2])])  # noqa: E731
     for epochs in (2, 3):
         made = start(tmp_path, changing, Shaped(kinds=("minmax",)), train={**TRAIN, "epochs": epochs})
     assert made.error is None
@@ -163,6 +163,9 @@ def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Pa
     for epoch, entry in enumerate(entries):
         so_far = raw[: epoch + 1]
         assert (entry["val/minmax/min"], entry["val/minmax/max"]) == (min(so_far), max(so_far))
+    train, recipe = {**TRAIN, "epochs": 4}, Shaped(kinds=("minmax",))
+    newest = start(tmp_path / "another run", changing, recipe, resume=tmp_path, train=train).metrics[-1]
+    assert newest["val/minmax/min"] == newest["val/minmax/raw"] == newest["val/minmax/max"]
 
 
 def test_a_class_without_a_value_is_null_and_never_best(

@@ -44,6 +44,22 @@ def test_the_averaged_weights_lag_behind(single: Any) -> None:
     assert not torch.equal(weights["head.weight"], averaged["head.weight"])
 
 
+def test_tied_weights_are_averaged_once_in_a_step() -> None:
+    class Tied(Tiny):
+        def model(self) -> Any:
+            model = super().model()
+            model.blocks[1] = model.blocks[0]
+            return model
+
+    worker, step = make(recipe=Tied, ema_decay=0.9)
+    expected = worker.model.blocks[0][0].weight.detach().clone()
+    for batch in feed(24, 8):
+        step.accumulate(batch)
+        step.update()
+        expected.lerp_(worker.model.blocks[0][0].weight.detach(), 1 - worker.ema.get_decay(worker.step))
+    torch.testing.assert_close(worker.ema.module.blocks[1][0].weight.detach(), expected)
+
+
 @pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
 def test_images_and_labels_mix_alike_and_the_same_in_every_run(options: dict[str, float]) -> None:
     torch.manual_seed(1)

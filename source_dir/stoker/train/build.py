@@ -56,10 +56,11 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
 
     # Buffers stay whole if parameters are sharded, and one kernel for all cannot take both.
     mixed = sharded and any(buffer.is_floating_point() for buffer in model.buffers())
-    keeper = ModelEmaV3(
-        model, decay=decay, use_warmup=True, stochastic_rounding=not sharded, foreach=not mixed
-    )
+    # Among a model's buffers it finds tied weights under each of their names, and would average them twice.
+    tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
+    keeper = ModelEmaV3(model, decay=decay, use_warmup=True, foreach=not mixed, exclude_buffers=tied)
     if sharded:
+        keeper.stochastic_rounding = False  # an attribute that timm before 1.0.31 ignores
         keeper.module = strategies.shard(keeper.module, device)
     return keeper
 

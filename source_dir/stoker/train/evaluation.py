@@ -146,7 +146,7 @@ def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> N
     """Let `min` and `max` of torchmetrics' MinMaxMetric cover the run: each validation creates it anew."""
     for name in [name.removesuffix("/raw") for name in values if name.endswith("/raw")]:
         for kind, pick in (("min", min), ("max", max)):
-            before = [entry["metrics"].get(f"{name}/{kind}") for entry in history]
+            before = [e["metrics"].get(f"{name}/{kind}") for e in history if not e.get("elsewhere")]
             if f"{name}/{kind}" in values:
                 found = [values[f"{name}/{kind}"], *(value for value in before if value is not None)]
                 values[f"{name}/{kind}"] = pick(found)

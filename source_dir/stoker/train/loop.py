@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stoker.config.schema import Config
 from stoker.errors import where_raised
@@ -194,14 +195,14 @@ def train_epoch(
         keeper.before_settling()
         books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"] if books[0]["whole"] else 0
-    log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
+    wait_s = log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
     mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
     check_finite(mean_loss, worker, epoch)
     metrics = {
         "train/loss": mean_loss,
         "lr": learning_rate(worker.optimizer),
         "perf/samples_per_s": samples / elapsed,
-        "perf/input_wait_pct": 100 * feed.times.wait_s / elapsed,
+        "perf/input_wait_pct": 100 * wait_s / elapsed,
     }
     return metrics, stop, books
 
@@ -260,7 +261,15 @@ def log_step(worker: Worker, progress: Progress, feed: Feed, started: float, **v
     )
 
 
-def log_pass(worker: Worker, feed: Feed, samples: int, elapsed_s: float, steps: int) -> None:
+def log_pass(worker: Worker, feed: Feed, samples: int, elapsed_s: float, steps: int) -> float:
+    """Returns how long the train worker waited that waited longest. Collective.
+
+    The others wait for it when gradients are averaged, which each counts as its own computing.
+    """
+    ranks = [feed.times.figures()] * worker.world_size
+    if worker.world_size > 1:
+        dist.all_gather_object(ranks, ranks[0])
+    times = max(ranks, key=lambda of: of["wait_s"])
     worker.log(
         kinds.PassEnded(
             split=feed.split,
@@ -269,6 +278,7 @@ def log_pass(worker: Worker, feed: Feed, samples: int, elapsed_s: float, steps: 
             elapsed_s=elapsed_s,
             steps=steps,
             step_ms=list(feed.times.step_ms) if steps else [],
-            times=feed.times.figures(),
+            times=times,
         )
     )
+    return float(times["wait_s"])
