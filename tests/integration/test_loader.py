@@ -157,6 +157,28 @@ def test_a_stream_whose_process_dies_is_opened_again_if_it_repeats(tmp_path: Pat
     assert len(list(opened.iterdir())) > 2 and not list(lives.iterdir())
 
 
+class Answers(IterableDataset[Any]):
+    """Each number needs what the loop made of the one before, as in self-play or from a live queue."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(4):
+            if number:
+                until(lambda number=number: (self.folder / str(number)).exists(), 30)
+            yield number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_may_wait_for_what_the_loop_does_with_its_last_batch(tmp_path: Path, workers: int) -> None:
+    found = []
+    for batch in DataLoader(Answers(tmp_path), batch_size=None, num_workers=workers):
+        found.append(batch)
+        (tmp_path / str(batch + 1)).touch()
+    assert found == [0, 1, 2, 3]
+
+
 def test_copies_that_persistent_workers_keep_count_their_epochs_and_are_not_replaced_silently(
     tmp_path: Path,
 ) -> None:

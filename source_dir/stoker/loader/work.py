@@ -127,7 +127,7 @@ def _of_memory(memory: Any, before: int) -> int:
     return zlib.crc32(memory, before)
 
 
-BATCHES = "__batches"
+BATCHES, ENDED = "__batches", "__ended"
 
 
 @dataclass
@@ -394,7 +394,8 @@ class LoaderSource:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room, said)
                 said.clear()
-            yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group)}
+            ended = getattr(group[-1], "ended", False)
+            yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group), ENDED: ended}
 
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
@@ -453,6 +454,6 @@ class LoaderChain:
             if isinstance(each, BadRecord):
                 report.bad.append(each)
             else:
-                columns, report.records = {PAGES: each[PAGES]}, each[BATCHES]
+                columns, report.records, report.last = {PAGES: each[PAGES]}, each[BATCHES], each[ENDED]
                 report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
         return columns, report

@@ -244,6 +244,8 @@ def blocks_of(
         alone = partial(run_chain, loaded.chain, plan.epoch)
         records = guard.watch(records, lambda record: alone([record]), work.skip * plan.block_records)
     keep = reading.keep if reading else None
+    # A stream may wait for what its script does with a batch: nothing is read ahead, and its end is a batch.
+    stays = getattr(loaded.source, "stays", False)
     nth, following, bad = 0, next(records, None), 0
     while following is not None and nth != work.stop:
         block: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
@@ -254,13 +256,17 @@ def blocks_of(
             if guard:
                 block = guard.together(block)
             columns, report = run_chain(loaded.chain, plan.epoch, block, keep)
-            following = next(records, None)
+            if not stays:
+                following = next(records, None)
+                report.last = following is None
             bad += len(report.bad)
-            report.shard, report.nth, report.last = work.number, nth, following is None
+            report.shard, report.nth = work.number, nth
             report.seconds = time.perf_counter() - started
             yield columns, report
         started = time.perf_counter()
         nth += 1
+        if stays and nth > work.skip and nth != work.stop:
+            following = next(records, None)
     if reading:
         reading.finished(whole=following is None and not bad and not work.skip)
 
