@@ -71,7 +71,7 @@ def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, v
     summary = Summary()
     newest = checkpoint.newest_valid(open_store(str(tmp_path)))
     assert newest is not None
-    resuming.fill_summary(summary, newest, tmp_path)
+    resuming.fill_summary(summary, newest)
     assert summary.metrics.best["val/loss"] == losses[2]
 
 
@@ -86,11 +86,11 @@ def test_a_run_from_another_runs_checkpoint_calls_best_what_its_model_is(tmp_pat
     after = checkpoint.newest_valid(run.keeper.store)
     assert run.error is None and before is not None and after is not None
     live, resumed = Summary(), Summary()
-    resuming.fill_summary(live, before, tmp_path / "b", own=False)
+    resuming.fill_summary(live, before, own=False)
     assert (live.epochs, live.metrics.best) == (3, {}) and "val/loss" in live.metrics.last
     for metrics in run.metrics:
         live.metrics.take(metrics)
-    resuming.fill_summary(resumed, after, tmp_path / "b")
+    resuming.fill_summary(resumed, after)
     about = json.loads((tmp_path / "b/model/model.json").read_text())
     assert len(run.metrics) == 2 and about["metrics"]["val/loss"] > 9
     for summary in (live, resumed):
@@ -270,7 +270,7 @@ def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_f
     assert saved.pending is not None
     assert saved.position["unvalidated"] == epoch
     summary = Summary()
-    resuming.fill_summary(summary, saved, tmp_path)
+    resuming.fill_summary(summary, saved)
     assert [(b["split"], b["epoch"]) for b in summary.records.epochs][-1] == ("train", epoch)
 
     passes: list[tuple[str, int]] = []

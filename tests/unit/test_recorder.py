@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded import record
@@ -66,6 +67,39 @@ def test_a_start_that_fails_early_loses_nothing(tmp_path: Path) -> None:
     recorder.close(summary)
     after = read_summary(run / "summary.json")
     assert (after.status, after.steps, after.metrics) == ("failed", 200, before.metrics)
+
+
+def of_a_script(run: Path, *events: dict[str, Any]) -> Summary:
+    """One start of a script; `time` orders its events."""
+    summary = Summary(name="flowers", script="train.py", train_workers=1)
+    summary.metrics.modes = {"val/f": "min"}
+    recorder = Recorder(run, summary, 0.0)
+    for at, event in enumerate(events):
+        recorder.on_event(event_of({"time": float(at), **event}))
+    recorder.close(summary)
+    return read_summary(run / "summary.json")
+
+
+def logged(step: int, accuracy: float) -> dict[str, Any]:
+    metrics = {"val/accuracy": accuracy, "val/f": accuracy}
+    return {"event": "metrics", "step": step, "metrics": metrics}
+
+
+TAKEN = {"event": "loader", "loader": 0, "rank": 0, "samples": 800, "elapsed_s": 9.0, "wait_s": 1.0}
+
+
+def test_a_scripts_summary_covers_all_of_its_starts(tmp_path: Path) -> None:
+    lost = {"event": "host_lost", "host": "c", "node": "n"}
+    first = of_a_script(tmp_path, {**TAKEN, "steps": 100}, logged(100, 0.91), lost)
+    assert first.metrics.best == {"val/accuracy": 0.91, "val/f": 0.91}
+    early = of_a_script(tmp_path, {"event": "note", "text": "1 file from before"})
+    for name in ("steps", "metrics", "speed"):
+        assert getattr(early, name) == getattr(first, name), "it trained nothing"
+    last = of_a_script(tmp_path, {**TAKEN, "steps": 10}, logged(110, 0.90))
+    assert last.steps == 110 and last.speed.steps == 9
+    assert last.metrics.last == {"val/accuracy": 0.90, "val/f": 0.90}
+    assert last.metrics.best == {"val/accuracy": 0.91, "val/f": 0.90}
+    assert [event["event"] for event in last.events] == ["host_lost", "note"]
 
 
 def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import MOST_ROWS, STEP_TERMS, Summary, read_summary
+from stoker.events.summary import MOST_ROWS, STEP_TERMS, TRAINED, Summary, read_summary
 
 NOTABLE = (  # what the summary includes
     kinds.Resumed,
@@ -58,13 +58,19 @@ class Recorder(Sink):
         self.scaling = scaling or CpuHostsConfig()
         self.process_started = process_started
         self.earlier: Summary | None = None
-        """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
+        """The summary of the start before."""
         with contextlib.suppress(UsageError):  # none, or cut by a full disk
             earlier = read_summary(run_dir / "summary.json")
             summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
             summary.earlier_cost = earlier.cost
-            if summary.script is None and earlier.speed.samples_per_s:
+            earlier.metrics.modes = summary.metrics.modes
+            if summary.script is not None:  # no checkpoint of its own fills them in
+                for name in TRAINED:
+                    setattr(summary, name, getattr(earlier, name))
+            if earlier.speed.samples_per_s:
                 self.earlier = earlier
+        for record in kinds.read_events(run_dir / "events.jsonl", NOTABLE):
+            summary.keep(record.record())
         self.took_s = 0.0
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
@@ -83,7 +89,7 @@ class Recorder(Sink):
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
         self.running_epoch = 0
-        self.pass_from = self.told_step = 0
+        self.pass_from = self.told_step = summary.steps
         """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
         self.trained = False
@@ -339,8 +345,3 @@ def _within(done: kinds.EpochEnded, start: kinds.Resumed) -> bool:
 
 def _percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 2) if whole else 0.0
-
-
-def notable_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The events of a run that its summary includes, from all of its starts."""
-    return [event.record() for event in kinds.read_events(run_dir / "events.jsonl", NOTABLE)]

@@ -15,7 +15,6 @@ from stoker.config.redaction import redact, redacted_at
 from stoker.config.schema import Config
 from stoker.config.values import is_path
 from stoker.errors import UsageError
-from stoker.events.recorder import notable_events
 from stoker.events.summary import Summary
 from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL, host_name
@@ -44,7 +43,7 @@ def find_start(
     if start is not None:
         start = awaiting(start, config.train.max_steps)
         check_same_run(config, workers, start, log, data.recipe)
-        fill_summary(summary, start, place.run_dir, own=start.store.where == store.where)
+        fill_summary(summary, start, own=start.store.where == store.where)
     return store, start
 
 
@@ -174,7 +173,7 @@ def check_same_run(
             )
 
 
-def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path, own: bool = True) -> None:
+def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
     """Add the figures of earlier epochs, so that the summary covers the whole run.
 
     `own`: whether the checkpoint is in this run's folder; only its own epochs compete for the model.
@@ -190,10 +189,6 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path, own: bool =
     # Of another folder or host; the run's own summary also has the time after its last checkpoint.
     summary.started = start.meta.get("started") or summary.started
     summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
-    present, summary.events = summary.events, []
-    earlier = [event for event in notable_events(run_dir) if event not in present]
-    for event in [*earlier, *present]:
-        summary.keep(event)
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:
