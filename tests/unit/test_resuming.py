@@ -95,6 +95,20 @@ def test_only_the_runs_own_epochs_are_among_the_best(tmp_path: Path) -> None:
     assert best(tmp_path / "new") == {"val/acc1": 0.5}
 
 
+def test_only_the_runs_own_starts_count_in_its_time_and_cost(tmp_path: Path) -> None:
+    def seconds(folder: Path) -> float:
+        place = RunPlace("local", folder, folder / "checkpoints", folder / "model", False)
+        config, summary = load(None, [f"checkpoint.resume={old}"]).config, Summary(started="now")
+        data = SimpleNamespace(recipe=None, sources={})
+        resuming.find_start(config, place, data, 1, summary, print)
+        assert summary.started == ("earlier" if summary.earlier_s else "now")
+        return summary.earlier_s
+
+    old = save(tmp_path / "old/checkpoints", 5, started="earlier", seconds=7200.0)
+    assert seconds(tmp_path / "new") == 0, "those are another run's hours"
+    assert seconds(tmp_path / "old") == 7200, "as a restart on a service finds them, without a summary"
+
+
 def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:
     old = save(tmp_path / "old", 5)
     own = save(tmp_path / "new/checkpoints", 7)

@@ -176,7 +176,8 @@ def check_same_run(
 def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
     """Add the figures of earlier epochs, so that the summary covers the whole run.
 
-    `own`: whether the checkpoint is in this run's folder; only its own epochs compete for the model.
+    `own`: whether the checkpoint is in this run's folder; only its own epochs compete for the model, and only
+    its own starts count in time and cost.
     """
     for entry in start.meta["history"]:
         summary.epochs = entry["epoch"] + 1
@@ -186,9 +187,9 @@ def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
     for books in start.pending["books"] if start.pending else []:
         summary.records.add(books)
     summary.steps = start.meta["step"]
-    # Of another folder or host; the run's own summary also has the time after its last checkpoint.
-    summary.started = start.meta.get("started") or summary.started
-    summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
+    if own:  # started on another host; the summary of this one also has the time after the last checkpoint
+        summary.started = start.meta.get("started") or summary.started
+        summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:
