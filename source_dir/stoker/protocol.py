@@ -228,7 +228,7 @@ class BlockReport:
     """Chain worker → service: what happened to the records of one block."""
 
     shard: int = -1
-    """Position of the shard in the epoch's order; -1: the dataset has no shards."""
+    """Position of the shard in the epoch's order; -1: a stream is still being read again up to its place."""
     nth: int = 0
     """Index of this block within the shard, from 0."""
     last: bool = False

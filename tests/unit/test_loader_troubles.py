@@ -419,6 +419,24 @@ def test_each_pass_has_the_deadline_of_its_loader() -> None:
         assert "(stall_timeout_s: 600)" in patient.failed[patient.next]
 
 
+def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves() -> None:
+    head = TwoHosts(budget=10**9, trains=False)
+    with head.attempt.changed:
+        train = head.open("train", 2)
+        claim = head.given("a")
+        head.given("b")
+        head.planner.begins(Process("b", "b", "2"))  # waits for a process, which may be busy with the other
+        for _ in range(3):
+            for item in (*head.planner.active.values(), *head.planner.again):
+                item.quiet_since -= 50
+                item.stuck_since -= 50
+            made = Made(BlockReport(nth=7), "")
+            assert head.planner.reported(Process("a", "a", "1"), claim.number, made)
+            assert head.planner.look(time.monotonic()) == [] and not train.failed
+        head.planner.look(time.monotonic() + 60)
+        assert "no result for 60 s" in train.failed[train.next], "it hangs"
+
+
 def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:
     """Enough is ready, so the training host has stopped helping; its stream is the one waited for."""
     head = TwoHosts(budget=1000, trains=True)

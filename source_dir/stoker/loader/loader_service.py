@@ -6,6 +6,7 @@ a shard is the indices of some batches, a block is these batches.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -310,7 +311,7 @@ class LoaderService(DataService):
         told: str,
         shards: list[tuple[int, Shard, int]],
         total: int | None,
-    ) -> tuple[int, list[str]] | None:
+    ) -> tuple[int, list[str], float] | None:
         """Called by scripts: open a pass; returns as `state`, or None: `register` the loader first.
 
         Args:
@@ -402,8 +403,9 @@ class LoaderService(DataService):
                 break
         return given
 
-    def state(self, key: str, progress: PassProgress) -> tuple[int, list[str]]:
-        """Called by scripts every two seconds: the number of chain workers, and notes since the last call."""
+    def state(self, key: str, progress: PassProgress) -> tuple[int, list[str], float]:
+        """Called by scripts every two seconds: the number of chain workers, notes since the last call, and
+        seconds since a stream of the pass was read again up to its place."""
         now = time.monotonic()
         with self.changed:
             before = self._progress.get(key, (now, PassProgress()))[1]
@@ -416,7 +418,8 @@ class LoaderService(DataService):
                     self.elastic.scaler.stepped(batches, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
-            return self.pool.slots, notes
+            pass_ = self.attempt.passes.get(key) if self.attempt else None
+            return self.pool.slots, notes, now - pass_.skipped if pass_ else math.inf
 
     def close(self, key: str) -> None:
         with self.changed:

@@ -176,7 +176,9 @@ class ClusterMaker:
             raise RuntimeError(f"DataLoader timed out after {now - began:.0f} seconds (timeout)")
         if now < until:
             raise RuntimeError("DataLoader: the thread that fetches batches has ended")
-        raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
+        if self._skipped <= began:
+            raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
+        self.wait(deadline)  # a stream is being read again up to its place
 
     def get(self) -> Arrival:
         return cast(Arrival, self._opened.take(0.0))
@@ -247,7 +249,8 @@ class ClusterMaker:
         self._figures_due = time.monotonic() + FIGURES_EVERY_S
         answer = ray.get(told, timeout=ANSWER_S)
         if answer is not None:
-            self._job.slots, notes = answer
+            self._job.slots, notes, skipped_s = answer
+            self._skipped = time.monotonic() - skipped_s
             for note in notes:
                 logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
         return answer is not None

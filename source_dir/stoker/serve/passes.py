@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -66,6 +67,8 @@ class Pass(ABC):
     """Number of shards that those items started with."""
     served: int = -1
     """Number of the latest item; a later one has a higher number."""
+    skipped: float = -math.inf
+    """When one of its streams was last read again up to its place."""
     listing: bool = True
     streams: int = 0
     """Number of streams: shards that one chain worker each reads from beginning to end; 0: any may continue a

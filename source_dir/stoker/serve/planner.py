@@ -213,6 +213,9 @@ class Planner:
             self.holdings.discard(by.node, made.file)
             return False
         pass_ = item.pass_
+        if report.shard < 0:
+            item.quiet_since = pass_.skipped = time.monotonic()
+            return True
         if self.affinity is not None:
             self.affinity.used(by.node, made.cache_usage)
         self.recovery.patience.took(pass_.plan.alike, by.node, report.seconds)

@@ -225,7 +225,7 @@ class Recovery:
         pass_ = item.pass_
         # A recipe's train workers wait for its first pass alone, scripts for each of theirs.
         awaited = not self.attempt.in_order or next(iter(self.attempt.open_passes()), None) is pass_
-        stuck_s = now - item.stuck_since
+        stuck_s = now - max(item.stuck_since, pass_.skipped)
         if awaited and pass_.rows_ahead < pass_.step_rows and stuck_s > give_up_s(pass_.stall_s):
             waited = f"no result for {stuck_s:.0f} s ({pass_.stall_key}: {pass_.stall_s:.0f})"
             self.attempt.stalled(pass_, f"{self._who(item)}: {waited}, tried {item.late + 1} times")

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+SKIPS_S = 2.0
+"""Interval at which a stream that is read again up to its place says that it still is."""
+
+
 class DatasetSource(Source):
     """A recipe's `ray.data.Dataset`, None on chain workers: Ray Data executes it pass by pass for the head,
     and chain workers read its blocks.
@@ -221,7 +225,7 @@ def blocks_of(
     """The preprocessed blocks of a shard, each with its report.
 
     A quarantined record keeps its place in its block, so blocks keep their numbers and records whatever a
-    `guard` keeps out of the chain.
+    `guard` keeps out of the chain. While a stream is read again up to its place, reports without a shard.
     """
     shard = work.shard
     shuffled = partial(order_of, plan.seed, plan.epoch, f"{shard.called}:{shard.start}")
@@ -246,12 +250,15 @@ def blocks_of(
     keep = reading.keep if reading else None
     # A stream may wait for what its script does with a batch: nothing is read ahead, and its end is a batch.
     stays = getattr(loaded.source, "stays", False)
-    nth, following, bad = 0, next(records, None), 0
+    nth, following, bad, told = 0, next(records, None), 0, started
     while following is not None and nth != work.stop:
         block: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
         if nth < work.skip:
             deque(block, maxlen=0)
             following = next(records, None)
+            if stays and time.perf_counter() - told > SKIPS_S:
+                told = time.perf_counter()
+                yield {}, BlockReport(nth=nth)
         else:
             if guard:
                 block = guard.together(block)
