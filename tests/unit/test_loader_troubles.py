@@ -419,6 +419,20 @@ def test_each_pass_has_the_deadline_of_its_loader() -> None:
         assert "(stall_timeout_s: 600)" in patient.failed[patient.next]
 
 
+def test_a_stream_may_pause_for_as_long_as_its_loader_waits() -> None:
+    head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
+    with head.attempt.changed:
+        stream = head.open("stream", 1, 600.0)
+        claim = head.given("a")
+        assert [head.made("a", claim, nth) for nth in range(3)] == [True] * 3
+        batches = head.open("batches", 0, 600.0, of="t")
+        assert head.given("b").plan.split == "t"
+        head.planner.recovery.patience.took("t", "b", 0.1)
+        assert head.planner.look(began + 100) == ["b"], "the other pass's"
+        assert head.planner.look(began + 500) == []
+        assert head.planner.look(began + 560) == ["a"] and not stream.failed and batches.failed
+
+
 def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves() -> None:
     head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:

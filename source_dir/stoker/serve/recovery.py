@@ -238,7 +238,10 @@ class Recovery:
         return item.late > 0 and self._limit_s(item, node) > left_s
 
     def _limit_s(self, item: Item, node: str) -> float:
-        return self.patience.deadline_s(item.pass_.plan.alike, node, item.late, item.pass_.stall_s)
+        pass_ = item.pass_
+        limit_s = self.patience.deadline_s(pass_.plan.alike, node, item.late, pass_.stall_s)
+        # A stream may pause, and another process would read all of it again.
+        return max(limit_s, give_up_s(pass_.stall_s)) if pass_.streams else limit_s
 
     def late(self, item: Item) -> None:
         now = time.monotonic()
