@@ -36,7 +36,7 @@ from stoker.events import kinds, prices
 from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
-from stoker.figures import dollars, duration, table
+from stoker.figures import count_of, dollars, duration, table
 from stoker.hosts.topology import has_gpu
 
 DEFAULT_GPU = "ml.g5.xlarge"
@@ -249,9 +249,10 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
             "chain and bytes: from a short run on this machine, on local data, without waiting for S3; one"
             " vCPU counts as one core here, correct it with --cpu-speed"
         )
+    more = [*_uncounted(file), *_cached(summary, passes, config.train.epochs)]
     return Measured.received(
         speed.bytes_per_sample,
-        [source, *([note] if note else []), *_uncounted(file)],
+        [source, *([note] if note else []), *more],
         cpu_s=cpu_s,
         gpu_samples_per_s=found,
         gpu_spread=0.0 if rates else RUN_SPREAD,
@@ -270,6 +271,19 @@ def _uncounted(summary: Path) -> list[str]:
         return []
     return [
         "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are needed"
+    ]
+
+
+def _cached(summary: Summary, passes: int, epochs: int) -> list[str]:
+    """A note if the run had a cache, which it filled in its first epoch."""
+    if not summary.cache and all(stage["stage"] != "keep" for stage in summary.chain):
+        return []
+    hit = (summary.cache or {}).get("hit_pct", 0.0)
+    costs = "less CPU time than" if epochs > passes else "more CPU time than" if epochs < passes else "as"
+    return [
+        f"data.cache: the chain's cost is the mean of {count_of(passes, 'epoch')} of the run, of which the"
+        f" first fills the cache ({hit:.0f} % of the last whole one's records came from it); in the"
+        f" {count_of(epochs, 'epoch')} of the job, a sample costs {costs} counted here"
     ]
 
 

@@ -245,6 +245,33 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
     assert not any(one["cpu_hosts"] for one in alone["candidates"]), "they would be idle"
 
 
+@pytest.mark.parametrize(
+    ("epochs", "hit_pct", "says"),
+    [
+        (4, 98.0, "mean of 1 epoch of the run, of which the first fills the cache (98 % of the last"),
+        (4, None, "(0 % of the last whole one's records came from it); in the 4 epochs of the job, a sample"),
+        (4, None, "costs less CPU time than counted here"),
+        (1, 0.0, "in the 1 epoch of the job, a sample costs as counted here"),
+    ],
+)
+def test_a_run_with_a_cache_says_what_its_cost_is_the_mean_of(
+    job: Path, epochs: int, hit_pct: float | None, says: str
+) -> None:
+    def notes() -> list[str]:
+        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", f"train.epochs={epochs}").stdout)
+        return [note for note in told["notes"] if note.startswith("data.cache: ")]
+
+    summary = read_summary(job.parent / "run" / "summary.json")
+    assert notes() == []
+    if hit_pct is None:  # a short run in its first epoch
+        summary.chain.insert(2, {"stage": "keep", "cpu_ms_per_sample": 0.1, "bytes_out": 0, "random": True})
+    else:
+        summary.cache = {"kind": "memory", "hosts": [], "hit_pct": hit_pct}
+    summary.write(job.parent / "run")
+    (note,) = notes()
+    assert says in note
+
+
 OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge, count: 3}"
 
 
