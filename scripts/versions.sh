@@ -9,6 +9,7 @@ SELECTION=(
   tests/rehearsal/test_digits.py
   tests/integration/test_loader.py
   tests/integration/test_ray_jobs.py
+  tests/unit/test_step.py
 )
 
 # A Python of this version; else the one that runs the other tests.
