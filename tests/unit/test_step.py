@@ -105,7 +105,17 @@ def test_layer_decay_is_refused_where_the_model_names_no_layers() -> None:
 
 class Linear(Tiny):
     def model(self) -> Any:
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+        return Classifier()
+
+
+class Classifier(nn.Linear):
+    """Not a module of torch's own: PyTorch 2.6 captures the forward of those only as a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 5)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.flatten(1))
 
 
 def linear(**train: Any) -> Worker:
