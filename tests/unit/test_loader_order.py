@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -430,6 +431,26 @@ def test_the_budget_of_a_resumed_pass_is_that_of_the_whole_pass() -> None:
     again = DataLoader(Broken(), **options)
     again.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in again] == [[14]]
+
+
+def test_what_a_pass_has_left_out_counts_also_after_it_was_resumed(tmp_path: Path) -> None:
+    def loader(budget: float) -> DataLoader[Any]:
+        indices = [np.int64(13), (3,), "b", *range(14, 54)]
+        options: dict[str, Any] = {"on_error": "quarantine", "bad_record_budget": budget}
+        return DataLoader(Broken(), batch_size=4, sampler=indices, **options)
+
+    made = loader(0.2)
+    next(iter(made))
+    torch.save(made.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    again = loader(0.2)
+    again.load_state_dict(state)
+    assert len(list(again)) == 10
+    assert [index for index, _ in again.quarantine.records] == [13, "(3,)", "b", 23, 33, 43, 53]
+    strict = loader(4.5 / 43)
+    strict.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="5 of 43 records cannot be loaded"):
+        list(strict)
 
 
 def test_quarantine_that_has_no_effect_is_said() -> None:

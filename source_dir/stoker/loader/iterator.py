@@ -189,6 +189,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 " the saved pass, or load a state that was saved between two passes"
             )
         self._quarantine.read = sum(records for records, _ in self._drawn)
+        self._quarantine.records += start.get("quarantined", ())
         self._drawn.clear()
         self._indices = self._last
         self._submitted = self._number = start["drawn"]
@@ -206,7 +207,11 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def place(self) -> dict[str, Any] | None:
         late = self._late if self._begun or self._iterable else self._now()
-        return None if self._ended else self._place | {"late": late}
+        if self._ended:
+            return None
+        place = self._place | {"late": late}
+        records = self._quarantine.records[: place["quarantined"]]
+        return place | {"quarantined": [(_plain(index), reason) for index, reason in records]}
 
     def _now(self) -> dict[str, Any]:
         return {"global": states(), "own": drawn_states(self._own)}
@@ -224,6 +229,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             "turn": self._turn,
             "digests": list(self._digests),
             "indices": self._indices,
+            "quarantined": len(self._quarantine.records),
         }
         self._place, self._torn = place, False
 
@@ -388,6 +394,12 @@ def _as_now(index: Any) -> Any:
         fixed = FIXED.issuperset(map(type, index))
         return type(index)(index if fixed else map(_as_now, index))
     return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
+
+
+def _plain(index: Any) -> Any:
+    """An index as a state may contain it."""
+    index = index.item() if isinstance(index, np.number) else index
+    return index if type(index) in PLAIN else repr(index)
 
 
 def _as_one(indices: Any) -> Any:
