@@ -158,6 +158,20 @@ class ChainCosts:
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)
+    collated: int = 0
+    """Records in batches of the recipe's `collate`; `records` has those that no step has used yet, too."""
+
+    @property
+    def bytes_per_sample(self) -> float:
+        """Of what reaches the train workers."""
+        if self.collated:
+            return self.costs["collate"].bytes_out / self.collated
+        return self.bytes_out / max(self.records, 1)
+
+    def collate(self, cpu_s: float, rows: int, nbytes: int) -> None:
+        cost = self.costs.setdefault("collate", StageCost())
+        cost.cpu_s, cost.bytes_out = cost.cpu_s + cpu_s, cost.bytes_out + nbytes
+        self.collated += rows
 
     def take(self, report: BlockReport, node: str) -> None:
         self.records += report.records
@@ -170,7 +184,6 @@ class ChainCosts:
             mine.bytes_out += cost.bytes_out
 
     def stages(self) -> list[dict[str, Any]]:
-        n = max(self.records, 1)
         return [
             {
                 "stage": name,
@@ -179,4 +192,5 @@ class ChainCosts:
                 "random": cost.random,
             }
             for name, cost in self.costs.items()
+            for n in [(name == "collate" and self.collated) or max(self.records, 1)]
         ]

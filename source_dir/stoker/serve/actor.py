@@ -14,7 +14,7 @@ from typing import Any
 from stoker.errors import DataError, UsageError
 from stoker.events import kinds
 from stoker.events.kinds import Event
-from stoker.protocol import BlockSlice, DataCursor, Plan, StageCost, StepAssignment
+from stoker.protocol import BlockSlice, DataCursor, Plan, StepAssignment
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.passes import Passes
@@ -255,9 +255,9 @@ class Coordinator(DataService):
                 case kinds.TrainWorkerStarted():
                     self.training[event.rank] = event.node
 
-    def collated(self, split: str, cpu_s: float) -> None:
+    def collated(self, split: str, cpu_s: float, rows: int = 0, nbytes: int = 0) -> None:
         with self.changed:
-            self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
+            self.chain[split].collate(cpu_s, rows, nbytes)
 
     def event(self, event: Event) -> None:
         match (self.events[-1] if self.events else None), event:
@@ -276,7 +276,7 @@ class Coordinator(DataService):
             return {
                 "failure": self.attempt.failure if self.attempt else "",
                 "chain": self.chain["train"].stages(),
-                "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
+                "bytes_per_sample": self.chain["train"].bytes_per_sample,
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
                 "open": [
                     s.account.counts(s.total) | {"split": s.account.split}

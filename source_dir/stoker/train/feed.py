@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,9 +65,11 @@ class Feed:
     padded: int = 0
     id_sum: int = 0
     keys: list[str] = field(default_factory=list)
+    fetched: Counter[str] = field(default_factory=Counter)
+    """The rows and bytes of batches, also of those that are not taken."""
     stop: str = ""
     """Why the run stops after the last batch returned."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `times`
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of `times` and `fetched`
 
     def __iter__(self) -> Iterator[Batch]:
         fetchers = self.collator.at_once if self.collator else FETCHERS
@@ -105,7 +108,7 @@ class Feed:
                 copies.end()
             clock.close()
             if self.collator:
-                self.coordinator.collated.remote(self.split, self.times.collate_cpu_s)
+                self.coordinator.collated.remote(self.split, self.times.collate_cpu_s, **self.fetched)
 
     def _take(self, prefetcher: Prefetcher[StepAssignment, HostBatch]) -> HostBatch | None:
         try:
@@ -153,6 +156,7 @@ class Feed:
             self.times.fetch_s += now - began
             self.times.fetch_cpu_s += time.thread_time() - cpu
             self.times.collate_cpu_s += made.collate_cpu_s
+            self.fetched.update(rows=len(made.ids), nbytes=made.nbytes)
         stamps = Stamps(made.produced, made.arrived, now)
         return HostBatch(made.batch, made.ids, made.keys, portion, stamps, made.nbytes)
 
