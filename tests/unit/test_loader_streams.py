@@ -270,6 +270,16 @@ def test_that_the_state_of_a_dataset_is_not_saved_is_said() -> None:
         DataLoader(Stateful()).state_dict()
 
 
+def test_that_a_sampler_counts_what_is_drawn_ahead_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"so Positions\.state_dict\(\) counts some that the loop does not"):
+        made = DataLoader(Numbers(), sampler=Positions())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(made)
+        DataLoader(Numbers(), sampler=Positions(), num_workers=2)  # torch's workers are ahead, too
+        DataLoader(Numbers(), shuffle=True)
+
+
 class Shorter(IterableDataset[Any]):
     def __init__(self, count: int) -> None:
         self.count = count

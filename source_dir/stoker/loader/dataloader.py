@@ -93,6 +93,13 @@ class DataLoader(TorchDataLoader[Item]):
                 " records that cannot be loaded in its __iter__",
                 stacklevel=3,
             )
+        counting = [each for each in self._samplers() if hasattr(each, "state_dict")]
+        if counting and not self.num_workers:
+            warnings.warn(
+                f"stoker.DataLoader: batches are drawn ahead of the loop, so {type(counting[0]).__name__}"
+                ".state_dict() counts some that the loop does not have; save the loader's state instead",
+                stacklevel=3,
+            )
         follow_accelerate()
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s
