@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
+from test_packing import same
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -24,6 +26,7 @@ from torch.utils.data import (
     Sampler,
     Subset,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 from torch.utils.data import DataLoader as TorchLoader
@@ -31,6 +34,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader.makers import ProcessMaker
+from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
+from stoker.protocol import Shard
+from stoker.serve.blocks.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
@@ -292,6 +298,45 @@ def test_batches_made_several_at_a_time_come_one_by_one_in_order(
     again = loader()
     again.load_state_dict(grouped.state_dict())
     assert equal(found + list(again), alone)
+
+
+class Refills(Records):
+    """Its records, and what is collated, lie in the same memory, as in buffers that are read into."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        self.record, self.batch = torch.zeros(1000), {"x": np.zeros((1, 1000)), "of": [0]}
+        self.first: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.record.fill_(index)
+
+    def into_arrays(self, records: list[torch.Tensor]) -> Any:
+        self.batch["x"][:] = records[0]
+        self.batch["of"][0] = int(records[0][0])
+        return self.batch
+
+    def into_the_first(self, records: list[torch.Tensor]) -> Any:
+        if self.first is None:
+            self.first = default_collate(records)
+        return self.first.fill_(records[0][0])
+
+
+@pytest.mark.parametrize("collates", [None, "into_arrays", "into_the_first", default_collate])
+def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(collates: Any, tmp_path: Path) -> None:
+    records = Refills()
+    collate = getattr(records, collates) if isinstance(collates, str) else collates
+    size = 1 if collates else None
+    expected = [copy.deepcopy(batch) for batch in TorchLoader(Refills(), size, collate_fn=collate)]
+    collate = DataLoader(records, size, collate_fn=collate).collate_fn
+    work = LoaderWork(records, collate, False, bool(size), size, False, 0, None, False)
+    source = LoaderSource((pack([(str(tmp_path), [], {})]), pack([work])))
+    found = []
+    for first in (0, 4, 8):  # in groups, as on a cluster; from the second one on, batches lie in its Room
+        batches = tuple((n, [n] if size else n) for n in range(first, first + 4))
+        (group,) = source.read(Shard("batches", items=(LoadRequest(7, batches=batches),)), None)
+        found += [made.batch for made in unpack(group[PAGES].copy())[1:]]
+    assert len(found) == 12 and all(map(same, found, expected))
 
 
 class Asked(Records):

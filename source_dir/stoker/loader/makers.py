@@ -43,7 +43,7 @@ from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.read.sources import drawing
 from stoker.serve.blocks.batches import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.serve.blocks.client import Transport, block_transport
-from stoker.serve.blocks.packing import unpack
+from stoker.serve.blocks.packing import Room, unpack
 from stoker.serve.shards import Setup
 from stoker.session import EVENTS_VARIABLE
 
@@ -368,8 +368,9 @@ class ProcessMaker:
             self._work = self._work or opened(self._pages[1])
             order = shard.items[0]
             if not self._work.iterable:
-                return self._work.run(order)
-            self._running[number] = running = copy_for(order, self._pages[1], self._copies).run(order)
+                return self._work.run(order, Room())
+            work = copy_for(order, self._pages[1], self._copies)
+            self._running[number] = running = work.run(order, Room())
             next(itertools.islice(running, skip, skip), None)
         return self._running[number]
 

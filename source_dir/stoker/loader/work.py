@@ -29,7 +29,7 @@ from stoker.loader.worker_output import Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.packing import PAGES, Room, pack, unpack
+from stoker.serve.blocks.packing import PAGES, Parts, Room, pack, pages_of, parts_of, unpack
 
 
 class Failed(NamedTuple):
@@ -148,20 +148,22 @@ class LoaderWork:
     """Whether copies of an iterable dataset serve all passes (`persistent_workers`)."""
     _begun: set[int] = field(default_factory=set)
 
-    def run(self, order: LoadRequest) -> Iterator[list[MadeBatch | Failed]]:
+    def run(self, order: LoadRequest, room: Room) -> Iterator[list[Parts]]:
         """Yield groups of batches: one group for a map-style dataset, otherwise single batches."""
         if self.iterable:
             why, before = self._begun_as(order, order.worker, order.worker), 0
             # Repeated, because a stream that is opened again skips batches.
             for made in itertools.repeat(why) if why else self._stream(order):
                 after = digest_of(made, before)
-                yield [made._replace(chain=(before, after))]
+                yield [parts_of_batch(made._replace(chain=(before, after)))]
                 before = after
             return
-        group = []
+        group: list[Parts] = []
         for number, indices in order.batches:
+            if group:
+                room.hold(group[-1])
             why = self._begun_as(order, number % max(self.workers, 1), number)
-            group.append(why or self._one(order.seed, number, indices))
+            group.append(parts_of_batch(why or self._one(order.seed, number, indices)))
         yield group
 
     def _begun_as(self, order: LoadRequest, worker: int, distinct: int) -> Failed | None:
@@ -383,7 +385,7 @@ class LoaderSource:
             self._room = Room()
         said: Said = []
         with heard(said):
-            groups = self._groups(shard.items[0], bool(shard.home))
+            groups = self._groups(shard.items[0], bool(shard.home), self._room)
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
@@ -401,14 +403,14 @@ class LoaderSource:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
 
-    def _groups(self, order: LoadRequest, began: bool) -> Iterator[list[MadeBatch | Failed]]:
+    def _groups(self, order: LoadRequest, began: bool, room: Room) -> Iterator[list[Parts]]:
         if not self.stays:
             self._work = self._work or opened(self.pages[1])
-            return self._work.run(order)
+            return self._work.run(order, room)
         try:
-            return copy_for(order, self.pages[1], self._copies, began).run(order)
+            return copy_for(order, self.pages[1], self._copies, began).run(order, room)
         except BaseException as error:
-            return itertools.repeat([failed(error, f"worker {order.worker}")])
+            return itertools.repeat([parts_of_batch(failed(error, f"worker {order.worker}"))])
 
 
 def import_script(pages: Any) -> str:
@@ -423,24 +425,19 @@ def opened(pages: Any) -> LoaderWork:
     return work
 
 
-def packed(
-    group: Sequence[MadeBatch | Failed], seconds: float, room: Room | None = None, said: Said | None = None
-) -> Any:
-    """With the seconds they took, and what was printed; a batch that cannot be pickled becomes a Failed."""
-    try:
-        return pack([(seconds, said), *group], room)
-    except Exception:
-        return pack([(seconds, said), *map(_packable, group)], room)
+def packed(group: Sequence[Parts], seconds: float, room: Room | None = None, said: Said | None = None) -> Any:
+    """With the seconds they took, and what was printed."""
+    return pages_of([parts_of((seconds, said)), *group], room)
 
 
-def _packable(made: MadeBatch | Failed) -> MadeBatch | Failed:
+def parts_of_batch(made: MadeBatch | Failed) -> Parts:
+    """Pickled; a batch that cannot be becomes a Failed."""
     try:
-        pack([made])
+        return parts_of(made)
     except Exception as error:
         if isinstance(made, Failed):
-            return made._replace(kind=RuntimeError)
-        return failed(error, "a batch that cannot be sent")._replace(chain=made.chain)
-    return made
+            return parts_of(made._replace(kind=RuntimeError))
+        return parts_of_batch(failed(error, "a batch that cannot be sent")._replace(chain=made.chain))
 
 
 class LoaderChain:

@@ -14,7 +14,8 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -39,6 +40,8 @@ NAMED, OWN = (FunctionType, type), {__name__, "stoker.loader.work"}
 """What is pickled by its name, and modules that the receiver has, too."""
 LARGEST = 64 << 20
 """Bytes; a larger group gets memory that is not pooled."""
+Parts = list[Any]
+"""Of one object: its pickle, and the buffers of its tensors and arrays."""
 
 
 class Room:
@@ -52,8 +55,8 @@ class Room:
         self._size = 0
         self._flat: np.ndarray[Any, Any] | None = None
         self._end = 0
-        self._parts: dict[int, tuple[int, int]] = {}
-        """Address → offset and size of the tensors collated for this group."""
+        self._parts: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        """Address → offset, size and user of the parts of this group that are here already."""
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -70,9 +73,10 @@ class Room:
             plain = type(first) is torch.Tensor and first.layout is torch.strided and not first.is_nested
             if not plain or first.device.type != "cpu" or first.requires_grad:
                 return torchs(batch, **others)
-            storage = self._storage(sum(each.numel() for each in batch) * first.element_size())
-            if storage is None:
+            part = self._part(sum(each.numel() for each in batch) * first.element_size())
+            if part is None:
                 return torchs(batch, **others)
+            storage = torch.frombuffer(part.data, dtype=torch.uint8).untyped_storage()
             out = torch.empty(0, dtype=first.dtype).set_(storage).resize_(len(batch), *first.shape)
             return torch.stack(list(batch), 0, out=out)
 
@@ -111,18 +115,34 @@ class Room:
             found.append(place)
         return flat, found, end
 
-    def _storage(self, size: int) -> Any:
-        import torch
+    def hold(self, parts: Parts) -> None:
+        """Copy the buffers that a dataset or a collate function still has: it may fill them again.
 
+        The caller has nothing else of the object.
+        """
+        import numpy as np
+
+        for number in range(1, len(parts)):
+            array = np.frombuffer(parts[number], np.uint8)
+            place, size, user = self._parts.get(array.ctypes.data, (0, -1, None))
+            if size == len(array):
+                parts[number] = array = self._flat[place : place + size]  # type: ignore[index]
+                if user is not None and user() is None:
+                    continue
+            own = self._part(len(array)) if len(array) > PAGE else None
+            parts[number] = np.empty_like(array) if own is None else own
+            parts[number][:] = array
+
+    def _part(self, size: int) -> np.ndarray[Any, Any] | None:
         if self._flat is None or not size or self._end + size > len(self._flat):
             return None
         part = self._flat[self._end : self._end + size]
-        self._parts[part.ctypes.data] = (self._end, size)
+        self._parts[part.ctypes.data] = (self._end, size, weakref.ref(part))
         self._end = aligned(self._end + size)
-        return torch.frombuffer(part.data, dtype=torch.uint8).untyped_storage()
+        return part
 
-    def _given(self, given: dict[int, tuple[int, int]], array: np.ndarray[Any, Any]) -> int | None:
-        place, size = given.get(array.ctypes.data, (0, -1))
+    def _given(self, given: dict[int, tuple[int, int, Any]], array: np.ndarray[Any, Any]) -> int | None:
+        place, size, _ = given.get(array.ctypes.data, (0, -1, None))
         if size != len(array):
             return None
         del given[array.ctypes.data]  # memory shared by two objects is sent twice
@@ -141,14 +161,19 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def pack(objects: Sequence[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
+def pack(objects: Iterable[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
     """Objects → pages: uint8 of shape (rows, PAGE). Memory shared by two of them is sent twice."""
-    parts: list[list[Any]] = []
-    for each in objects:
-        buffers: list[pickle.PickleBuffer] = []
-        target = io.BytesIO()
-        _pickler()(target, buffers.append).dump(each)
-        parts.append([target.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    return pages_of([*map(parts_of, objects)], room)
+
+
+def parts_of(packed: Any) -> Parts:
+    buffers: list[pickle.PickleBuffer] = []
+    target = io.BytesIO()
+    _pickler()(target, buffers.append).dump(packed)
+    return [target.getbuffer(), *(buffer.raw() for buffer in buffers)]
+
+
+def pages_of(parts: Sequence[Parts], room: Room | None = None) -> np.ndarray[Any, Any]:
     flattened = [part for own in parts for part in own]
     spare = ENTRY * (len(flattened) + len(parts) + 1) + TAIL.size + PAGE
     flat, places, end = (room or Room()).place(flattened, spare)
