@@ -178,3 +178,39 @@ def test_a_collate_function_that_fails_leaves_torchs_own_in_place() -> None:
     with pytest.raises(RuntimeError, match="equal size"), Room().group():
         default_collate([torch.zeros(2), torch.zeros(3)])
     assert default_collate_fn_map == before
+
+
+UNLIKE: list[list[Any]] = [
+    [torch.tensor([1], dtype=torch.uint8), torch.tensor([300])],
+    [torch.ones(1), torch.tensor([1e300], dtype=torch.float64)],
+    [np.array([1]), np.array([1.5])],
+    [torch.ones(2), torch.ones(2, requires_grad=True)],
+]
+
+
+@pytest.mark.parametrize("records", UNLIKE)
+def test_tensors_of_several_types_are_promoted_as_torch_does(records: list[Any]) -> None:
+    room = Room()
+    expected = default_collate(records)
+    for _ in range(3):
+        with room.group():
+            found = default_collate(records)
+            assert same(unpack(pack([torch.zeros(1000), found], room).copy())[1], expected)
+
+
+def padded(batch: Any, **_: Any) -> Any:
+    return torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+
+
+def test_a_function_that_a_script_has_registered_for_tensors_is_not_replaced() -> None:
+    room, torchs = Room(), default_collate_fn_map[torch.Tensor]
+    collated(room, 0)
+    try:
+        with room.group():
+            default_collate_fn_map[torch.Tensor] = padded
+        for _ in range(2):
+            with room.group():
+                assert default_collate([torch.ones(2), torch.ones(3)]).shape == (2, 3)
+            assert default_collate_fn_map[torch.Tensor] is padded
+    finally:
+        default_collate_fn_map[torch.Tensor] = torchs

@@ -62,29 +62,29 @@ class Room:
     def group(self) -> Iterator[None]:
         """Context in which torch's `default_collate` stacks tensors in this buffer, not in shared memory."""
         import torch
-        from torch.utils.data._utils.collate import default_collate_fn_map
+        from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-        self._flat, self._end, self._parts = None, 0, {}  # first, so that the buffer can be reused
         self._flat = self._empty(self._size) if self._size else None
-        torchs = default_collate_fn_map[torch.Tensor]
 
         def stack(batch: Sequence[Any], **others: Any) -> Any:
-            first = batch[0]
+            first, part = batch[0], None
             plain = type(first) is torch.Tensor and first.layout is torch.strided and not first.is_nested
-            if not plain or first.device.type != "cpu" or first.requires_grad:
-                return torchs(batch, **others)
-            part = self._part(sum(each.numel() for each in batch) * first.element_size())
+            if plain and first.device.type == "cpu" and not first.is_quantized and _alike(batch):
+                part = self._part(len(batch) * first.numel() * first.element_size())
             if part is None:
-                return torchs(batch, **others)
+                return collate_tensor_fn(batch, **others)
             storage = torch.frombuffer(part.data, dtype=torch.uint8).untyped_storage()
             out = torch.empty(0, dtype=first.dtype).set_(storage).resize_(len(batch), *first.shape)
             return torch.stack(list(batch), 0, out=out)
 
-        default_collate_fn_map[torch.Tensor] = stack
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:  # not if the user has another
+            default_collate_fn_map[torch.Tensor] = stack
         try:
             yield
         finally:
-            default_collate_fn_map[torch.Tensor] = torchs
+            if default_collate_fn_map.get(torch.Tensor) is stack:
+                default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+            self._flat, self._end, self._parts = None, 0, {}  # so that the buffer can be reused
 
     def place(self, parts: Sequence[Any], spare: int) -> tuple[np.ndarray[Any, Any], list[int], int]:
         """Place parts in one buffer, of which those that were collated in it are there already.
@@ -155,6 +155,16 @@ class Room:
             return np.empty(size, np.uint8)
         pooled: np.ndarray[Any, Any] = self._pool.empty((max(size, self._size),), np.uint8)
         return pooled
+
+
+def _alike(batch: Sequence[Any]) -> bool:
+    """Whether tensors have one type and shape; torch promotes the types of others, or refuses them."""
+    first = batch[0]
+    kind, dtype, shape = type(first), first.dtype, first.shape
+    return all(
+        type(each) is kind and each.dtype == dtype and each.shape == shape and not each.requires_grad
+        for each in batch
+    )
 
 
 def aligned(size: int) -> int:
