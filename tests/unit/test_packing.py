@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import enum
 import pathlib
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,3 +215,13 @@ def test_a_function_that_a_script_has_registered_for_tensors_is_not_replaced() -
             assert default_collate_fn_map[torch.Tensor] is padded
     finally:
         default_collate_fn_map[torch.Tensor] = torchs
+
+
+def test_a_script_that_keeps_labels_does_not_keep_the_images_of_their_batch() -> None:
+    pages = pack([{"x": torch.zeros(2_000_000), "y": torch.arange(4)}]).copy()
+    gone = weakref.ref(pages)
+    ((images, labels),) = (each.values() for each in unpack(pages, apart=True))
+    del pages
+    assert gone() is not None and len(images) == 2_000_000
+    del images
+    assert gone() is None and labels.tolist() == [0, 1, 2, 3]

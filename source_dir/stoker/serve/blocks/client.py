@@ -280,8 +280,8 @@ class Transport:
     def objects(self, block: BlockSlice) -> tuple[list[Any], float]:
         """What was packed into a block, and when its last byte arrived; raises as `fetch`.
 
-        The caller is the block's only user. A large one of this host is not copied, unless it must lie in
-        pinned memory.
+        The caller is the block's only user. The large buffers of one of this host are not copied, unless they
+        must lie in pinned memory.
         """
         size = block.of * PAGE
         if block.node == self._node and size >= MAPPED_FROM_BYTES and not self.buffers.pinned:
@@ -289,9 +289,9 @@ class Transport:
                 columns = self.folder().take(block.block)
                 refuse_other_block(block, SCHEMA, schema_of(columns), min(map(len, columns.values())))
                 self.bytes_by["own"] += size
-                return unpack(columns[PAGES]), time.perf_counter()
+                return unpack(columns[PAGES], apart=True), time.perf_counter()
         fetched = self.fetch([block], SCHEMA)
-        return unpack(fetched.columns[PAGES]), fetched.arrived
+        return unpack(fetched.columns[PAGES], apart=True), fetched.arrived
 
     def rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
         """Columns with the rows of a part, the first of them, the one after the last, the block's length."""
