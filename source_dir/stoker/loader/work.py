@@ -29,7 +29,7 @@ from stoker.loader.worker_output import Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.packing import PAGES, Parts, Room, pack, pages_of, parts_of, unpack
+from stoker.serve.blocks.packing import PAGES, Parts, Room, collates_anew, pack, pages_of, parts_of, unpack
 
 
 class Failed(NamedTuple):
@@ -158,12 +158,17 @@ class LoaderWork:
                 yield [parts_of_batch(made._replace(chain=(before, after)))]
                 before = after
             return
+        each = (
+            self._begun_as(order, number % max(self.workers, 1), number)
+            or self._one(order.seed, number, indices)
+            for number, indices in order.batches
+        )
         group: list[Parts] = []
-        for number, indices in order.batches:
-            if group:
-                room.hold(group[-1])
-            why = self._begun_as(order, number % max(self.workers, 1), number)
-            group.append(parts_of_batch(why or self._one(order.seed, number, indices)))
+        new = collates_anew(self.collate)
+        for parts in map(parts_of_batch, [*each] if new else each):  # packing them at last is faster
+            group.append(parts)
+            if not new and len(group) < len(order.batches):
+                room.hold(parts)
         yield group
 
     def _begun_as(self, order: LoadRequest, worker: int, distinct: int) -> Failed | None:

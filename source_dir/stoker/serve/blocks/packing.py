@@ -173,6 +173,14 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
+def collates_anew(collate: Any) -> bool:
+    """Whether nobody else has the memory of its batches: it is torch's own, and so is all that it calls."""
+    from torch.utils.data._utils import collate as torchs
+
+    called = {each.__module__ for each in torchs.default_collate_fn_map.values()}
+    return collate is torchs.default_collate and called <= {torchs.__name__, __name__}
+
+
 def pack(objects: Iterable[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
     """Objects → pages: uint8 of shape (rows, PAGE). Memory shared by two of them is sent twice."""
     return pages_of([*map(parts_of, objects)], room)
@@ -211,7 +219,7 @@ def unpack(pages: np.ndarray[Any, Any], apart: bool = False) -> list[Any]:
         raise ValueError("not pages of a batch")
     found = []
     for own in json.loads(bytes(flat[layout_end - length : layout_end])):
-        parts = [flat[place : place + size] for place, size in own]
+        parts: list[Any] = [flat[place : place + size] for place, size in own]
         if apart and len(flat) > LARGE:
             parts = [bytearray(part) if len(part) < SMALL else part for part in parts]
         found.append(cloudpickle.loads(parts[0], buffers=parts[1:]))
