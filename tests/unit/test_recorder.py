@@ -102,6 +102,21 @@ def test_a_scripts_summary_covers_all_of_its_starts(tmp_path: Path) -> None:
     assert [event["event"] for event in last.events] == ["host_lost", "note"]
 
 
+def test_a_start_that_trains_nothing_takes_time_and_costs(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    before = read_summary(run / "summary.json")
+    before.seconds, before.cost = 3600.0, {"usd": 5.0, "usd_per_million_samples": 2.0, "usd_per_hour": 5.0}
+    before.write(run)
+    recorder, summary = start(run)
+    summary.cluster.hosts[0].type = "ml.g5.xlarge"
+    recorder.started -= 1800
+    recorder.close(summary)
+    after = read_summary(run / "summary.json")
+    assert after.seconds == pytest.approx(5400, abs=60) and after.cost is not None
+    assert after.cost["usd"] == pytest.approx(5 + 1.408 / 2, rel=0.02)
+    assert after.cost["usd_per_million_samples"] == 2.0 and after.speed == before.speed
+
+
 def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     recorder, summary = start(run)

@@ -208,7 +208,6 @@ class Metrics(SummaryPart):
 
 MEASURED = (
     "started",
-    "seconds",
     "train_workers",
     "cluster",
     "startup",
@@ -220,9 +219,9 @@ MEASURED = (
     "bottleneck",
     "host_cpu",
     "cache",
-    "cost",
 )
 """Fields of a summary that describe how a start trained, and on which hosts."""
+SUMS_OF_COST = ("usd", "cpu_host_hours", "saved_by_spot_usd")
 TRAINED = ("steps", "epochs", "records", "metrics")
 """Fields that cover all starts of a run; a start that finds its checkpoint fills them in itself."""
 
@@ -304,7 +303,11 @@ class Summary(BaseModel):
             for done in earlier.exports
             if not done.get("error") and done.get("format", "") not in {"", *written}
         ]
-        return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
+        cost = self.cost  # its sums cover all starts, and it has no rate of training
+        if cost and earlier.cost:
+            cost = earlier.cost | {name: cost[name] for name in SUMS_OF_COST if name in cost}
+        kept = {name: getattr(earlier, name) for name in names}
+        return {"exports": [*valid, *self.exports], "cost": cost or earlier.cost} | kept
 
     def write(self, run_dir: Path) -> None:
         draft = run_dir / ".summary.json"

@@ -101,9 +101,9 @@ class DataLoader(TorchDataLoader[Item]):
         if own:
             warnings.warn(
                 f"stoker.DataLoader: {own} is a random generator of the dataset. Each process and each pass"
-                " begins with a copy in the same state, so draws repeat and depend on which process makes a"
-                " batch. In __getitem__, use the global functions of torch, NumPy or random, which are seeded"
-                " for each record, or seed a generator from the index",
+                " begins with a copy in the same state. If __getitem__ draws from it as it is, draws repeat"
+                " and depend on which process makes a batch: there, use the global functions of torch, NumPy"
+                " or random, which are seeded for each record, or seed a generator from the index",
                 stacklevel=3,
             )
         counting = [each for each in self._samplers() if hasattr(each, "state_dict")]
@@ -337,7 +337,7 @@ def own_generator(dataset: Any) -> str:
         parts = _attributes(dataset)
         for name, part in parts.items():
             for inner, each in {"": part, **_attributes(part)}.items():
-                if isinstance(each, GENERATORS):
+                if isinstance(each, GENERATORS) and not isinstance(each, random.SystemRandom):
                     return f"{where}.{name}.{inner}".rstrip(".")
         dataset, where = parts.get("dataset"), f"{where}.dataset"
     return ""

@@ -355,7 +355,7 @@ class ProcessMaker:
         place = self._wanted.popleft()
         with drawing("batch"):  # leaves the script's own generators untouched
             try:
-                group = next(self._batches(place[0]), None)
+                group, _ = next(self._batches(place[0]), (None, True))
             finally:
                 worker._worker_info = None
         if group is None:

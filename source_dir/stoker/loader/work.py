@@ -148,14 +148,18 @@ class LoaderWork:
     """Whether copies of an iterable dataset serve all passes (`persistent_workers`)."""
     _begun: set[int] = field(default_factory=set)
 
-    def run(self, order: LoadRequest, room: Room) -> Iterator[list[Parts]]:
-        """Yield groups of batches: one group for a map-style dataset, otherwise single batches."""
+    def run(self, order: LoadRequest, room: Room) -> Iterator[tuple[list[Parts], bool]]:
+        """Yield groups of batches: one group for a map-style dataset, otherwise single batches.
+
+        With each, whether it is a stream's end.
+        """
         if self.iterable:
             why, before = self._begun_as(order, order.worker, order.worker), 0
             # Repeated, because a stream that is opened again skips batches.
             for made in itertools.repeat(why) if why else self._stream(order):
                 after = digest_of(made, before)
-                yield [parts_of_batch(made._replace(chain=(before, after)))]
+                ended = isinstance(made, MadeBatch) and made.ended
+                yield [parts_of_batch(made._replace(chain=(before, after)))], ended
                 before = after
             return
         each = (
@@ -169,7 +173,7 @@ class LoaderWork:
             group.append(parts)
             if not new and len(group) < len(order.batches):
                 room.hold(parts)
-        yield group
+        yield group, False
 
     def _begun_as(self, order: LoadRequest, worker: int, distinct: int) -> Failed | None:
         try:
@@ -396,26 +400,25 @@ class LoaderSource:
             started = time.perf_counter()
             with self._room.group():
                 with heard(said):
-                    group = next(groups, None)
+                    group, ended = next(groups, (None, True))
                 if group is None:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room, said)
                 said.clear()
-            ended = getattr(group[-1], "ended", False)
             yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group), ENDED: ended}
 
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
 
-    def _groups(self, order: LoadRequest, began: bool, room: Room) -> Iterator[list[Parts]]:
+    def _groups(self, order: LoadRequest, began: bool, room: Room) -> Iterator[tuple[list[Parts], bool]]:
         if not self.stays:
             self._work = self._work or opened(self.pages[1])
             return self._work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)
         except BaseException as error:
-            return itertools.repeat([parts_of_batch(failed(error, f"worker {order.worker}"))])
+            return itertools.repeat(([parts_of_batch(failed(error, f"worker {order.worker}"))], False))
 
 
 def import_script(pages: Any) -> str:

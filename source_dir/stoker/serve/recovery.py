@@ -240,8 +240,8 @@ class Recovery:
     def _limit_s(self, item: Item, node: str) -> float:
         pass_ = item.pass_
         limit_s = self.patience.deadline_s(pass_.plan.alike, node, item.late, pass_.stall_s)
-        # A stream may pause, and another process would read all of it again.
-        return max(limit_s, give_up_s(pass_.stall_s)) if pass_.streams else limit_s
+        # A stream may pause, and another process would read all of it again; one that hangs gets that chance.
+        return max(limit_s, 0.5 * pass_.stall_s) if pass_.streams else limit_s
 
     def late(self, item: Item) -> None:
         now = time.monotonic()
