@@ -330,7 +330,7 @@ def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(collates: Any
     expected = [copy.deepcopy(batch) for batch in TorchLoader(Refills(), size, collate_fn=collate)]
     collate = DataLoader(records, size, collate_fn=collate).collate_fn
     work = LoaderWork(records, collate, False, bool(size), size, False, 0, None, False)
-    source = LoaderSource((pack([(str(tmp_path), [], {})]), pack([work])))
+    source = LoaderSource((pack([(str(tmp_path), [], {}, {})]), pack([work])))
     found = []
     for first in (0, 4, 8):  # in groups, as on a cluster; from the second one on, batches lie in its Room
         batches = tuple((n, [n] if size else n) for n in range(first, first + 4))

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alike import equal
+from PIL import Image, ImageFile
 from test_loader_order import Records
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, IterableDataset, default_collate
@@ -510,7 +512,7 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
 
     def two_passes(again: bool) -> list[Any]:
         work = LoaderWork(Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True)
-        source = LoaderSource((pack([(str(Path.cwd()), [], {})]), pack([work])), True)
+        source = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
         first = read(source, 0)
         taken = [next(first) for _ in range(4)]
         if again:
@@ -557,7 +559,7 @@ class Passes:
 
     def setup(self) -> bytes:
         work = LoaderWork(Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True)
-        source: Any = LoaderSource((pack([(str(Path.cwd()), [], {})]), pack([work])), True)
+        source: Any = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
         return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
 
     def on_block_made(self, by: Process, number: int, made: Made) -> Reply:
@@ -583,3 +585,29 @@ def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pas
     first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
     assert batches == [first] * loaders + [second] * loaders
     assert len(passes.told) == 4 * loaders and all(last == ended for last, ended in passes.told)
+
+
+class Halves(Records):
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1) / 2, torch.tensor(0.1), ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
+
+
+def test_what_a_script_has_set_for_its_process_holds_for_its_batches_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
+    with monkeypatch.context() as script:
+        script.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        script.setattr(Image, "MAX_IMAGE_PIXELS", 7)
+        torch.set_default_dtype(torch.float64)
+        try:
+            expected = next(iter(TorchLoader(Halves(), batch_size=4)))
+            where, _, work = DataLoader(Halves(), batch_size=4)._packed()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    shard = Shard("batch 0", items=(LoadRequest(7, batches=((0, [0, 1, 2, 3]),)),))
+    (record,) = LoaderSource((where, work)).read(shard, None)
+    batch = unpack(record[PAGES].copy())[1].batch
+    assert equal(batch, expected) and batch[1].dtype == torch.float64
+    assert usual == (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS)
+    assert torch.get_default_dtype() == torch.float32

@@ -24,7 +24,7 @@ from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, drawn_states, set_states
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
 from stoker.loader.work import LoaderWork
-from stoker.loader.worker_output import reloaded
+from stoker.loader.worker_output import reloaded, settings
 from stoker.read.sources import restore_generators, states
 from stoker.serve.blocks.packing import pack
 
@@ -210,7 +210,7 @@ class DataLoader(TorchDataLoader[Item]):
         return ClusterMaker(self, pages)
 
     def _packed(self) -> tuple[Any, Any, Any]:
-        """Packed: where the script runs, the modules that it has loaded again, and its workers' work."""
+        """Packed: where and how the script runs, the modules it has loaded again, and its workers' work."""
         folder = str(Path.cwd())
         path = _resolved(folder, *sys.path)
         work = LoaderWork(
@@ -228,7 +228,7 @@ class DataLoader(TorchDataLoader[Item]):
         self._sends = True
         try:
             modules = reloaded()
-            return pack([(folder, path, modules)]), pack([modules]), pack([work])
+            return pack([(folder, path, modules, settings())]), pack([modules]), pack([work])
         except Exception as error:
             raise UsageError(
                 f"stoker.DataLoader: the dataset cannot be sent to other processes: {type(error).__name__}:"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stoker.chain.chain import use_one_thread
-from stoker.loader.worker_output import Said, heard, reload
+from stoker.loader.worker_output import Said, Settings, heard, reload, set_as
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import seed_globals
 from stoker.serve.blocks.folder import BlockFolder
@@ -371,6 +371,7 @@ class LoaderSource:
     def __init__(self, pages: Any, stays: bool = False, name: str = "") -> None:
         self.pages, self.stays, self.name = pages, stays, name
         self._folder = ""
+        self._settings: Settings = {}
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
@@ -387,19 +388,20 @@ class LoaderSource:
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
-        self._folder = self._folder or import_script(self.pages)
+        if not self._folder:
+            self._folder, self._settings = import_script(self.pages)
         self._enter()
         if self._room is None:
             use_one_thread()
             self._room = Room()
         said: Said = []
-        with heard(said):
+        with heard(said), set_as(self._settings):
             groups = self._groups(shard.items[0], bool(shard.home), self._room)
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
             with self._room.group():
-                with heard(said):
+                with heard(said), set_as(self._settings):
                     group, ended = next(groups, (None, True))
                 if group is None:
                     return
@@ -421,11 +423,11 @@ class LoaderSource:
             return itertools.repeat(([parts_of_batch(failed(error, f"worker {order.worker}"))], False))
 
 
-def import_script(pages: Any) -> str:
-    folder, path, again = unpack(pages[0].copy())[0]
+def import_script(pages: Any) -> tuple[str, Settings]:
+    folder, path, again, settings = unpack(pages[0].copy())[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
     reload(again)
-    return str(folder)
+    return str(folder), settings
 
 
 def opened(pages: Any) -> LoaderWork:
