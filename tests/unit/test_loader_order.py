@@ -279,6 +279,17 @@ def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
     assert len(set(both)) == len(both) >= 200
 
 
+def test_ranks_with_one_seed_do_not_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(
+            "torch.utils.data.dataloader._get_distributed_settings", lambda rank=rank: (2, rank)
+        )
+        torch.manual_seed(0)
+        drawn.append(numbers(list(DataLoader(Draws(3), batch_size=3, num_workers=1, collate_fn=list))))
+    assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("together", [3, 100])
 @pytest.mark.parametrize("after", [0, 4, 5, 11])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alike import equal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -255,6 +256,57 @@ def test_what_worker_init_fn_draws_for_a_stream_is_what_it_draws_in_torch() -> N
         torch.manual_seed(4)
         found.append(list(of(Drawn(), batch_size=None, num_workers=2, worker_init_fn=draws)))
     assert found[0] == found[1] and len(set(found[1])) == 8
+
+
+def seeds(worker: int) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+
+class Shuffled(IterableDataset[Any]):
+    """All workers draw the same order, of which each takes its part."""
+
+    def __init__(self, by: str) -> None:
+        self.by = by
+
+    def __iter__(self) -> Iterator[Any]:
+        orders = {
+            "random": lambda: random.sample(range(40), 40),
+            "numpy": lambda: np.random.permutation(40).tolist(),
+            "torch": lambda: torch.randperm(40).tolist(),
+        }
+        info: Any = get_worker_info()
+        for number in orders[self.by]()[info.id :: info.num_workers]:
+            yield number, *(float(order()[0]) for order in orders.values())
+
+
+@pytest.mark.parametrize("by", ["random", "numpy", "torch"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_streams_that_worker_init_fn_seeds_draw_alike_as_in_torch(by: str, persistent: bool) -> None:
+    options: Any = {"batch_size": 3, "num_workers": 2, "worker_init_fn": seeds}
+    loader = DataLoader(Shuffled(by), persistent_workers=persistent, **options)
+    first, second = list(loader), list(loader)
+    if by == "random":
+        assert equal(first, list(TorchLoader(Shuffled(by), **options)))
+    for found in (first, second):
+        assert sorted(int(number) for batch in found for number in batch[0]) == list(range(40))
+    assert equal(first, second) is not persistent, "torch's go on, too"
+    for taken in (1, 6):
+        whole = DataLoader(Shuffled(by), persistent_workers=persistent, **options)
+        pass_two = [list(whole), list(itertools.islice(whole, taken))][1]
+        again = DataLoader(Shuffled(by), persistent_workers=persistent, **options)
+        again.load_state_dict(whole.state_dict())
+        assert equal([*pass_two, *again], second)
+
+
+@pytest.mark.long
+def test_streams_draw_what_they_draw_in_torch() -> None:
+    found = []
+    for of in (TorchLoader, DataLoader):
+        torch.manual_seed(4)
+        found.append(list(of(Shuffled("numpy"), batch_size=3, num_workers=2)))
+    assert equal(*found)
 
 
 class Stateful(Counts):

@@ -27,7 +27,7 @@ import numpy as np
 from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, Settings, heard, reload, set_as
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
-from stoker.read.sources import seed_globals
+from stoker.read.sources import restore_generators, seed_globals, states
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import PAGES, Parts, Room, collates_anew, pack, pages_of, parts_of, unpack
 
@@ -147,6 +147,8 @@ class LoaderWork:
     keeps: bool = False
     """Whether copies of an iterable dataset serve all passes (`persistent_workers`)."""
     _begun: set[int] = field(default_factory=set)
+    _generators: Any = None
+    """Their states after `worker_init_fn`, with which the first pass of a stream begins."""
 
     def run(self, order: LoadRequest, room: Room) -> Iterator[tuple[list[Parts], bool]]:
         """Yield groups of batches: one group for a map-style dataset, otherwise single batches.
@@ -162,9 +164,10 @@ class LoaderWork:
                 yield [parts_of_batch(made._replace(chain=(before, after)))], ended
                 before = after
             return
+        world, rank = order.ranks  # which may have one base seed
+        seed = f"{order.seed}/rank {rank}" if world > 1 else order.seed
         each = (
-            self._begun_as(order, number % max(self.workers, 1), number)
-            or self._one(order.seed, number, indices)
+            self._begun_as(order, number % max(self.workers, 1), number) or self._one(seed, number, indices)
             for number, indices in order.batches
         )
         group: list[Parts] = []
@@ -206,12 +209,22 @@ class LoaderWork:
                 graph_settings.apply_sharding(
                     self.dataset, max(self.workers, 1) * world, worker * world + rank
                 )
-            if self.worker_init_fn is not None and self.workers:
+            if self.workers and (self.iterable or self.worker_init_fn is not None):
                 random.seed(order.base_seed + distinct)
                 torch.manual_seed(order.base_seed + distinct)
                 np.random.seed(torchs._generate_state(order.base_seed, distinct))  # type: ignore[no-untyped-call]
-                self.worker_init_fn(worker)
+                if self.worker_init_fn is not None:
+                    self.worker_init_fn(worker)
+                self._generators = states()
         self._begun.add(worker)
+        if self.iterable and not self.workers:
+            seed_globals(f"{order.seed}/{worker}")
+        elif self.iterable and order.passes:
+            # From what worker_init_fn has left: streams that it made draw alike still do.
+            restore_generators(self._generators)
+            random.seed(random.getrandbits(64) + order.passes)
+            np.random.seed(np.random.randint(2**31) + order.passes)
+            torch.manual_seed(int(torch.randint(2**62, ())) + order.passes)
 
     def _one(self, seed: str, number: int, indices: Any) -> MadeBatch | Failed:
         bad: list[tuple[Any, str]] = []
@@ -255,10 +268,10 @@ class LoaderWork:
         from torch.utils.data._utils import worker as torchs
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
-        info, fetcher, number = torchs._worker_info, None, 0
+        info, fetcher, number, generators = torchs._worker_info, None, 0, states()
         while True:
             torchs._worker_info = info  # every time: streams and passes take turns in this process
-            seed_globals(f"{order.seed}/{order.worker}" + ("" if fetcher is None else f"/{number}"))
+            restore_generators(generators)
             try:
                 if fetcher is None:
                     fetcher = _IterableDatasetFetcher(
@@ -274,6 +287,8 @@ class LoaderWork:
                     yield MadeBatch(None, ended=True)
                     return
                 made = failed(error, f"batch {number} of worker {order.worker}")
+            finally:
+                generators = states()
             yield made  # continues after a failure, as torch does; a generator that raised is exhausted
             number += 1
 
