@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,32 +19,16 @@ from alike import equal
 from PIL import Image, ImageFile
 from test_loader_order import Records
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.loader_service import LoaderAttempt, LoaderPass
-from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
+from stoker.loader.work import PAGES, LoaderSource, LoadRequest
 from stoker.protocol import (
-    BlockReport,
-    Care,
-    Claim,
-    Failure,
-    Made,
-    PassPlan,
-    Process,
-    Reply,
     Shard,
-    SplitSetup,
-    Work,
 )
-from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.packing import pack, unpack
-from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
-from stoker.serve.passes import Shared
-from stoker.serve.pool import ChainHost
-from stoker.serve.shards import Setup
+from stoker.serve.blocks.packing import unpack
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
@@ -294,297 +275,6 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
         assert leaves.is_alive() != failed
     leaves.join(10.0)
     assert not leaves.is_alive() and not list(tmp_path.iterdir())
-
-
-class TwoHosts:
-    """The service's planner and chain workers `a` on a CPU host and `b` on one that trains; no Ray."""
-
-    def __init__(self, budget: int, trains: bool) -> None:
-        shared = Shared(print, budget, {})
-        self.pool = shared.pool
-        self.hosts = [ChainHost("a", 1), ChainHost("b", 1, trains)]
-        for at in (0.0, 3.0):
-            self.pool.update(self.hosts, trains, at)
-        self.pool.workers_are({"a": "a", "b": "b"}, 3.0)
-        self.attempt = LoaderAttempt(0, shared, {"s": {}})
-        self.planner = self.attempt.planner
-
-    def open(self, key: str, streams: int, stall_s: float = 60.0, of: str = "s") -> LoaderPass:
-        """A pass of the loader `of` over so many streams, or over 99 batches."""
-        self.attempt.open(key, of, streams, stall_s)
-        shards = [(n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)]
-        self.attempt.submit(key, shards, len(shards))
-        self.planner.advance()
-        return self.attempt.passes[key]
-
-    def claim(self, worker: str) -> Claim | None:
-        return self.planner.claim(Process(worker, worker, "1"))
-
-    def made(self, worker: str, claim: Claim, nth: int, last: bool = False) -> bool:
-        shard = claim.work[0].number
-        report = BlockReport(shard, nth, last, rows=1, records=1, bytes_out=150, seconds=2.0)
-        return self.planner.reported(
-            Process(worker, worker, "1"), claim.number, Made(report, f"{shard}.{nth}")
-        )
-
-    def given(self, worker: str) -> Claim:
-        claim = self.claim(worker)
-        assert claim is not None
-        return claim
-
-
-def at(claim: Claim | None) -> tuple[int, int]:
-    """The shard of a claim, and how many of its blocks are skipped."""
-    assert claim is not None
-    return claim.work[0].number, claim.work[0].skip
-
-
-def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
-    """A training pass that was left fills the room for batches; validation goes on."""
-    head, found = TwoHosts(budget=300, trains=False), list[str]()
-    with head.attempt.changed:
-        head.open("train", 0, of="train")
-        val = head.open("val", 0, of="val")
-        for _ in range(9):
-            claim = head.given("a")
-            found.append(claim.plan.split)
-            head.made("a", claim, 0, last=True)
-            if claim.plan.split == "val":  # its script takes what is there
-                val.next = (claim.work[0].number + 1, 0)
-                val.ready.clear()
-    assert found.count("val") >= 6
-
-
-def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
-    head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
-        train, val = head.open("train", 2, of="train"), head.open("val", 0, of="val")
-        waiting, val.work = val.work, type(val.work)()
-        first = head.given("a")
-        assert (first.plan.split, *at(first)) == ("train", 0, 0)
-        assert head.made("a", first, 0)
-        train.next = (1, 0)  # the script has taken the first batch and waits for one of the other stream
-        train.ready.clear()
-        assert not head.made("a", first, 1)
-        second = head.given("a")
-        assert at(second) == (1, 0)
-        assert [head.made("a", second, nth) for nth in range(4)] == [True, True, True, False]
-        third = head.given("a")
-        assert at(third) == (0, 2), "the one that is less ahead"
-        assert [head.made("a", third, nth) for nth in range(2, 5)] == [True, True, False]
-        assert head.claim("a") is None, "both are far enough"
-        assert head.claim("b") is None, "and nobody else reads them"
-        val.work = waiting
-        other = head.given("a")
-        assert other.plan.split == "val"
-        head.made("a", other, 0, last=True)
-        train.next = (0, 1)
-        del train.ready[0, 1]
-        val.work.clear()
-        assert at(head.claim("a")) == (0, 5)
-        assert head.attempt.bound() == {"a"}
-        head.pool.workers_are({"b": "b"}, 4.0)
-        del train.ready[1, 0]
-        assert at(head.claim("b")) == (1, 4), "its process is gone"
-
-
-@pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
-def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int, int]) -> None:
-    head, taken = TwoHosts(budget=10**9, trains=False), [0, 0]
-    with head.attempt.changed:
-        passes = [head.open(f"{number}", count) for number, count in enumerate(streams)]
-        while sum(taken) < 40:
-            claim, go_on = head.given("a"), True
-            nth, streamed = claim.work[0].skip, not claim.work[0].shard.path.startswith("batch")
-            while go_on and sum(taken) < 40:
-                go_on = head.made("a", claim, nth, last=not streamed) and streamed
-                nth += 1
-                for number, each in enumerate(passes):
-                    if each.ready.pop(each.next, None):
-                        taken[number] += 1
-                        shard, block = each.next
-                        each.next = (shard, block + 1) if each.streams else (shard + 1, 0)
-    assert min(taken) >= 15, taken
-
-
-def test_each_pass_has_the_deadline_of_its_loader() -> None:
-    head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
-    with head.attempt.changed:
-        patient, hasty = head.open("patient", 0, 600.0), head.open("hasty", 0, 40.0)
-        assert head.given("a") and head.given("b")
-        head.planner.look(began + 50)
-        ((place, reason),) = hasty.failed.items()
-        assert place == hasty.next and "no result for 50 s (stall_timeout_s: 40)" in reason
-        assert "DataLoader" in reason and "data." not in reason
-        assert not patient.failed and not head.attempt.over
-        head.planner.look(began + 560)
-        assert "(stall_timeout_s: 600)" in patient.failed[patient.next]
-
-
-def test_a_stream_may_pause_for_half_as_long_as_its_loader_waits() -> None:
-    """One that hangs is then read elsewhere, before its pass is given up."""
-    head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
-    with head.attempt.changed:
-        stream = head.open("stream", 1, 600.0)
-        claim = head.given("a")
-        assert [head.made("a", claim, nth) for nth in range(3)] == [True] * 3
-        batches = head.open("batches", 0, 600.0, of="t")
-        assert head.given("b").plan.split == "t"
-        head.planner.recovery.patience.took("t", "b", 0.1)
-        assert head.planner.look(began + 100) == ["b"], "the other pass's"
-        assert head.planner.look(began + 290) == []
-        assert head.planner.look(began + 310) == ["a"] and not (stream.failed or batches.failed)
-
-
-def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves() -> None:
-    head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
-        train = head.open("train", 2)
-        claim = head.given("a")
-        head.given("b")
-        head.planner.begins(Process("b", "b", "2"))  # waits for a process, which may be busy with the other
-        for _ in range(3):
-            for item in (*head.planner.active.values(), *head.planner.again):
-                item.quiet_since -= 50
-                item.stuck_since -= 50
-            made = Made(BlockReport(nth=7), "")
-            assert head.planner.reported(Process("a", "a", "1"), claim.number, made)
-            assert head.planner.look(time.monotonic()) == [] and not train.failed
-        head.planner.look(time.monotonic() + 60)
-        assert "no result for 60 s" in train.failed[train.next], "it hangs"
-
-
-def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:
-    """Enough is ready, so the training host has stopped helping; its stream is the one waited for."""
-    head = TwoHosts(budget=1000, trains=True)
-    with head.attempt.changed:
-        train = head.open("train", 2)
-        for worker in "ab":
-            claim = head.given(worker)
-            for nth in range(4):
-                head.made(worker, claim, nth)
-        head.pool.update(head.hosts, head.planner.hungry, 4.0)
-        train.ready = {place: block for place, block in train.ready.items() if place[0] != 1}
-        train.next = (1, 4)
-        assert not head.pool.may_work("b")
-        going_on = head.given("b")
-        assert (going_on.work[0].number, going_on.work[0].skip) == (1, 4)
-        assert head.claim("a") is None, "nobody else reads it"
-
-
-def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_next_pass() -> None:
-    head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
-        head.open("first", 1)
-        claim = head.given("a")
-        head.made("a", claim, 0)
-        head.planner.failed(Process("a", "a", "1"), claim.number, Failure("OSError: no space", True, 3))
-        for item in head.planner.again:
-            item.not_before = 0.0
-        claim = head.given("b")
-        head.made("b", claim, 1, last=True)
-        head.planner.ended(Process("b", "b", "1"))
-        head.planner.advance()
-        head.attempt.close("first")
-        head.open("second", 1)
-        assert head.claim("a") is None, "its copy of the dataset is not the one that served the first pass"
-        assert head.given("b").work[0].shard.home == "b"
-
-
-class Draws(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.state = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(6):
-            self.state = self.state * 5 + 1
-            yield self.state
-
-
-def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> None:
-    """A host's agent died and took a batch along; the chain worker that reads the stream makes it again."""
-
-    def read(source: LoaderSource, served: int) -> Iterator[Any]:
-        shard = Shard(
-            "worker 0", items=(LoadRequest(7, worker=0, served=served),), home="w" if served else ""
-        )
-        return (unpack(record[PAGES])[1].batch for record in source.read(shard, None))
-
-    def two_passes(again: bool) -> list[Any]:
-        work = LoaderWork(Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True)
-        source = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
-        first = read(source, 0)
-        taken = [next(first) for _ in range(4)]
-        if again:
-            made_again = [*itertools.islice(read(source.apart(), 0), 2)]
-            assert [each.tolist() for each in made_again] == [each.tolist() for each in taken[:2]]
-        return [each if each is None else each.tolist() for each in (*taken, *first, *read(source, 1))]
-
-    assert two_passes(again=True) == two_passes(again=False)
-
-
-class Passes:
-    """The service of so many loaders over iterable datasets, read in turn twice; `remote` answers at once."""
-
-    def __init__(self, loaders: int, folder: BlockFolder) -> None:
-        self.claims = [
-            Claim(number, PassPlan(number, 0, f"{number % loaders}", False, 1), [self.work(served)], Care())
-            for number, served in enumerate(served for served in range(2) for _ in range(loaders))
-        ]
-        self.folder, self.found, self.told = folder, list[Any](), list[tuple[bool, bool]]()
-
-    def work(self, served: int) -> Work:
-        home = "w" if served else ""
-        return Work(0, Shard("worker 0", items=(LoadRequest(7, served=served),), home=home))
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *asked: pickle.dumps(getattr(self, f"on_{method}")(*asked)))
-
-    def on_begin_lease(self, *by: Any) -> None:
-        """It is the only one."""
-
-    def on_claim(self, by: Process, loaded: list[str], last: Any) -> Reply:
-        if last is not None:
-            self.on_block_made(by, *last)
-        if not self.claims:
-            return Reply(go_on=False)
-        claim = self.claims.pop(0)
-        new = claim.plan.split not in loaded
-        return Reply(
-            claim,
-            setup=SplitSetup(self.setup(), frozenset(each.plan.split for each in self.claims))
-            if new
-            else None,
-        )
-
-    def setup(self) -> bytes:
-        work = LoaderWork(Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True)
-        source: Any = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
-        return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
-
-    def on_block_made(self, by: Process, number: int, made: Made) -> Reply:
-        batch = unpack(self.folder.columns(made.file)[PAGES].copy())[1]
-        self.found.append(batch)
-        self.told.append((made.report.last, isinstance(batch, MadeBatch) and batch.ended))
-        return Reply(go_on=isinstance(batch, MadeBatch))
-
-
-@pytest.mark.parametrize("loaders", [1, MOST_LOADED + 1])
-def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pass(
-    loaders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    me = SimpleNamespace(get_actor_id=lambda: "w", get_node_id=lambda: "a", current_actor=None)
-    folder = BlockFolder("test", "a")
-    folder.roots = [tmp_path]
-    monkeypatch.setattr("ray.get", lambda answer, timeout=None: pickle.loads(answer))  # noqa: S301
-    monkeypatch.setattr("ray.get_runtime_context", lambda: me)
-    monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
-    passes = Passes(loaders, folder)
-    ChainWorker(passes, "run")(None)
-    batches = [made.batch.tolist() for made in passes.found if isinstance(made, MadeBatch) and not made.ended]
-    first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
-    assert batches == [first] * loaders + [second] * loaders
-    assert len(passes.told) == 4 * loaders and all(last == ended for last, ended in passes.told)
 
 
 class Halves(Records):
