@@ -21,6 +21,7 @@ SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
 PAGE = DOCS / "extend.md"
 RECIPE = """
 import torch
+import torchvision.transforms.v2  # loads Triton
 
 from jitter import Jitter
 from jsonlines import JsonLines
@@ -69,6 +70,7 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
     command = [sys.executable, str(SUBMIT), "job.yaml", "--source-dir", "source"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "leaked" not in done.stdout + done.stderr, "what a library says when its objects are not collected"
     run = tmp_path / "runs" / "latest"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["records"]["read"], summary["records"]["trained"]) == (240, 240)

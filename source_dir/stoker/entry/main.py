@@ -102,7 +102,10 @@ def run_locally(arguments: list[str]) -> int:
         gc.freeze()
         gc.enable()
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
-        return driver.run(resolved, place, opened).code
+        try:
+            return driver.run(resolved, place, opened).code
+        finally:
+            gc.unfreeze()  # else libraries in C++ say at the end which of their objects "leaked"
 
 
 def _show_life(file: Path) -> None:
