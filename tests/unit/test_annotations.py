@@ -373,6 +373,17 @@ def test_columns_may_be_named_or_found_by_their_content(tmp_path: Path) -> None:
     assert (found, names) == ({"train": TRAIN, "val": VAL}, ["[cat]", "dog", "eel"])
 
 
+@pytest.mark.parametrize("names", [["1", "2", "3"], ["2", "3", "1"], ["3.0", "2.0", "1.0"]])
+def test_numbers_that_pandas_wrote_as_floats_are_the_names_given(names: list[str], tmp_path: Path) -> None:
+    floats = SPLIT.replace("cat", "1.0").replace("dog", "2.0").replace("eel", "3.0")
+    found, classes, _ = read(folder(tmp_path, floats), class_names=names)
+    number = [names.index(name if name in names else f"{name}.0") for name in "123"]
+    assert classes == names
+    assert found["train"] == {key: number[label] for key, label in TRAIN.items()}
+    with pytest.raises(UsageError, match=r"1 row with a label that no training image has .* 9"):
+        read(folder(tmp_path, floats.replace("a,1.0", "a,9.0")), class_names=names)
+
+
 def test_the_file_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "data", "id,label\na,dog\n")
     folder(tmp_path / "here", SPLIT, "x", name="own.csv")

@@ -338,7 +338,12 @@ def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) 
     """The classes: those given; 0 … n - 1 if all labels are numbers; or the training rows' texts, sorted."""
     texts = {text for row in rows for text in row.labels}
     counts = bool(texts) and all(map(_COUNT.fullmatch, texts))
-    if given and (not counts or texts & {*given}):
+    if given and (not counts or ({text.removesuffix(".0") for text in texts} | texts) & {*given}):
+        for row in rows:  # names such as 1, which pandas has written as 1.0
+            row.labels = [
+                text.removesuffix(".0") if text not in given and _COUNT.fullmatch(text) else text
+                for text in row.labels
+            ]
         return given
     if counts:
         for row in rows:
