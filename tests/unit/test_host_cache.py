@@ -267,6 +267,22 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(few: Any, ro
         assert sum(report.found for _, report in made) < 60
 
 
+@pytest.mark.parametrize("form", ["webdataset", "parquet"])
+def test_a_cached_record_that_is_removed_is_read_again_and_no_other_is_lost(
+    form: str, few: Any, root: Path
+) -> None:
+    source = opened(few(form))
+    cache = HostCache(root, form, SPEC)
+    run_pass(source, 0, cache)
+    files = [path for path in sorted((root / form).rglob("*")) if path.is_file()]
+    for path in [path for path in files if "key" in decode(path.read_bytes())][:3]:
+        path.unlink()
+    for epoch in (1, 2, 3):
+        made = run_pass(source, epoch, cache)
+        assert same(made, run_pass(source, epoch, None))
+        assert sum(report.found for _, report in made) == 360 - (3 if epoch == 1 else 0)
+
+
 def test_a_host_that_shall_not_keep_a_shard_still_uses_what_it_has(few: Any, root: Path) -> None:
     source = opened(few("images"))
     cache = HostCache(root, "k", SPEC)

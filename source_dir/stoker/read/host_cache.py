@@ -299,6 +299,8 @@ class CachedReader:
     refuses: Callable[[str], str] = lambda key: ""
     seen: dict[str, None] = field(default_factory=dict)
     kept: int = 0
+    listed: int = 0
+    """Records that came from the cache by a listing; `seen` lacks them."""
     asked: str = ""
     """Listed key of the record that is being read."""
 
@@ -315,17 +317,16 @@ class CachedReader:
                 self.source.prepare(Shard(self.shard.path, items=tuple(absent)))
             yield from map(self._as_listed, one_by_one(self.source, listing, self._load, self.refuses))
             return
-        done = 0
         for key in self._whole():
             kept = self.cache.load(key)
-            if kept is None:  # the folder was removed meanwhile
+            if kept is None:  # its file or the whole folder was removed meanwhile
                 break
             yield kept
-            done += 1
+            self.listed += 1
         else:
-            if done:
+            if self.listed:
                 return
-        for record in islice(self.source.read(self.shard, self.order()), done, None):
+        for record in islice(self.source.read(self.shard, self.order()), self.listed, None):
             if isinstance(record, BadRecord):
                 yield record
                 continue
@@ -377,7 +378,7 @@ class CachedReader:
         return size
 
     def finished(self, whole: bool) -> None:
-        if not (whole and self.store and self.seen and self.kept == len(self.seen)):
+        if self.listed or not (whole and self.store and self.seen and self.kept == len(self.seen)):
             return
         if (order := self._arrangement(len(self.seen))) is None:
             return
