@@ -25,6 +25,7 @@ from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
+from stoker.storage.checkpoint_store import open_store
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def newest_unfinished(config: Config) -> Path | None:
     form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-[0-9a-f]+)*")
     found = [path.resolve() for path in Path(config.output_dir).glob("*") if form.fullmatch(path.name)]
     for run in sorted(map(PastRun, found), key=PastRun.began, reverse=True):
-        kept = config.checkpoint.dir or kept_in(run.run_dir, config)
+        kept = kept_outside(config) or kept_in(run.run_dir, config)
         if kept and run.summary().get("status") != "succeeded":
             return run.run_dir
     return None
@@ -328,9 +329,17 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
+def kept_outside(config: Config) -> bool:
+    """Whether `checkpoint.dir` has checkpoints, or cannot be read, which the run itself will say."""
+    where = config.checkpoint.dir
+    with contextlib.suppress(OSError, UsageError):
+        return bool(where) and (config.script is not None or bool(open_store(str(where)).names()))
+    return True
+
+
 def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
     """The command that continues a run which has stopped; empty without a checkpoint."""
-    if not kept_in(run_dir, config):
+    if not (kept_in(run_dir, config) or kept_outside(config)):
         return ""
     end = words.index("--") if "--" in words else len(words)
     options, rest = words[1:end], words[end:]
@@ -353,8 +362,9 @@ def _run(run_dir: Path, place: Place, config: Config) -> Resume:
         on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
         raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
-    if not steps and (copied or config.checkpoint.dir is None):
-        raise UsageError(f"--resume: {run_dir} holds no checkpoint")
+    if not steps and (copied or not kept_outside(config)):
+        nor = f", nor does checkpoint.dir: {config.checkpoint.dir}" if config.checkpoint.dir else ""
+        raise UsageError(f"--resume: {run_dir} holds no checkpoint{nor}")
     if copied:
         return Resume("auto", checkpoints=tuple(steps))
     print(f"resuming in {run_dir}", file=sys.stderr)

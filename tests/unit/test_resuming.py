@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,10 +62,31 @@ def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
     (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
-    start, said = plan(tmp_path)
+    start, said = plan(tmp_path, where="sagemaker")
     assert start[1] is None
     assert "is incomplete" in said[0]
     assert "starting from scratch" in said[1]
+    with pytest.raises(UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: it is "):
+        plan(tmp_path)  # which somebody asked for
+
+
+def test_a_restart_after_its_first_save_was_interrupted_begins_where_the_first_start_did(
+    tmp_path: Path,
+) -> None:
+    other = save(tmp_path / "pretrained", 1000)
+    (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
+    start, said = plan(tmp_path, f"checkpoint.resume={other}", where="sagemaker")
+    assert started_from(start) == str(other)
+    assert len(said) == 1 and "skipping checkpoint step-00000005: it is incomplete" in said[0]
+
+
+def test_a_run_is_not_begun_again_because_its_checkpoints_are_elsewhere(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 5)
+    new, text = tmp_path / "new", f"but {tmp_path}/checkpoints has those of this run (step-00000005)"
+    with pytest.raises(UsageError, match=re.escape(f"checkpoint.dir: {new} has no checkpoint, {text}")):
+        plan(tmp_path, f"checkpoint.dir={new}")
+    (tmp_path / "checkpoints").rename(new)
+    assert started_from(plan(tmp_path, f"checkpoint.dir={new}")[0]) == str(new / "step-00000005")
 
 
 def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
@@ -224,6 +246,20 @@ def test_a_named_run_goes_on_where_it_lies_and_one_checkpoint_begins_a_new_run(r
         assert found.run_dir == root / "digits-20260103-000000"
     step = root / "digits-20260101-000000/checkpoints/step-00000005"
     assert resolve(str(step), "local", runs) == launcher.Resume(str(step))
+
+
+def test_a_run_with_checkpoints_nowhere_is_not_begun_again_in_its_directory(
+    runs: Config, tmp_path: Path
+) -> None:
+    ended, unfinished = (tmp_path / f"digits-{day}-000000" for day in ("20260104", "20260102"))
+    outside = load(None, ["name=digits", f"output_dir={tmp_path}", f"checkpoint.dir={tmp_path}/ck"]).config
+    with pytest.raises(UsageError, match=f"{ended} holds no checkpoint, nor does checkpoint.dir: {tmp_path}"):
+        resolve(str(ended), "local", outside)
+    assert resolve("auto", "local", outside).run_dir == unfinished
+    save(tmp_path / "ck", 5)
+    assert resolve(str(ended), "local", outside).run_dir == ended
+    assert resolve("auto", "local", outside).run_dir == ended
+    assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(f"--resume {ended}")
 
 
 def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:

@@ -63,6 +63,13 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
                 " checkpoint.resume is never; choose another folder, or remove them"
             )
         return own, None
+    given = open_store(str(place.checkpoint_dir), place.synced)
+    if not names and given.where != own.where and (left := given.names()):
+        raise UsageError(
+            f"checkpoint.dir: {where} has no checkpoint, but {given.where} has those of this run ({left[0]});"
+            " leave checkpoint.dir out, or move them there"
+        )
+    found = newest_valid(own, log)
     if resume != "auto":
         other, name = locate(resume)
         if name and names and Path(other.where) == Path(own.where) and step_of(name) < step_of(names[0]):
@@ -70,12 +77,16 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
                 f"--resume {resume}: {where} also has the later {names[0]}, which resuming here would"
                 " overwrite; set checkpoint.dir to another folder"
             )
-        if not names:
+        if found is None:
             return own, chosen(other, name, resume, log)
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
-    found = newest_valid(own, log)
     if names and found is None:
+        if place.name == "local":  # no service restarts it: someone asked for what is there
+            raise UsageError(
+                f"--resume: {where} has no valid checkpoint ({names[0]}: {verify(own, names[0])}); start a"
+                " new run, in another checkpoint.dir if you have set it"
+            )
         log(f"{where} has no valid checkpoint; starting from scratch")
     return own, found
 
