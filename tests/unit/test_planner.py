@@ -62,12 +62,12 @@ class AtOnce:
 
 
 class Head:
-    def __init__(self, groups: list[int], order: str, hosts: int, budget: int) -> None:
+    def __init__(self, groups: list[int], order: str, hosts: int, budget: int, epochs: int = 1) -> None:
         config = Config.model_validate(
             {
                 "recipe": "none:None",
                 "data": {"block_records": RECORDS, "shuffle": False, "order": order},
-                "train": {"epochs": 1, "batch_size": 3},
+                "train": {"epochs": epochs, "batch_size": 3},
             }
         )
         self.source = Shards(groups)
@@ -319,6 +319,30 @@ def test_losses_in_a_row_do_not_fill_the_store(order: str) -> None:
         head.again(0)
     assert ready[0] >= 2500, "as much as may be ready"
     assert ready[-1] == ready[1] <= 2.5 * ready[0], "twice that, once"
+
+
+@pytest.mark.parametrize("order", ["any", "exact"])
+def test_of_lost_blocks_those_come_first_that_training_needs_first(order: str) -> None:
+    head = Head([3] * 4, order, hosts=2, budget=10**9, epochs=2)
+    look(head)
+    workers = [Worker(head, "h0") for _ in range(4)]
+    assert all(worker.ask() for worker in workers)
+    for worker in reversed(workers):
+        while worker.step():
+            pass
+    make_all(head)  # the next epoch
+    needed = [(0, shard) for shard in ((3, 2, 1, 0) if order == "any" else range(4))]
+    needed += [(1, shard) for shard in range(4)]
+    head.lose("h0")
+    breaks, helper, remade = Worker(head, "h1"), Worker(head, "h0"), []
+    assert breaks.ask() and breaks.step(), "one block of the first"
+    breaks.again().ask()  # its process dies, and what it had is given to another, before the rest
+    while helper.ask() and helper.claim is not None:
+        remade += [(helper.claim.plan.epoch, work.number) for work in helper.claim.work]
+        while helper.step():
+            pass
+    assert remade == [needed[0], *needed[2:]]
+    assert {key[1:] for key in head.planner.lost} == {(needed[1][1], nth) for nth in range(3)}
 
 
 def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:

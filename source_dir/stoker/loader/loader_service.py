@@ -71,7 +71,9 @@ class LoaderPass(Pass):
 
     @property
     def needed(self) -> list[ReadyBlock]:
-        return [*self.ready.values(), *self.given.values()]
+        """As the base's, in the order in which the script takes them."""
+        ready = sorted(self.ready.items(), key=lambda each: each[0][::-1])
+        return [*self.given.values(), *(block for _, block in ready)]
 
     @property
     def ended(self) -> bool:

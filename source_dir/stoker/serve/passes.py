@@ -89,7 +89,7 @@ class Pass(ABC):
     @property
     @abstractmethod
     def needed(self) -> list[ReadyBlock]:
-        """The blocks that are delivered and still needed."""
+        """The blocks that are delivered and still needed, the first needed first."""
 
     @property
     @abstractmethod

@@ -324,11 +324,23 @@ class Planner:
         del self.active[worker]
         item.tried.add(item.node)
         item.not_before = time.monotonic() + wait_s
-        self.again.append(item)
+        self._again([item])
+
+    def _again(self, more: list[Item]) -> None:
+        """Queue work: first that for lost blocks, as consumers need them, since one may wait already."""
+        passes = self.attempt.open_passes()
+        needed = (block for pass_ in passes for block in (*pass_.needed, *pass_.early()) if block.lost)
+        places = {block: place for place, block in enumerate(needed)}
+
+        def place_of(item: Item) -> float:
+            first = self.lost.get((item.pass_, item.shards[0].number, item.shards[0].skip))
+            return len(places) if first is None else places.get(first, len(places))
+
+        self.again = sorted([*self.again, *more], key=place_of)
 
     def lose(self, gone: Iterable[ReadyBlock]) -> None:
         """Blocks are no longer where they were: let chain workers make those again that are needed."""
-        gone = {block for block in gone if not block.lost and block.report.rows}
+        gone, lost = {block for block in gone if not block.lost and block.report.rows}, list[Item]()
         for pass_ in self.open if gone else ():
             mine = [b for b in (*pass_.early(), *pass_.needed) if b in gone]
             runs: list[list[ReadyBlock]] = []
@@ -344,7 +356,8 @@ class Planner:
             for run in runs:
                 first, stop = run[0].report, run[-1].report.nth + 1
                 work = [Work(first.shard, run[0].shard or Shard(""), first.nth, store=False, stop=stop)]
-                self.again.insert(0, Item(pass_, self._name(pass_.plan.split, work), work))
+                lost.append(Item(pass_, self._name(pass_.plan.split, work), work))
+        self._again(lost)
 
     def _remade(self, pass_: Pass, block: ReadyBlock) -> None:
         report = block.report
