@@ -152,15 +152,53 @@ def test_a_checkpoint_of_the_version_before_has_its_history_in_its_meta_data(
     assert checkpoint.load_meta(store, saved.name).meta["history"] == [*EPOCHS, EPOCHS[0]]
 
 
-def test_what_was_kept_is_known_without_reading_its_history(store: CheckpointStore) -> None:
+def test_what_was_kept_is_known_without_reading_its_history(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = save(store, 1, 0.5, history=EPOCHS[:2])
     checkpoint.add_outcome(
         saved, {"monitored": {**saved.meta["monitored"], "value": 0.25}, "history": EPOCHS}
     )
-    (Path(saved.path) / checkpoint.HISTORY).unlink()
+    read: list[str] = []
+    content = store.content
+    monkeypatch.setattr(store, "content", lambda file: read.append(file) or content(file))
     shelf = Retention(store, newest=1, top_k=1)
     shelf.fill(upto=1)
     assert shelf.monitored[saved.name]["value"] == 0.25
+    assert read and not any(checkpoint.HISTORY in file for file in read)
+
+
+@pytest.mark.parametrize("damage", ["unfinished", "flipped"])
+def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
+    store: CheckpointStore, damage: str
+) -> None:
+    for step, value in ((1, 0.3), (2, 0.1), (3, 0.4)):
+        save(store, step, value)
+    folder = Path(store.where) / "step-00000002"
+    if damage == "unfinished":
+        (folder / MANIFEST).unlink()
+    else:
+        (folder / "state.pt").write_bytes((folder / "state.pt").read_bytes()[:-1] + b"x")
+    said: list[str] = []
+    shelf = Retention(store, newest=2, top_k=1, tell=said.append)
+    shelf.fill(upto=3)
+    shelf.add(save(store, 4, 0.5))
+    assert shelf.best() == ["step-00000001"]
+    assert [name[-1] for name in store.names()] == ["4", "3", "2", "1"]
+    assert len(said) == 1 and "checkpoint step-00000002 does not compete for the model: " in said[0]
+
+
+def test_what_cannot_be_read_for_now_is_an_error_and_not_left_out(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1, 0.1)
+
+    def broken(file: str) -> bytes:
+        raise OSError("connection reset by peer")
+
+    monkeypatch.setattr(store, "content", broken)
+    with pytest.raises(OSError, match="connection reset"):
+        Retention(store, newest=1, top_k=1).fill(upto=1)
 
 
 def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> None:

@@ -126,6 +126,40 @@ def test_the_model_is_that_of_the_best_epoch(
     assert load_file(tmp_path / "model/model.safetensors")["bias"] == pytest.approx(epoch * 4)
 
 
+def test_a_resume_that_monitors_another_metric_ranks_earlier_epochs_by_it(tmp_path: Path) -> None:
+    scores, losses = {"acc1": [0.95, 0.9, 0.9, 0.91]}, [0.2, 0.3, 0.31, 0.33]
+    recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=losses)
+    train = {**TRAIN, "early_stopping": {"monitor": "val/loss", "patience": 9}}
+    start(tmp_path, plain, recipe, train=train)
+    run = start(tmp_path, plain, recipe, train={**TRAIN, "epochs": 4})
+    assert run.error is None and run.keeper.shelf.best() == ["step-00000004"]
+    assert json.loads((tmp_path / "model/model.json").read_text())["epoch"] == 1
+
+
+def test_a_best_checkpoint_that_got_damaged_is_said_where_the_model_is_another(tmp_path: Path) -> None:
+    scores = {"acc1": [0.95, 0.9, 0.8, 0.7]}
+    recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=[1.0] * 4)
+    file = tmp_path / "step-00000004" / "model.safetensors"
+
+    def damage(feed: Batches) -> None:
+        if feed.split == "val" and feed.epoch == 3:
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    run = start(tmp_path, spoilt(plain, damage), recipe, train={**TRAIN, "epochs": 4})
+    assert json.loads((tmp_path / "model/model.json").read_text())["epoch"] == 4
+    text = "the best checkpoint, step-00000004, cannot be read: the model is that of step-00000016"
+    assert text in [event["text"] for event in run.head.of("note")]
+
+
+@pytest.mark.parametrize("form", ["model.pt2", "model.onnx", "model.onnx.data", "model.ts"])
+def test_a_model_is_not_left_beside_another_starts_export(tmp_path: Path, form: str) -> None:
+    start(tmp_path, plain, train=TRAIN)
+    (tmp_path / "model" / form).write_text("of the earlier weights")
+    start(tmp_path, plain, train={**TRAIN, "epochs": 4})
+    left = {path.name for path in (tmp_path / "model").iterdir()}
+    assert left == {"model.json", "model.safetensors"}
+
+
 def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     shelf = checkpoint.Retention(store, newest=1, top_k=2)

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from stoker.errors import UsageError
@@ -199,12 +200,16 @@ class Retention:
     tell: Callable[[str], Any] = print
     _told: bool = False
 
-    def fill(self, upto: int) -> None:
-        """Add those of earlier starts; later ones than `upto`, the step resumed from, were found damaged."""
+    def fill(self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")) -> None:
+        """Add the valid ones of earlier starts up to the step resumed from; `entry`: by what they compete."""
         for name in self.store.names():
-            if step_of(name) <= upto:
-                with contextlib.suppress(OSError, ValueError):
-                    self._note(load_meta(self.store, name, with_history=False))
+            if step_of(name) > upto:
+                continue
+            if problem := verify(self.store, name):
+                self.tell(f"checkpoint {name} does not compete for the model: {problem}")
+            else:
+                saved = load_meta(self.store, name, with_history=False)
+                self._note(replace(saved, meta={**saved.meta, "monitored": entry(saved.meta)}))
 
     def _note(self, saved: Checkpoint) -> None:
         entry = saved.meta["monitored"] or {}

@@ -21,11 +21,13 @@ import torch.distributed as dist
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
 from stoker.config.redaction import redact
+from stoker.errors import UsageError
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
 from stoker.serve.accounting import ID_MODULUS
 from stoker.storage.checkpoint_store import CheckpointStore, name_of, open_store, step_of
 from stoker.train import strategies
+from stoker.train.export import FILES
 from stoker.train.state import (
     Progress,
     Worker,
@@ -219,7 +221,9 @@ class CheckpointManager:
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
-            self.shelf.fill(meta["step"])
+            # In the writer's thread, because it reads them whole.
+            fill = partial(self.shelf.fill, meta["step"], self._entry)
+            self.writer.submit("what earlier starts left", fill)
         validate = self.pending["epoch"] if self.pending else None
         event = Resumed(epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
         worker.log(event)
@@ -227,6 +231,13 @@ class CheckpointManager:
         if worker.rank < len(ranks):
             set_rng_state(ranks[worker.rank]["rng"], worker.device)
         return progress
+
+    def _entry(self, meta: dict[str, Any]) -> dict[str, Any] | None:
+        """By what a checkpoint competes now, if its epoch has that metric."""
+        before: dict[str, Any] | None = meta["monitored"]
+        with contextlib.suppress(UsageError):
+            return before and monitored(self.worker.config, meta["metrics"])
+        return before
 
     def newest(self) -> Checkpoint | None:
         return checkpoint.newest_valid(self.store, self._note)
@@ -238,11 +249,16 @@ class CheckpointManager:
 
     def _write_model(self, target: Path) -> None:
         worker = self.worker
-        best = checkpoint.newest_valid(self.store, self._note, self.shelf.best())
+        names = self.shelf.best()
+        best = checkpoint.newest_valid(self.store, self._note, names)
         chosen = best or self.newest() or self.resumed
         if chosen is None:
             raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
+        if names and chosen.name != names[0]:
+            self._note(f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}")
         target.mkdir(parents=True, exist_ok=True)
+        for file in (*FILES.values(), f"{FILES['onnx']}.data"):  # of an earlier start
+            (target / file).unlink(missing_ok=True)
         with chosen.store.local(chosen.name) as folder:
             averaged = (folder / checkpoint.EMA).is_file()
             source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
