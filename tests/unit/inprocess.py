@@ -115,7 +115,7 @@ def start(
         found = checkpoint.newest_valid(open_store(str(resume)))
     if found is not None:
         found = checkpoint.awaiting(found, config.train.max_steps)
-    build(worker, records=sum(len(batch["y"]) for batch in data("train", 0).batches))
+    build(worker, sum(len(batch["y"]) for batch in data("train", 0).batches), found)
     carried = keeper.restore(found) if found else None
     first = found.meta["next_epoch"] if found else 0
 

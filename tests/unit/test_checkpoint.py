@@ -23,12 +23,14 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content, Retention, Writer
+from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.storage import checkpoint_store
 from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify, write_manifest
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
+from stoker.train.state import Worker
 from tests.fakes.aws import moto, served
 from tests.waiting import until
 
@@ -408,6 +410,19 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     expected = [draw() for _ in range(3)]
     snapshot.set_rng_state(torch.load(path, weights_only=True), device)
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_with_another_number_of_train_workers_no_key_of_a_trained_record_is_lost(workers: int) -> None:
+    ranks = [{"loss_sum": 1.0, "loss_rows": 2, "keys": [f"{rank}a", f"{rank}b"]} for rank in range(2)]
+    meta = {"epoch_steps": 1, "epoch_samples": 4, "next_epoch": 0, "global_batch": 4}
+    keys = []
+    for rank in range(workers):
+        worker = Worker(Config(), None, None, 0, rank, workers, torch.device("cpu"))
+        carried = snapshot.carried_progress(worker, meta, ranks)
+        assert carried is not None
+        keys += carried.carried_keys
+    assert sorted(keys) == ["0a", "0b", "1a", "1b"]
 
 
 def test_copies_are_independent_and_their_memory_is_used_again() -> None:

@@ -171,6 +171,47 @@ def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -
     assert names(tmp_path) == [6, 4, 2]
 
 
+# ---- what a resumed run's optimiser keeps ----
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("before", "after"), [(0.05, 0.0), (0.0, 0.05), (0.05, 0.5)])
+def test_another_weight_decay_or_momentum_has_no_effect_on_a_resumed_run(
+    tmp_path: Path, optimizer: str, before: float, after: float
+) -> None:
+    train = {**TRAIN, "optimizer": optimizer, "weight_decay": before}
+    whole = start(tmp_path / "whole", plain, train=train)
+    for epoch, decay in ((0, before), (1, after), (2, after)):  # a third start knows the first one's
+
+        def stop(feed: Batches, at: int = epoch) -> None:
+            if feed.split == "train" and feed.epoch == at:
+                feed.stop_after = 2
+
+        job = {**train, "weight_decay": decay, "momentum": 0.5 if epoch else 0.9}
+        start(tmp_path / "run", spoilt(plain, stop), train=job)
+    rest = start(tmp_path / "run", plain, train={**train, "weight_decay": after, "momentum": 0.5})
+    assert rest.error is None
+    assert ends(rest, tmp_path / "run")[1:] == ends(whole, tmp_path / "whole")[1:]
+
+
+class OwnRate(Counting):
+    rate: float = 1e-3
+
+    def optimizer(self, model: Any) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=self.rate)
+
+
+def test_a_new_rate_in_a_recipes_optimiser_is_named_where_it_has_no_effect(tmp_path: Path) -> None:
+    job = {"train": {**TRAIN, "scheduler": "none"}}
+    start(tmp_path, plain, OwnRate(), **job)
+    more = {"train": {**job["train"], "epochs": 4}}
+    assert start(tmp_path, plain, OwnRate(), **more).head.of("note") == []
+    run = start(tmp_path, plain, OwnRate(rate=1e-5), **more)
+    [note] = run.head.of("note")
+    text = "optimizer(), 1e-05, has no effect; the optimiser keeps 0.001 of step-00000016"
+    assert note["text"] == f"the rate of the recipe's {text}"
+
+
 # ---- nothing that is not finite is saved or resumed from ----
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from stoker.config.schema import TrainConfig
+from stoker.checkpoints.format import Checkpoint
+from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.train import strategies
@@ -16,8 +17,10 @@ from stoker.train.state import Worker
 from stoker.train.strategies import plain
 
 
-def build(worker: Worker, records: int | None) -> None:
+def build(worker: Worker, records: int | None, resumed: Checkpoint | None = None) -> None:
     """Fill in the worker, with the same weights on every rank."""
+    if resumed is not None:
+        worker.config = keeping_groups(worker.config, resumed.meta["config"])
     train, seed = worker.config.train, worker.config.seed
     torch.manual_seed(seed)
     check_device(train, worker.device)
@@ -45,6 +48,12 @@ def build(worker: Worker, records: int | None) -> None:
         module = worker.recipe.on_device(split)
         worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
     torch.manual_seed(seed + worker.rank)
+
+
+def keeping_groups(config: Config, before: dict[str, Any]) -> Config:
+    """With what the optimiser's state keeps, as a change of it may group the parameters in another way."""
+    kept = {key: before["train"][key] for key in ("momentum", "weight_decay")}
+    return config.model_copy(update={"train": config.train.model_copy(update=kept)})
 
 
 def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:

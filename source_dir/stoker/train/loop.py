@@ -74,7 +74,7 @@ def train(settings: dict[str, Any]) -> None:
     keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
     try:
         resumed = begin(worker, keeper, settings["resume"])
-        build(worker, settings["records"])
+        build(worker, settings["records"], resumed)
         worker.log(kinds.PhaseDone(phase="model built"))
         if resumed is None and settings["sample"]:
             _, notes = try_validation(worker, sample_of(config, worker.recipe, *settings["sample"]))

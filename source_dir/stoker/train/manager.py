@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ class CheckpointManager:
         self.writer = Writer(self._note, store.where)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = strategies.Copier()
-        self._config = redact(config.model_dump(mode="json"))
         self._position: Any = None
+
+    @cached_property
+    def _config(self) -> Any:
+        return redact(self.worker.config.model_dump(mode="json"))
 
     def after_step(self, progress: Progress) -> None:
         """Between two steps: take a checkpoint if one is due. All ranks decide alike."""
@@ -211,7 +214,13 @@ class CheckpointManager:
         """Returns the progress in an epoch that it interrupts. Collective: rank 0 reads it for all."""
         worker, meta = self.worker, saved.meta
         content = checkpoint.load_checkpoint(saved) if worker.rank == 0 else None
+        asked = rates(worker.optimizer)
         ranks = restore_state(worker, content)
+        if worker.schedule is None and asked != (kept := rates(worker.optimizer)):
+            self._note(
+                f"the rate of the recipe's optimizer(), {asked}, has no effect; the optimiser keeps {kept} of"
+                f" {saved.name}"
+            )
         progress = carried_progress(worker, meta, ranks)
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.resumed, self._last = saved, saved
@@ -284,6 +293,10 @@ class CheckpointManager:
 
     def _note(self, text: str) -> None:
         self.worker.log(Note(text=text))
+
+
+def rates(optimizer: Any) -> str:
+    return ", ".join({f"{float(group['lr']):g}": 0 for group in optimizer.param_groups})
 
 
 def _arrived(position: Any) -> Any:

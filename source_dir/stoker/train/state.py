@@ -264,7 +264,7 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
     """This rank's progress in the epoch that the checkpoint interrupted, if any.
 
     With the same number of ranks, every rank continues with its own sums; otherwise the mean over records
-    is kept. Steps are counted in global batches of the present size.
+    is kept, and rank 0 has the keys of all. Steps are counted in global batches of the present size.
     """
     steps, before = int(meta["epoch_steps"]), len(ranks)
     if not steps:
@@ -277,7 +277,8 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
         counted = sum(part["loss_rows"] for part in ranks)
         mean = sum(part["loss_sum"] for part in ranks) / max(counted, 1)
         rows = max(1, samples // worker.world_size)
-        loss_sum, keys = mean * rows, []
+        loss_sum = mean * rows
+        keys = [key for part in ranks for key in part["keys"]] if worker.rank == 0 else []
     if meta["global_batch"] != worker.global_batch:
         steps = max(1, round(steps * meta["global_batch"] / worker.global_batch))
     return Progress(
