@@ -369,6 +369,8 @@ class DataCursor(BaseModel):
     """Fully consumed shards: sorted ranges first … last + 1 of positions in the epoch's order."""
     partial: dict[int, tuple[int, int]] = {}
     """Partly consumed shards: number → (whole blocks, rows of the next block)."""
+    quarantined: dict[int, dict[str, str]] = {}
+    """The bad records of those next blocks, key → reason. They stay bad, or its rows would move."""
     by_row: bool = False
     """The dataset has no shards: `rows` alone is the position."""
     again: bool = False

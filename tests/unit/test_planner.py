@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.errors import DataError
-from stoker.protocol import BlockReport, Claim, DataCursor, Failure, Made, Process
+from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Failure, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Passes, Shared
@@ -343,6 +343,32 @@ def test_of_lost_blocks_those_come_first_that_training_needs_first(order: str) -
             pass
     assert remade == [needed[0], *needed[2:]]
     assert {key[1:] for key in head.planner.lost} == {(needed[1][1], nth) for nth in range(3)}
+
+
+def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_good() -> None:
+    head = Head([2] + [1] * 1000, "any", hosts=1, budget=10**9)
+    look(head)
+    worker = Worker(head, "h0")
+    assert worker.ask() and worker.claim is not None and not worker.claim.care.known
+    bad = [BadRecord("s0:0", "cannot be read, 3 tries: OSError", passing=True)]
+    report = BlockReport(0, 0, False, 3, 0.01, 4, 6, bad=bad, bytes_out=10)
+    head.planner.reported(worker.me, worker.claim.number, Made(report, "made"))
+    worker.todo.pop(0)
+    worker.step()
+    head.shared.suspects.of("train")["s0:1"] = "its process died"  # in another epoch, on a small host
+    head.lose("h0")
+    assert worker.ask() and worker.claim is not None
+    assert worker.claim.care.known == {bad[0].key: bad[0].reason}
+    worker = worker.again()
+    assert worker.ask() and worker.claim is not None
+    assert worker.claim.care.known.keys() == {"s0:0", "s0:1"}, "here, too"
+    assert not worker.claim.care.last_try, "what could be read is not quarantined"
+    head.stream.splitter.batch_size = 2
+    place = head.stream.position(1, 0)
+    head.begin(place)
+    look(head)
+    assert worker.ask() and worker.claim is not None
+    assert worker.claim.care.known.keys() == {"s0:0", "s0:1"}
 
 
 def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import long_passes
-from stoker.errors import UsageError
+from stoker.errors import DataError, UsageError
 from stoker.protocol import BadRecord, BlockReport, DataCursor, PassPlan, Plan
 from stoker.read.identity import identity_of
 from stoker.read.images import ImageFolderSource
@@ -66,8 +66,12 @@ class Run:
             if nth < skip:
                 continue
             keys = [f"{shard}/{4 * nth + i}" for i in range(len(group))]
+            known = self.start.quarantined.get(shard, {})
+            group = [good and key not in known for key, good in zip(keys, group, strict=True)]
             ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
-            bad = [BadRecord(key, "bad") for key, good in zip(keys, group, strict=True) if not good]
+            bad = [
+                BadRecord(key, "bad", passing=True) for key, good in zip(keys, group, strict=True) if not good
+            ]
             report = BlockReport(
                 shard=shard, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
                 id_sum=sum(map(record_id, keys)), bad=bad, bad_id_sum=sum(record_id(b.key) for b in bad),
@@ -91,10 +95,17 @@ class Run:
         ]
 
 
-def through(shards: list[list[bool]], cuts: list[float], exact: bool, seed: int) -> tuple[list[int], Run]:
-    """The ids of the epoch in order, interrupted at each of the cuts (fractions of what is left)."""
+def through(
+    shards: list[list[bool]], cuts: list[float], exact: bool, seed: int, passing: float = 0.0
+) -> tuple[list[int], Run]:
+    """The ids of the epoch in order, interrupted at each of the cuts (fractions of what is left); each time,
+    this share of the good records cannot be read."""
     chance = random.Random(seed)
-    run = Run(shards, DataCursor(epoch=0, plan=PLAN), exact, chance)
+
+    def now() -> list[list[bool]]:
+        return [[good and chance.random() >= passing for good in records] for records in shards]
+
+    run = Run(now(), DataCursor(epoch=0, plan=PLAN), exact, chance)
     seen: list[int] = []
     for cut in [*cuts, 1.0]:
         rows = round(cut * run.stream.splitter.rows)
@@ -107,7 +118,7 @@ def through(shards: list[list[bool]], cuts: list[float], exact: bool, seed: int)
         position = run.stream.position(rows, sum(ids))
         assert position.rows == len(seen)
         saved = json.loads(json.dumps(position.model_dump(mode="json")))
-        run = Run(shards, DataCursor.model_validate(saved), exact, chance)
+        run = Run(now(), DataCursor.model_validate(saved), exact, chance)
     run.stream.account.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
     return seen, run
 
@@ -131,6 +142,41 @@ def test_each_record_comes_once_whatever_the_interruptions(
     assert counts["read"] == sum(map(len, shards))
     assert counts["trained"] == len(expected)
     assert counts["quarantined"] == counts["read"] - len(expected)
+
+
+@pytest.mark.long
+@settings(max_examples=150, deadline=None)
+@given(EPOCH, st.lists(st.floats(0, 0.99), max_size=4), st.booleans(), st.integers(0, 99))
+def test_each_record_is_trained_or_quarantined_once_whichever_can_be_read_at_a_time(
+    shards: list[list[bool]], cuts: list[float], exact: bool, seed: int
+) -> None:
+    try:
+        seen, run = through(shards, cuts, exact, seed, passing=0.2)
+    except DataError as error:
+        assert "of whose block rows were trained before, bad: resume" in str(error)
+        return
+    assert len({*seen}) == len(seen)
+    counts = run.stream.account.reconcile(sum(map(len, shards)))
+    assert counts["trained"] == len(seen)
+
+
+def test_a_record_that_could_be_read_and_cannot_when_its_block_is_made_again_is_named() -> None:
+    cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
+    position = cut.stream.position(2, sum(cut.ids(range(2))))
+    with pytest.raises(DataError, match="record 0/1, of whose block rows were trained before, bad: resume"):
+        Run([[True, False] + [True] * 8], position, True, random.Random(0))
+    later = Run([[True] * 5 + [False] * 5], position, True, random.Random(0))
+    assert later.stream.splitter.rows == 3, "in another block it is quarantined"
+
+
+def test_a_record_that_could_not_be_read_stays_bad_in_a_block_that_is_made_again() -> None:
+    cut = Run([[False] + [True] * 9], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
+    position = cut.stream.position(2, sum(cut.ids(range(2))))
+    assert position.quarantined == {0: {"0/0": "bad"}}
+    resumed = Run([[True] * 10], position, True, random.Random(0))
+    assert resumed.ids(range(1)) == [record_id("0/3")]
+    assert resumed.stream.position(0, 0).quarantined == position.quarantined
+    assert not resumed.stream.position(1, 0).quarantined, "the next block is not made again"
 
 
 def test_a_consumed_shard_is_not_read_again_and_others_skip_their_whole_groups() -> None:

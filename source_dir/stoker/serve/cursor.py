@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
-from stoker.errors import UsageError
+from stoker.errors import DataError, UsageError
 from stoker.protocol import BlockReport, CarriedAccount, DataCursor, Plan
 from stoker.read.identity import SEPARATOR, agree
 from stoker.read.sources import ID_MODULUS, digest
@@ -114,6 +114,7 @@ class Block(NamedTuple):
     sums: tuple[int, int, int, int]
     """Records and the sum of their ids, and the same of the bad ones."""
     last: bool
+    bad: dict[str, str]
 
 
 class Trail:
@@ -133,8 +134,16 @@ class Trail:
 
     def report(self, report: BlockReport) -> None:
         if not self.start.by_row:
+            whole, rows = self.start.partial.get(report.shard, (0, 0))
+            known = self.start.quarantined.get(report.shard, {}) if rows and report.nth == whole else None
+            for bad in report.bad:
+                if known is not None and bad.passing and bad.key not in known:
+                    raise DataError(
+                        f"record {bad.key}, of whose block rows were trained before, {bad.reason}: resume"
+                        " once it can be read; without it, others would be trained twice or never"
+                    )
             sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
-            made = Block(report.rows, sums, report.last)
+            made = Block(report.rows, sums, report.last, {bad.key: bad.reason for bad in report.bad})
             self._blocks.setdefault(report.shard, deque()).append(made)
             self._use(report.shard, 0)
 
@@ -190,9 +199,16 @@ class Trail:
             "bad": bad,
             "bad_ids": bad_ids % ID_MODULUS,
         }
+        quarantined = {}
+        for shard, place in there._partial.items():
+            blocks = there._blocks.get(shard)  # none, if the next one was not made again since `start`
+            those = blocks[0].bad if blocks else start.quarantined.get(shard)
+            if place[1] and those:
+                quarantined[shard] = those
         return start.model_copy(
             update={
                 "rows": start.rows + rows,
+                "quarantined": quarantined,
                 "done": there._done.ranges,
                 "partial": dict(sorted(there._partial.items())),
                 "books": start.books.model_copy(update=books),

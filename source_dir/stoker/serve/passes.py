@@ -61,6 +61,8 @@ class Pass(ABC):
     shards: dict[int, OpenShard] = field(default_factory=dict)
     delivered: Numbers = field(default_factory=Numbers)
     """Completed shards, also those of the attempts before."""
+    quarantined: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """By shard: bad records of a block of which the attempts before consumed rows, key → reason."""
     under_way: int = 0
     """Items in progress or queued for a retry."""
     shards_under_way: int = 0

@@ -103,10 +103,23 @@ class Planner:
                 del self.active[by.worker]
                 return None
             wait_s, names = start
-        known = dict(self.attempt.suspects.of(split))
-        last_try = reread_wait_s(OSError(), item.failures) is None
+        known = self._known(item)
+        # The good records of a lost block could be read.
+        last_try = item.stop is None and reread_wait_s(OSError(), item.failures) is None
         care = Care(item.name, known, names, last_try)
         return Claim(item.number, item.pass_.plan, [*item.shards], care, wait_s)
+
+    def _known(self, item: Item) -> dict[str, str]:
+        """Records to quarantine unread: key → reason. What is made again keeps its bad records, which may be
+        readable now; a record that is deadly elsewhere may be a good one of a lost block."""
+        first_try = item.stop is not None and not item.tried
+        known = {} if first_try else dict(self.attempt.suspects.of(item.pass_.plan.split))
+        for each in item.shards:
+            known |= item.pass_.quarantined.get(each.number, {})
+            for nth in range(each.skip, each.stop or 0):
+                if (block := self.lost.get((item.pass_, each.number, nth))) is not None:
+                    known |= {bad.key: bad.reason for bad in block.report.bad}
+        return known
 
     def upcoming(self, by: Process) -> Shard | None:
         """A chain worker starts its last shard: the one that it will probably get next."""

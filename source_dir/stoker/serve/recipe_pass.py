@@ -346,7 +346,8 @@ class RecipeAttempt(Attempt):
             if epoch != start.epoch:
                 start = start.model_copy(
                     update={
-                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
+                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": {},
+                        "books": CarriedAccount(),
                         "plan": self.passes.identity(
                             start.plan.fingerprint, start.plan.unstable, start.plan.validation
                         ),
@@ -370,6 +371,7 @@ class RecipeAttempt(Attempt):
             account=EpochAccount.since(split, epoch, start),
             total=self.totals[split],
             trail=Trail(start) if start else None,
+            quarantined=start.quarantined if start else {},
             stall_s=config.data.stall_timeout_s,
         )
 
