@@ -49,6 +49,21 @@ def test_either_of_two_filters(table: Path) -> None:
     assert sorted(row["x"] for row in found) == [0, 1, 2, 999]
 
 
+@pytest.mark.parametrize("term", [("s", "!=", 1.0), ("s", "not in", [1.0])])
+def test_nan_differs_from_every_value_however_rows_are_grouped(term: Any, tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    content = pa.table({"s": [1.0, math.nan, 1.0, 2.0], "x": [1, 2, 3, 4]})
+    for rows in (1, 2, 4):
+        (folder := tmp_path / f"{rows}" / "train").mkdir(parents=True)
+        parquet.write_table(content, folder / "0.parquet", row_group_size=rows)
+        filters = [term, ("x", "<", 5)]
+        found = rows_of(read_parquet(str(folder.parent), "train", columns=["x"], filters=filters))
+        assert sorted(row["x"] for row in found) == [2, 4]
+        deltalake.write_deltalake(tmp_path / "delta", content[2 * rows - 2 : 2 * rows], mode="append")
+    found = rows_of(read_delta(str(tmp_path / "delta"), columns=["x"], filters=[term]))
+    assert sorted(row["x"] for row in found) == [2, 4]
+
+
 def test_columns_and_row_groups_that_are_not_wanted_are_not_read(table: Path) -> None:
     path = table / "train" / "0.parquet"
     about = parquet.ParquetFile(path).metadata

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from stoker.errors import UsageError
 from stoker.read.arrow import Nulls
 from stoker.read.folders import is_delta_table, split_folder
-from stoker.read.parquet import Filters, ParquetSource, expression
+from stoker.read.parquet import Filters, ParquetSource, expression, for_statistics
 from stoker.read.sources import Source
 from stoker.storage.filesystems import filesystem_of, join
 
@@ -72,10 +72,10 @@ def open_delta(
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
     """Files without matching rows, by the partitions and statistics in the table's log."""
-    if not filters:
-        return set()
     try:
-        fragments = dataset.get_fragments(filter=expression(filters))
+        if not (some := for_statistics(filters)):
+            return set()
+        fragments = dataset.get_fragments(filter=expression(some))
         return set(dataset.files) - {fragment.path for fragment in fragments}
     except Exception:
         return set()  # the source's own check reports what is wrong with the filters

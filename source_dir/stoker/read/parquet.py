@@ -57,12 +57,14 @@ def expression(filters: Filters | None) -> Any:
     return parquet.filters_to_expression(filters)
 
 
-def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
-    """The part of the filters that concerns other columns; it keeps at least the same rows."""
+def for_statistics(filters: Filters | None, without: Iterable[str] = ()) -> Filters | None:
+    """The part of the filters that statistics can judge, also without some columns; it keeps at least the
+    same rows. NaN, which no statistics show, differs from every value."""
     if not filters:
         return None
     either: list[Any] = filters if isinstance(filters[0], list) else [filters]
-    left = [[term for term in part if term[0] not in columns] for part in either]
+    unsafe = ("!=", "not in")
+    left = [[term for term in part if term[0] not in without and term[1] not in unsafe] for part in either]
     return left if all(left) else None
 
 
@@ -278,7 +280,7 @@ class ParquetSource(StreamedSource):
         if not {*footer.schema.names, *constants}.issuperset(filter_columns(self.filters)):
             return footer  # check() reports the column
         groups = footer.groups
-        if own := without(self.filters, constants):
+        if own := for_statistics(self.filters, without=constants):
             # Statistics rule out most row groups that cannot match, without reading them.
             fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
             kept = fragment.split_by_row_group(expression(own), footer.schema)
