@@ -290,6 +290,8 @@ def test_class_folders_give_the_labels_in_the_order_of_their_names(root: str, tm
     write(tmp_path, members[1:2], split="val")
     assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
     assert trained(tmp_path, "val") == [(1, 1)]
+    (tmp_path / "train-1.tar").rename(tmp_path / "train-2024-01-01T10:00:00.tar")
+    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
 
 
 def test_a_caption_is_no_class_but_its_folder_is(tmp_path: Path) -> None:

@@ -266,10 +266,10 @@ def merged(surveys: Iterable[Survey]) -> Survey:
     return whole
 
 
-def label_of(record: Record, rule: Rule) -> Any:
-    """The label of a record; None if it has none where the rule says."""
+def label_of(record: Record, rule: Rule, stem: str) -> Any:
+    """The label of a record of this name in its shard; None if it has none where the rule says."""
     if rule.place == FOLDER:
-        return member_folder(record["key"].partition(":")[2]).rpartition("/")[2] or None
+        return member_folder(stem).rpartition("/")[2] or None
     value = record.get(rule.place)
     if rule.place == JSON:
         value = value.get(rule.name.partition(".")[2]) if isinstance(value, dict) else None

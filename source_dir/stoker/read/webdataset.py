@@ -229,7 +229,7 @@ class WebDatasetSource(StreamedSource):
                 stem, column, suffix = place
                 key = f"{shard}:{stem}"
                 if current and current["key"] != key:
-                    yield self._whole(current)
+                    yield self._whole(current, shard)
                     current = {}
                 current["key"] = key
                 if self.columns is None or column in (*self.columns, self.rule.place):
@@ -238,13 +238,13 @@ class WebDatasetSource(StreamedSource):
                     except ValueError as error:
                         current["__bad"] = f".{suffix}: {error}"
         if current:
-            yield self._whole(current)
+            yield self._whole(current, shard)
 
-    def _whole(self, record: Record) -> Record | BadRecord:
+    def _whole(self, record: Record, shard: str) -> Record | BadRecord:
         reason = record.pop("__bad", None)
         if self.rule.place and not reason:
             try:
-                label = label_of(record, self.rule)
+                label = label_of(record, self.rule, record["key"][len(shard) + 1 :])
                 record |= {} if label is None else {"label": label}
             except ValueError as error:
                 reason = str(error)
