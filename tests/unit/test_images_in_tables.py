@@ -461,6 +461,14 @@ def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> N
     assert trained(data, "val") == [(COLOURS[3], 0)]
 
 
+def test_two_partitions_are_never_the_same_number(tmp_path: Path) -> None:
+    both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "train/label=1": [2, 3]})
+    assert [row["label"] for row in rows_of(both)] == ["01", "01", "1", "1"]
+    assert opened(both)[0]["class_names"] == ["01", "1"]
+    one = write_partitions(tmp_path / "one", {"train/label=01": [0, 1], "train/label=2": [2, 3]})
+    assert [row["label"] for row in rows_of(one)] == [1, 1, 2, 2]
+
+
 def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:
     hole = {"train/label=0": [0], "train/label=__HIVE_DEFAULT_PARTITION__": [1], "train/label=1": [2]}
     with pytest.raises(UsageError, match=r"column label holds 1 NULL in 1 row; handle them with nulls="):

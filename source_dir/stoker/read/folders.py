@@ -288,7 +288,8 @@ def _is_of(names: tuple[str, ...], path: str) -> bool:
 def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types.
 
-    A column is of integers if all its values below the root are, in any split.
+    A column is of integers if all its values below the root are, in any split, and no two of them are the
+    same one, as 01 and 1 would be.
     """
     import pyarrow as pa
 
@@ -309,7 +310,9 @@ def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]
         for name, value in columns(file).items():
             texts[name].add(value)
     numbers = {
-        n for n, values in texts.items() if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
+        n
+        for n, values in ((name, values - {NULL}) for name, values in texts.items())
+        if all(re.fullmatch(r"-?\d{1,18}", v) for v in values) and len({*map(int, values)}) == len(values)
     }
 
     def value_of(name: str, text: str) -> Any:
