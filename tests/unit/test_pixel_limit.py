@@ -155,7 +155,7 @@ def test_a_column_that_the_users_own_transform_decodes_is_looked_at() -> None:
     chain = Chain(as_stages([DecodeImage(), ByTorchvision()]), seed=0, max_pixels=SMALL)
     _, report = chain.run(rows, 0)
     assert [bad.key for bad in report.bad] == ["a"]
-    assert report.bad[0].reason.startswith("column mask: Image size (1040 pixels): more than data.max_pixels")
+    assert report.bad[0].reason.startswith("column mask: 26 × 40 = 1,040 pixels: more than data.max_pixels")
 
 
 def test_pillow_obeys_it_in_a_dataset_of_the_users_own() -> None:

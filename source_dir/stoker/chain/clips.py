@@ -137,13 +137,13 @@ def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float
     first = int(place * starts)
     if rate is None:
         return moments[first : first + frames]
-    return [_nearest(moments, moments[first] + i / rate) for i in range(frames)]
+    return [_nearest(moments, moments[first], i * rate.denominator, rate.numerator) for i in range(frames)]
 
 
-def _nearest(moments: list[int], moment: Fraction) -> int:
-    """Index of the nearest moment; ties go to the earlier one."""
-    at = bisect_left(moments, moment)
-    return min(moments[max(0, at - 1) : at + 1], key=lambda one: abs(one - moment))
+def _nearest(moments: list[int], start: int, after: int, of: int) -> int:
+    """The moment nearest to start + after / of; ties go to the earlier one."""
+    at = bisect_left(moments, start - -after // of)
+    return min(moments[max(0, at - 1) : at + 1], key=lambda one: abs((one - start) * of - after))
 
 
 def _decode(

@@ -265,14 +265,16 @@ def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
         from PIL import Image
 
         try:
-            if jpeg_header(value) is None:
+            if value.startswith(PNG) and value[12:16] == b"IHDR":  # at a fraction of Pillow's cost
+                check_pixels(*struct.unpack_from(">II", value, 16))
+            elif jpeg_header(value) is None:
                 with Image.open(io.BytesIO(value)) as image:
                     check_pixels(*image.size)
         except Image.DecompressionBombError as error:
             return BadRecord(record["key"], f"column {name}: {too_large(error)}")
         except ValueError as error:
             return BadRecord(record["key"], f"column {name}: {error}")
-        except (OSError, SyntaxError):
+        except (OSError, SyntaxError, struct.error):
             pass  # damaged or not an image: its decoder reports that
     return record
 
@@ -405,7 +407,7 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
             check_pixels(*picture.size)
             if bits and picture.mode not in _DEEP and depth_of(content)[0] > 8:
                 raise ValueError("bits is for grey images only; scale colour images to 16 bits")
-            return image_array(picture, mode, bits)
+            return image_array(picture, mode, bits, in_place=True)
     except Image.DecompressionBombError as error:
         raise too_large(error) from None
     except UnidentifiedImageError:
@@ -418,10 +420,10 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise ValueError(f"cannot be decoded: {error}") from None
 
 
-def image_array(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+def image_array(image: Any, mode: Mode, bits: int | None = None, in_place: bool = False) -> NDArray[Any]:
     """A Pillow image, upright, as a uint8 array, height × width × channels.
 
-    Of more than 8 bits per channel, it keeps the upper 8.
+    Of more than 8 bits per channel, it keeps the upper 8. `in_place`: the image itself may be changed.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -433,7 +435,10 @@ def image_array(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]
     if fits or image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
         kind = "FITS" if fits else "32-bit"
         raise ValueError(f"{kind} pixels, whose range only you can tell; convert it to 8 or 16 bits")
-    image = ImageOps.exif_transpose(image)
+    if in_place:
+        ImageOps.exif_transpose(image, in_place=True)
+    else:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # Pillow clips 16-bit values on conversion; scaling preserves the picture.
         values = np.asarray(image).astype(np.uint32)
