@@ -262,6 +262,7 @@ _STEP = re.compile(r"step-\d{8,}")
 def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given."""
     if asked is None:
+        refuse_others(place, config)
         return Resume()
     own = config.script is not None
     if own and (asked == "never" or "://" in asked or _STEP.fullmatch(Path(asked).name)):
@@ -276,8 +277,9 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     if asked == "auto":
         found = newest_unfinished(config)
         if found is None:
-            where = f"{config.name} in {config.output_dir}/"
-            print(f"no unfinished run of {where} has a checkpoint; starting a new one")
+            where, kept = f"{config.name} in {config.output_dir}/", kept_outside(config)
+            begin = f", from {config.checkpoint.dir}/{kept}" if kept.startswith("step-") else ""
+            print(f"no unfinished run of {where} has a checkpoint; starting a new one{begin}")
             return Resume("auto")
         return _run(found, place, config)
     copied = place.checkpoints == "copies"
@@ -299,13 +301,26 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     return Resume(checkpoints=tuple(steps)) if copied else Resume(str(path))
 
 
+def refuse_others(place: Place, config: Config) -> None:
+    """A new run directory on this machine is a new run; a service starts the same run again."""
+    given, newest = config.checkpoint, ""
+    if place.checkpoints in ("folders", "copies") and config.script is None:
+        newest = kept_outside(config)
+    if newest.startswith("step-") and given.resume not in ("never", given.dir):
+        raise UsageError(
+            f"checkpoint.dir: {given.dir} has checkpoints of another run ({newest}), which this new run"
+            " would continue; set another folder, or continue that run with --resume auto or --resume RUN"
+        )
+
+
 def newest_unfinished(config: Config) -> Path | None:
     """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
     # The second and later runs of the same second have a number, those of notebooks and of Ray Jobs a token.
     form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-[0-9a-f]+)*")
     found = [path.resolve() for path in Path(config.output_dir).glob("*") if form.fullmatch(path.name)]
+    outside = kept_outside(config)
     for run in sorted(map(PastRun, found), key=PastRun.began, reverse=True):
-        kept = kept_outside(config) or kept_in(run.run_dir, config)
+        kept = outside or kept_in(run.run_dir, config)
         if kept and run.summary().get("status") != "succeeded":
             return run.run_dir
     return None
@@ -329,12 +344,13 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def kept_outside(config: Config) -> bool:
-    """Whether `checkpoint.dir` has checkpoints, or cannot be read, which the run itself will say."""
-    where = config.checkpoint.dir
+def kept_outside(config: Config) -> str:
+    """The newest checkpoint in `checkpoint.dir`; of a script, or if it cannot be read, the folder; or ""."""
+    where = config.checkpoint.dir or ""
     with contextlib.suppress(OSError, UsageError):
-        return bool(where) and (config.script is not None or bool(open_store(str(where)).names()))
-    return True
+        if where and config.script is None:
+            return next(iter(open_store(where).names()), "")
+    return where
 
 
 def continuation(run_dir: Path, config: Config, words: list[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,35 @@ def test_a_best_checkpoint_that_got_damaged_is_said_where_the_model_is_another(t
     assert json.loads((tmp_path / "model/model.json").read_text())["epoch"] == 4
     text = "the best checkpoint, step-00000004, cannot be read: the model is that of step-00000016"
     assert text in [event["text"] for event in run.head.of("note")]
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_the_weights_of_another_run_in_the_same_folder_are_not_exported(tmp_path: Path, epoch: int) -> None:
+    """The best, and the last, to which this run then adds its outcome."""
+    scores = {"acc1": [1.0 - abs(number - epoch) / 9 for number in range(4)]}
+    recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=[1.0] * 4)
+    train, best = {**TRAIN, "epochs": 4}, f"step-{4 * epoch + 4:08d}"
+    assert start(tmp_path / "other", plain, recipe, train=train).error is None
+
+    def replace(feed: Batches) -> None:
+        if feed.split == "val" and feed.epoch == 3:
+            writers = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+            [thread.join() for thread in writers]
+            shutil.rmtree(tmp_path / "run" / best)
+            shutil.copytree(tmp_path / "other" / best, tmp_path / "run" / best)
+
+    run = start(tmp_path / "run", spoilt(plain, replace), recipe, train=train)
+    assert f"{best}: another run has written this checkpoint" in str(run.error)
+    assert not (tmp_path / "run/model").exists()
+
+
+def test_a_run_is_the_same_through_all_its_starts(tmp_path: Path) -> None:
+    first = start(tmp_path / "a", plain, train=TRAIN).keeper.run
+    assert start(tmp_path / "a", plain, train={**TRAIN, "epochs": 4}).keeper.run == first
+    other = start(tmp_path / "b", plain, resume=tmp_path / "a", train={**TRAIN, "epochs": 5})
+    assert other.error is None and other.keeper.run != first
+    newest = checkpoint.newest_valid(other.keeper.store)
+    assert newest is not None and newest.meta["run"] == other.keeper.run
 
 
 @pytest.mark.parametrize("form", ["model.pt2", "model.onnx", "model.onnx.data", "model.ts"])

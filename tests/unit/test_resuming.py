@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -260,6 +261,24 @@ def test_a_run_with_checkpoints_nowhere_is_not_begun_again_in_its_directory(
     assert resolve(str(ended), "local", outside).run_dir == ended
     assert resolve("auto", "local", outside).run_dir == ended
     assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(f"--resume {ended}")
+
+
+@pytest.mark.parametrize(("where", "refused"), [("local", 1), ("rehearsal", 1), ("slurm", 0), ("ray", 0)])
+def test_a_new_run_does_not_take_over_another_ones_checkpoints_unless_a_service_starts_it(
+    tmp_path: Path, where: str, refused: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(*more: str) -> Config:
+        return load(None, [f"output_dir={tmp_path}/runs", f"checkpoint.dir={tmp_path}/ck", *more]).config
+
+    assert resolve(None, where, given()) == launcher.Resume()
+    save(tmp_path / "ck", 5)
+    says = r"ck has checkpoints of another run \(step-00000005\), .* --resume auto or --resume RUN"
+    with pytest.raises(UsageError, match=says) if refused else contextlib.nullcontext():
+        resolve(None, where, given("train.lr=0.001"))
+    assert resolve(None, where, given(f"checkpoint.resume={tmp_path}/ck")) == launcher.Resume()
+    assert resolve("auto", where, given()) == launcher.Resume("auto")
+    said = capsys.readouterr().out
+    assert said.endswith(f"starting a new one, from {tmp_path}/ck/step-00000005\n") or not refused
 
 
 def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:

@@ -4,7 +4,7 @@ step-00000123/
     model.safetensors    the weights
     ema.safetensors      their moving average, if any
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
-    meta.json            epoch, step, data position, metrics, configuration
+    meta.json            run, epoch, step, data position, metrics, configuration
     history.json         the epochs so far
     manifest.json        SHA-256 of each of them, written last
     outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it, and
@@ -104,7 +104,8 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
     whole = {**saved.meta, **outcome}
-    added = {key: value for key, value in whole.items() if key != "history"}
+    # Not the run, as another one may have replaced this checkpoint.
+    added = {key: value for key, value in whole.items() if key not in ("history", "run")}
     added |= {"since": saved.since, "later": whole.get("history", [])[saved.since :]}
     added = json.loads(json.dumps(added))
     content = {"outcome": added, "sha256": _digest(added)}

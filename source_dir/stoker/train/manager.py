@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import platform
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,6 +66,8 @@ class CheckpointManager:
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
+        self.run = secrets.token_hex(8)
+        """Stands in its checkpoints, and stays through all its starts."""
         self._copier = strategies.Copier()
         self._position: Any = None
 
@@ -149,6 +152,7 @@ class CheckpointManager:
     def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
         worker, clock = self.worker, self.worker.clock
         return {
+            "run": self.run,
             "step": worker.step,
             "samples": worker.samples + progress.samples,
             "epoch": progress.epoch if progress.steps else progress.epoch - 1,
@@ -227,6 +231,7 @@ class CheckpointManager:
         self.pending, worker.kept = saved.pending, saved.name
         self._completes = own = strategies.from_rank(saved.store.where == self.store.where)
         self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
+        self.run = meta.get("run", self.run) if own else self.run  # absent in those of earlier versions
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
@@ -243,10 +248,13 @@ class CheckpointManager:
 
     def _entry(self, meta: dict[str, Any]) -> dict[str, Any] | None:
         """By what a checkpoint competes now, if its epoch has that metric."""
-        before: dict[str, Any] | None = meta["monitored"]
+        before: dict[str, Any] | None = meta["monitored"] if self._is_own(meta) else None
         with contextlib.suppress(UsageError):
             return before and monitored(self.worker.config, meta["metrics"])
         return before
+
+    def _is_own(self, meta: dict[str, Any]) -> bool:
+        return bool(meta.get("run", self.run) == self.run)
 
     def newest(self) -> Checkpoint | None:
         return checkpoint.newest_valid(self.store, self._note)
@@ -263,6 +271,11 @@ class CheckpointManager:
         chosen = best or self.newest() or self.resumed
         if chosen is None:
             raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
+        if chosen is not self.resumed and not self._is_own(chosen.meta):
+            raise OSError(
+                f"{chosen.path}: another run has written this checkpoint; its weights are not exported. Give"
+                " each run a checkpoint.dir of its own"
+            )
         if names and chosen.name != names[0]:
             self._note(f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}")
         target.mkdir(parents=True, exist_ok=True)
