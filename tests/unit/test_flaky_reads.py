@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import random
 from collections import Counter
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pyarrow import fs
 
 from stoker.data import read_images, read_torch
 from stoker.protocol import BadRecord
 from stoker.read import images, sources
+from stoker.read.identity import agree, fingerprint_of_files
 
 
 class Flaky:
@@ -137,3 +141,31 @@ def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
     (shard,) = source.shards(10, None)
     assert [r["image"] for r in source.read(shard, None) if isinstance(r, dict)] == [b"a/1.jpg", b"b/2.jpg"]
     assert set(opened.values()) == {3}
+
+
+class FlakyFiles:
+    """A file system whose opens fail by number."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self.opens, self.fails = count(), fails
+
+    def open_input_file(self, path: str) -> Any:
+        if self.fails(next(self.opens)):
+            raise OSError(116, "Stale file handle")
+        return fs.LocalFileSystem().open_input_file(path)
+
+
+def test_a_read_that_fails_makes_no_other_fingerprint(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}") for number in range(40)]
+    for number, path in enumerate(paths):
+        Path(path).write_bytes(b"%03d" % number)
+
+    def fingerprint(fails: Callable[[int], bool] = lambda number: False) -> str:
+        return fingerprint_of_files(FlakyFiles(fails), paths, [3] * 40, "about")
+
+    whole = fingerprint()
+    assert fingerprint(lambda number: number == 2) == whole
+    first, later = fingerprint(lambda number: True), fingerprint(lambda number: number > 30)
+    assert whole.startswith(first) and whole.startswith(later) and len(first) < len(later) < len(whole)
+    Path(paths[0]).write_bytes(b"new")
+    assert not agree(later, fingerprint()), "the samples before still count"

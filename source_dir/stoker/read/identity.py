@@ -1,8 +1,8 @@
 """Head: checks whether a split still holds the records that it held when a checkpoint was written.
 
 A fingerprint has a base (names, sizes, counts, a dataset's state) and digests of content samples, each four
-times as large as the previous one. Their number is limited by time, so two fingerprints agree if their bases
-and the digests that both have agree.
+times as large as the previous one. Their number is limited by time and by what can be read, so two
+fingerprints agree if their bases and the digests that both have agree.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from math import gcd
@@ -22,7 +23,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stoker.protocol import BadRecord, Shard
-from stoker.read.sources import Source, digest, drawing, listing_of, seed_globals, states
+from stoker.read.sources import Source, digest, drawing, listing_of, read_again, seed_globals, states
 
 MOST_ITEMS = 20_000
 """Maximum number of items of lists, dicts and objects to hash; longer ones are sampled evenly."""
@@ -252,23 +253,29 @@ def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], ab
     chunks = list(spread(ends[-1], CHUNKS[-1])) if ends and ends[-1] else []
     files = [bisect_right(ends, chunk) for chunk in chunks]
 
-    def read(at: int) -> bytes:
+    def read_chunk(at: int) -> bytes:
         file, chunk = files[at], chunks[at]
         offset = (chunk - (ends[file - 1] if file else 0)) * CHUNK_BYTES
-        try:
-            with filesystem.open_input_file(paths[file]) as stream:
-                stream.seek(offset)
-                return blake2b(stream.read(CHUNK_BYTES), digest_size=8).digest()
-        except OSError:
-            return b"cannot be read"
+        with filesystem.open_input_file(paths[file]) as stream:
+            stream.seek(offset)
+            return blake2b(stream.read(CHUNK_BYTES), digest_size=8).digest()
+
+    def read(at: int) -> bytes | None:
+        """None: not now; a file that is missing or forbidden is so in every run."""
+        content = read_again(paths[files[at]], partial(read_chunk, at))
+        if isinstance(content, BadRecord):
+            return None if content.passing else b"cannot be read"
+        return content
 
     sample, found = blake2b(digest_size=4), [digest(about, sizes)]
     until, done = time.monotonic() + BUDGET_S, 0
     with ThreadPoolExecutor(8) as pool:
         for level in CHUNKS:
             part = range(done, min(level, len(chunks)))
-            for content in pool.map(read, part):
-                sample.update(content)
+            contents = [content for content in pool.map(read, part) if content is not None]
+            if len(contents) < len(part):
+                break  # another run compares the digests before
+            sample.update(b"".join(contents))
             done = part.stop
             found.append(sample.hexdigest())
             seen = sum(min(CHUNK_BYTES, sizes[files[at]]) for at in range(done))
