@@ -119,7 +119,7 @@ def test_groups_keep_their_numbers_and_all_other_records(
     bad = {3} - in_chain - in_read if not listed else set()
     skipped = set(range(skip * block))
     deadly = {i for i in in_chain | in_read if listed or i != 3}
-    found = {int(key) for key in suspects.of("train")}
+    found = {int(key.removeprefix("item ")) for key in suspects.of("train")}
     assert found == (deadly - skipped) | (in_read & deadly)
     assert deaths == (2 + 2 * len(found) if found else 0)
     expected = [range(i, min(i + block, COUNT)) for i in range(skip * block, COUNT, block)]
@@ -130,3 +130,19 @@ def test_groups_keep_their_numbers_and_all_other_records(
         assert report.id_sum == sum(record_id(str(i)) for i in members)
         assert sorted(int(b.key) for b in report.bad) == sorted(set(members) - set(left))
         assert columns.get("x", np.empty((0, 1))).ravel().tolist() == [2.0 * i for i in left]
+
+
+class Reversed(Items):
+    """Items whose keys are the numbers of others."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "key": str(COUNT - 1 - index)}
+
+
+@pytest.mark.parametrize(("in_read", "in_chain"), [({}, {2}), ({2}, {}), ({2}, {3}), ({2}, {COUNT - 3})])
+def test_a_record_is_not_taken_for_the_item_of_its_number(in_read: set[int], in_chain: set[int]) -> None:
+    source = read_torch(Reversed(frozenset(in_read)))
+    groups, suspects, _ = run(source, frozenset(in_chain), 10, 0)
+    trained = sorted(x for columns, _ in groups for x in columns["x"].ravel().tolist())
+    assert trained == [2.0 * i for i in range(COUNT) if i not in {*in_read, *in_chain}]
+    assert len(suspects.of("train")) == len(in_read) + len(in_chain)

@@ -30,6 +30,7 @@ from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
 from stoker.figures import count_of, table
 from stoker.protocol import BlockReport, BlockSlice, DataCursor, Schema, Work
+from stoker.read.sources import item_name
 from stoker.recipe import (
     SOURCE_FOLDER,
     Batch,
@@ -293,6 +294,7 @@ class Rebuild:
         chain = pickle.loads(chains["train"])  # noqa: S301 - this process wrote it
         self.loaded = LoadedSplit(data.sources["train"].for_workers(), chain)
         known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
+        known |= {item_name(data.sources["train"], key): reason for key, reason in known.items()}
         self.ever_bad, self.guard = {*known, *found.bad}, Guard(known, None)
         self.shards = passes.shards(self.plan)
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}

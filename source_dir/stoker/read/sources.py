@@ -201,6 +201,11 @@ def record_id(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def item_name(source: Source, key: str) -> str:
+    """By what a listed item is refused: a record may have the number of another item as its own key."""
+    return f"item {key}" if isinstance(source, NumberedSource) else key
+
+
 def one_by_one(
     source: Source,
     listing: list[tuple[str, Shard]],
@@ -208,7 +213,7 @@ def one_by_one(
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
     for key, alone in listing:
-        if reason := refuses(key):
+        if reason := refuses(item_name(source, key)):
             yield BadRecord(key, reason)
         elif (kept := load(key)) is not None:
             yield kept
