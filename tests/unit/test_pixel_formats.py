@@ -270,6 +270,7 @@ def test_pages_and_pictures_beyond_the_first_are_named(form: str, tmp_path: Path
 
 RGB = (U16[..., :3] >> 8).astype(np.uint8)
 GREY = RGB[..., 0]
+LAB = Image.fromarray(RGB).convert("LAB")
 FORMS: dict[str, tuple[Any, Any]] = {
     "a picture": (Image.fromarray(RGB), RGB),
     "an opened file": (Image.open(io.BytesIO(saved(Image.fromarray(RGB)))), RGB),
@@ -283,6 +284,8 @@ FORMS: dict[str, tuple[Any, Any]] = {
         PALETTE[INDEX[..., 0]],
     ),
     "CMYK": (Image.fromarray(RGB).convert("CMYK"), RGB),
+    "LAB": (LAB, np.asarray(LAB.convert("RGB"))),
+    "a LAB file": (Image.open(io.BytesIO(saved(LAB, "TIFF"))), np.asarray(LAB.convert("RGB"))),
     "rows and columns": (GREY, GREY),
     "one channel last": (GREY[..., None], GREY),
     "two channels last": (np.dstack([GREY, GREY]), GREY),

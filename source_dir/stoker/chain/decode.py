@@ -447,8 +447,8 @@ def image_array(image: Any, mode: Mode, bits: int | None = None, in_place: bool 
             raise ValueError(f"a value of {values.max()} has more than {bits} bits")
         image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
     image.info.pop("transparency", None)  # Pillow warns of it, for each image
-    if image.mode == "La":  # grey multiplied by its alpha, which Pillow converts to LA only
-        image = image.convert("LA")
+    if step := {"La": "LA", "LAB": "RGB"}.get(image.mode):  # the only mode that Pillow converts it to
+        image = image.convert(step)
     array = np.asarray(image.convert(mode))
     array = array[..., None] if array.ndim == 2 else array
     return 255 - array if layout and layout.inverted else array
