@@ -146,3 +146,17 @@ def test_a_record_is_not_taken_for_the_item_of_its_number(in_read: set[int], in_
     trained = sorted(x for columns, _ in groups for x in columns["x"].ravel().tolist())
     assert trained == [2.0 * i for i in range(COUNT) if i not in {*in_read, *in_chain}]
     assert len(suspects.of("train")) == len(in_read) + len(in_chain)
+
+
+def test_a_record_that_was_bad_before_and_still_is_is_not_tried_elsewhere() -> None:
+    class Unreadable(Reversed):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 2:
+                raise OSError(5, "Input/output error")
+            return super().__getitem__(index)
+
+    source, guard = read_torch(Unreadable(frozenset())), Guard({"2": "cannot be read"}, None)
+    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=5)
+    work = Work(0, source.shards(5, None)[0])
+    [(_, report)] = blocks_of(LoadedSplit(source, Chain(as_stages([]), seed=1)), plan, work, guard)
+    assert [(bad.key, bad.passing) for bad in report.bad] == [("2", False)]

@@ -66,7 +66,7 @@ class Run:
             if nth < skip:
                 continue
             keys = [f"{shard}/{4 * nth + i}" for i in range(len(group))]
-            known = self.start.quarantined.get(shard, {})
+            known = (self.start.quarantined or {}).get(shard, {})
             group = [good and key not in known for key, good in zip(keys, group, strict=True)]
             ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
             bad = [
@@ -167,6 +167,9 @@ def test_a_record_that_could_be_read_and_cannot_when_its_block_is_made_again_is_
         Run([[True, False] + [True] * 8], position, True, random.Random(0))
     later = Run([[True] * 5 + [False] * 5], position, True, random.Random(0))
     assert later.stream.splitter.rows == 3, "in another block it is quarantined"
+    older = position.model_dump(mode="json", exclude={"quarantined"})
+    old = Run([[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0))
+    assert old.stream.splitter.rows == 7, "nobody knows whether that record was bad before"
 
 
 def test_a_record_that_could_not_be_read_stays_bad_in_a_block_that_is_made_again() -> None:

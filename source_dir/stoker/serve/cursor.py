@@ -134,18 +134,23 @@ class Trail:
 
     def report(self, report: BlockReport) -> None:
         if not self.start.by_row:
-            whole, rows = self.start.partial.get(report.shard, (0, 0))
-            known = self.start.quarantined.get(report.shard, {}) if rows and report.nth == whole else None
-            for bad in report.bad:
-                if known is not None and bad.passing and bad.key not in known:
-                    raise DataError(
-                        f"record {bad.key}, of whose block rows were trained before, {bad.reason}: resume"
-                        " once it can be read; without it, others would be trained twice or never"
-                    )
+            self._refuse_moved(report)
             sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
             made = Block(report.rows, sums, report.last, {bad.key: bad.reason for bad in report.bad})
             self._blocks.setdefault(report.shard, deque()).append(made)
             self._use(report.shard, 0)
+
+    def _refuse_moved(self, report: BlockReport) -> None:
+        """Refuse that the rows of the next block of a shard, of which some were consumed, are others now."""
+        start, at = self.start, self.start.partial.get(report.shard, (0, 0))
+        if not at[1] or report.nth != at[0] or start.quarantined is None:
+            return
+        known = start.quarantined.get(report.shard, {})
+        if lost := next((bad for bad in report.bad if bad.key not in known), None):
+            raise DataError(
+                f"record {lost.key}, of whose block rows were trained before, {lost.reason}: resume once it"
+                " can be used again; without it, other records would be trained twice or never"
+            )
 
     def arrive(self, shard: int, rows: int) -> int:
         """Record the arrival of a block; returns how many leading rows were consumed before this start."""
@@ -202,7 +207,7 @@ class Trail:
         quarantined = {}
         for shard, place in there._partial.items():
             blocks = there._blocks.get(shard)  # none, if the next one was not made again since `start`
-            those = blocks[0].bad if blocks else start.quarantined.get(shard)
+            those = blocks[0].bad if blocks else (start.quarantined or {}).get(shard)
             if place[1] and those:
                 quarantined[shard] = those
         return start.model_copy(

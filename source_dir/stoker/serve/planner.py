@@ -370,7 +370,8 @@ class Planner:
                 first, stop = run[0].report, run[-1].report.nth + 1
                 work = [Work(first.shard, run[0].shard or Shard(""), first.nth, store=False, stop=stop)]
                 lost.append(Item(pass_, self._name(pass_.plan.split, work), work))
-        self._again(lost)
+        if lost:
+            self._again(lost)
 
     def _remade(self, pass_: Pass, block: ReadyBlock) -> None:
         report = block.report

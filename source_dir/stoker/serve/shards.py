@@ -160,7 +160,10 @@ class Guard:
             record = next(records, None)
             if record is None:
                 return
-            if isinstance(record, BadRecord) or number < first:
+            if isinstance(record, BadRecord):  # one that was bad before is not tried elsewhere
+                yield record._replace(passing=record.passing and record.key not in self._known)
+                continue
+            if number < first:
                 yield record
                 continue
             key = record["key"]
