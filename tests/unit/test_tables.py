@@ -64,6 +64,26 @@ def test_nan_differs_from_every_value_however_rows_are_grouped(term: Any, tmp_pa
     assert sorted(row["x"] for row in found) == [2, 4]
 
 
+@pytest.mark.parametrize("term", [("split", "!=", "val"), ("split", "not in", ["val"])])
+def test_partitions_that_a_filter_excludes_are_not_read(term: Any, tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    for split in ("train", "val"):
+        content = pa.table({"x": [1, None if split == "val" else 2], "split": [split] * 2})
+        deltalake.write_deltalake(tmp_path / "t", content, partition_by=["split"], mode="append")
+    source = read_delta(str(tmp_path / "t"), columns=["x"], filters=[term])
+    assert [row["x"] for row in rows_of(source)] == [1, 2]
+    assert len(source.paths) == 1
+
+
+def test_statistics_rule_out_what_differs_from_no_value(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    parquet.write_table(pa.table({"x": [1, 1, 2, 2]}), tmp_path / "train" / "0.parquet", row_group_size=2)
+    source = read_parquet(str(tmp_path), "train", filters=[("x", "!=", 1)])
+    assert [row["x"] for row in rows_of(source)] == [2, 2]
+    whole = read_parquet(str(tmp_path), "train", filters=[("x", "not in", [3])])
+    assert len(source.footers[0].groups) == 1 and len(rows_of(whole)) == 4
+
+
 def test_columns_and_row_groups_that_are_not_wanted_are_not_read(table: Path) -> None:
     path = table / "train" / "0.parquet"
     about = parquet.ParquetFile(path).metadata

@@ -59,7 +59,8 @@ def open_delta(
         raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
     if not actions:
         raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
-    out = _ruled_out(dataset, filters)
+    partitions = table.metadata().partition_columns
+    out = _ruled_out(dataset, [field for field in dataset.schema if field.name not in partitions], filters)
     # Keep one in any case, so that the source reports that no row matches.
     actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
     actions.sort(key=lambda action: action["path"])
@@ -70,10 +71,11 @@ def open_delta(
     return DeltaSource(files, columns, filters, constants, nulls, types)
 
 
-def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
-    """Files without matching rows, by the partitions and statistics in the table's log."""
+def _ruled_out(dataset: Any, own: list[Any], filters: Filters | None) -> set[str]:
+    """Files without matching rows, by the partitions and statistics in the table's log; `own`: the fields
+    that are in the files."""
     try:
-        if not (some := for_statistics(filters)):
+        if not (some := for_statistics(filters, own)):
             return set()
         fragments = dataset.get_fragments(filter=expression(some))
         return set(dataset.files) - {fragment.path for fragment in fragments}

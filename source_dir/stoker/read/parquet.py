@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -57,14 +57,18 @@ def expression(filters: Filters | None) -> Any:
     return parquet.filters_to_expression(filters)
 
 
-def for_statistics(filters: Filters | None, without: Iterable[str] = ()) -> Filters | None:
-    """The part of the filters that statistics can judge, also without some columns; it keeps at least the
-    same rows. NaN, which no statistics show, differs from every value."""
-    if not filters:
-        return None
-    either: list[Any] = filters if isinstance(filters[0], list) else [filters]
-    unsafe = ("!=", "not in")
-    left = [[term for term in part if term[0] not in without and term[1] not in unsafe] for part in either]
+def for_statistics(filters: Filters | None, schema: Iterable[Any], without: Container[str] = ()) -> Any:
+    """The part of the filters that statistics of these fields can judge, also without some columns; it keeps
+    at least the same rows. NaN, which no statistics show, differs from every value."""
+    import pyarrow as pa
+
+    floats = {f.name for f in schema if pa.types.is_floating(getattr(f.type, "value_type", f.type))}
+
+    def judged(column: str, operator: str, _: Any) -> bool:
+        return column not in without and not (column in floats and operator in ("!=", "not in"))
+
+    either: list[Any] = [] if not filters else filters if isinstance(filters[0], list) else [filters]
+    left = [[term for term in part if judged(*term)] for part in either]
     return left if all(left) else None
 
 
@@ -280,7 +284,7 @@ class ParquetSource(StreamedSource):
         if not {*footer.schema.names, *constants}.issuperset(filter_columns(self.filters)):
             return footer  # check() reports the column
         groups = footer.groups
-        if own := for_statistics(self.filters, without=constants):
+        if own := for_statistics(self.filters, footer.schema, without=constants):
             # Statistics rule out most row groups that cannot match, without reading them.
             fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
             kept = fragment.split_by_row_group(expression(own), footer.schema)
