@@ -191,6 +191,31 @@ def test_a_model_is_not_left_beside_another_starts_export(tmp_path: Path, form: 
     assert left == {"model.json", "model.safetensors"}
 
 
+def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_again(tmp_path: Path) -> None:
+    start(tmp_path, plain, train=TRAIN)
+    (tmp_path / "model/model.onnx").write_text("of these weights")
+    assert start(tmp_path, plain, train=TRAIN).error is None
+    left = {path.name for path in (tmp_path / "model").iterdir()}
+    assert left == {"model.json", "model.onnx", "model.safetensors"}
+
+
+def test_a_model_stays_until_the_weights_that_replace_it_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = start(tmp_path, plain, train=TRAIN).keeper
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    (tmp_path / "model/model.onnx").write_text("of these weights")
+
+    def reset(name: str) -> None:
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(keeper.store, "local", reset)
+    with pytest.raises(OSError, match="connection reset"):
+        keeper.write_model(tmp_path / "model")
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
+    assert (tmp_path / "model/model.onnx").exists()
+
+
 def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     shelf = checkpoint.Retention(store, newest=1, top_k=2)

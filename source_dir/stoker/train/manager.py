@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import math
 import platform
@@ -279,13 +280,15 @@ class CheckpointManager:
         if names and chosen.name != names[0]:
             self._note(f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}")
         target.mkdir(parents=True, exist_ok=True)
-        for file in (*FILES.values(), f"{FILES['onnx']}.data"):  # of an earlier start
-            (target / file).unlink(missing_ok=True)
+        weights = target / checkpoint.WEIGHTS
         with chosen.store.local(chosen.name) as folder:
             averaged = (folder / checkpoint.EMA).is_file()
             source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
-            # Not its times and mode, which mounted object storage does not have.
-            shutil.copyfile(source, target / checkpoint.WEIGHTS)
+            if not (weights.is_file() and filecmp.cmp(source, weights, shallow=False)):
+                for file in {*FILES.values(), f"{FILES['onnx']}.data"} - {weights.name}:  # of other weights
+                    (target / file).unlink(missing_ok=True)
+                # Not its times and mode, which mounted object storage does not have.
+                shutil.copyfile(source, weights)
         where = {"checkpoint": chosen.name, "epoch": chosen.meta["epoch"] + 1, "step": chosen.meta["step"]}
         about = {
             "recipe": worker.config.recipe,
