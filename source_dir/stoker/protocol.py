@@ -369,9 +369,9 @@ class DataCursor(BaseModel):
     """Fully consumed shards: sorted ranges first … last + 1 of positions in the epoch's order."""
     partial: dict[int, tuple[int, int]] = {}
     """Partly consumed shards: number → (whole blocks, rows of the next block)."""
-    quarantined: dict[int, dict[str, str]] | None = None
-    """The bad records of those next blocks, key → reason: they stay bad, or the rows would move. None: not
-    known, as in earlier checkpoints."""
+    quarantined: dict[int, dict[str, str]] = {}
+    """The bad records of those next blocks, key → reason: they stay bad, or the rows would move. Of a shard
+    that is absent they are not known, as in earlier checkpoints."""
     by_row: bool = False
     """The dataset has no shards: `rows` alone is the position."""
     again: bool = False

@@ -66,7 +66,7 @@ class Run:
             if nth < skip:
                 continue
             keys = [f"{shard}/{4 * nth + i}" for i in range(len(group))]
-            known = (self.start.quarantined or {}).get(shard, {})
+            known = self.start.quarantined.get(shard, {})
             group = [good and key not in known for key, good in zip(keys, group, strict=True)]
             ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
             bad = [
@@ -170,6 +170,20 @@ def test_a_record_that_could_be_read_and_cannot_when_its_block_is_made_again_is_
     older = position.model_dump(mode="json", exclude={"quarantined"})
     old = Run([[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0))
     assert old.stream.splitter.rows == 7, "nobody knows whether that record was bad before"
+
+
+def test_what_a_checkpoint_does_not_know_of_a_block_the_next_one_does_not_know_either() -> None:
+    older = {"epoch": 0, "plan": PLAN.model_dump(), "rows": 3, "partial": {0: (0, 2), 1: (0, 1)}}
+    bad = BlockReport(shard=1, nth=0, rows=3, records=4, bad=[BadRecord("1/3", "damaged")])
+    good = replace(bad, shard=0, rows=4, bad=[])
+    trail = Trail(DataCursor.model_validate(older))
+    trail.report(good)
+    trail.arrive(0, 4)
+    position = trail.after(1, 0)
+    assert position.quarantined == {0: {}}
+    Trail(position).report(bad)
+    with pytest.raises(DataError, match="record 1/3"):
+        Trail(position).report(replace(bad, shard=0))
 
 
 def test_a_record_that_could_not_be_read_stays_bad_in_a_block_that_is_made_again() -> None:

@@ -294,7 +294,7 @@ class Rebuild:
         chain = pickle.loads(chains["train"])  # noqa: S301 - this process wrote it
         self.loaded = LoadedSplit(data.sources["train"].for_workers(), chain)
         known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
-        for bad in (self.start.quarantined or {}).values():
+        for bad in self.start.quarantined.values():
             known |= bad
         known |= {item_name(data.sources["train"], key): reason for key, reason in known.items()}
         self.ever_bad, self.guard = {*known, *found.bad}, Guard(known, None)

@@ -142,10 +142,10 @@ class Trail:
 
     def _refuse_moved(self, report: BlockReport) -> None:
         """Refuse that the rows of the next block of a shard, of which some were consumed, are others now."""
-        start, at = self.start, self.start.partial.get(report.shard, (0, 0))
-        if not at[1] or report.nth != at[0] or start.quarantined is None:
+        whole, rows = self.start.partial.get(report.shard, (0, 0))
+        known = self.start.quarantined.get(report.shard)
+        if not rows or report.nth != whole or known is None:
             return
-        known = start.quarantined.get(report.shard, {})
         if lost := next((bad for bad in report.bad if bad.key not in known), None):
             raise DataError(
                 f"record {lost.key}, of whose block rows were trained before, {lost.reason}: resume once it"
@@ -207,8 +207,8 @@ class Trail:
         quarantined = {}
         for shard, place in there._partial.items():
             blocks = there._blocks.get(shard)  # none, if the next one was not made again since `start`
-            those = blocks[0].bad if blocks else (start.quarantined or {}).get(shard)
-            if place[1] and those:
+            those = blocks[0].bad if blocks else start.quarantined.get(shard)
+            if place[1] and those is not None:
                 quarantined[shard] = those
         return start.model_copy(
             update={

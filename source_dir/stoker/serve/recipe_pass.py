@@ -346,7 +346,7 @@ class RecipeAttempt(Attempt):
             if epoch != start.epoch:
                 start = start.model_copy(
                     update={
-                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": None,
+                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": {},
                         "books": CarriedAccount(),
                         "plan": self.passes.identity(
                             start.plan.fingerprint, start.plan.unstable, start.plan.validation
@@ -371,7 +371,7 @@ class RecipeAttempt(Attempt):
             account=EpochAccount.since(split, epoch, start),
             total=self.totals[split],
             trail=Trail(start) if start else None,
-            quarantined=(start and start.quarantined) or {},
+            quarantined=start.quarantined if start else {},
             stall_s=config.data.stall_timeout_s,
         )
 
