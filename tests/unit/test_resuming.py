@@ -67,8 +67,21 @@ def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_
     assert start[1] is None
     assert "is incomplete" in said[0]
     assert "starting from scratch" in said[1]
-    with pytest.raises(UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: it is "):
-        plan(tmp_path)  # which somebody asked for
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_run_killed_in_its_first_save_begins_again_and_one_with_damaged_checkpoints_does_not(
+    tmp_path: Path, given: bool
+) -> None:
+    """On this machine, where no service restarts it: somebody asked for what is there."""
+    where = [f"checkpoint.dir={tmp_path}/ck"] if given else []
+    kept = tmp_path / ("ck" if given else "checkpoints")
+    (save(kept, 10) / "manifest.json").unlink()
+    start, said = plan(tmp_path, *where)
+    assert start[1] is None and said[1].endswith("has no valid checkpoint; starting from scratch")
+    (save(kept, 5) / "meta.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: meta"):
+        plan(tmp_path, *where)
 
 
 def test_a_restart_after_its_first_save_was_interrupted_begins_where_the_first_start_did(

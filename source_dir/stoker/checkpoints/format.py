@@ -31,7 +31,15 @@ from operator import itemgetter
 from typing import Any
 
 from stoker.errors import UsageError
-from stoker.storage.checkpoint_store import FULL, CheckpointStore, name_of, step_of, verify, write_manifest
+from stoker.storage.checkpoint_store import (
+    FULL,
+    INCOMPLETE,
+    CheckpointStore,
+    name_of,
+    step_of,
+    verify,
+    write_manifest,
+)
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
 HISTORY, OUTCOME = "history.json", "outcome.json"
@@ -200,17 +208,27 @@ class Retention:
     """Checkpoint → its metric, mode and value; empty within an epoch."""
     tell: Callable[[str], Any] = print
     _told: bool = False
+    _incomplete: list[str] = field(default_factory=list)
+    """Left by earlier starts; removed once there is a new one."""
 
     def fill(self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")) -> None:
-        """Add the valid ones of earlier starts up to the step resumed from; `entry`: by what they compete."""
+        """Add the complete ones of earlier starts up to the step resumed from; `entry`: by what they compete.
+
+        Only their meta data are read, because training waits for this.
+        """
         for name in self.store.names():
             if step_of(name) > upto:
                 continue
-            if problem := verify(self.store, name):
+            try:
+                if not (problem := verify(self.store, name, only=META)):
+                    saved = load_meta(self.store, name, with_history=False)
+                    self._note(replace(saved, meta={**saved.meta, "monitored": entry(saved.meta)}))
+            except OSError as error:
+                problem = " ".join(str(error).split())[:300]
+            if problem:
                 self.tell(f"checkpoint {name} does not compete for the model: {problem}")
-            else:
-                saved = load_meta(self.store, name, with_history=False)
-                self._note(replace(saved, meta={**saved.meta, "monitored": entry(saved.meta)}))
+            if problem == INCOMPLETE:
+                self._incomplete.append(name)
 
     def _note(self, saved: Checkpoint) -> None:
         entry = saved.meta["monitored"] or {}
@@ -242,9 +260,10 @@ class Retention:
         self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
-        for name in [n for n in self.monitored if n not in best and n not in newest]:
-            del self.monitored[name]
+        for name in [*self._incomplete, *(n for n in self.monitored if n not in best and n not in newest)]:
+            self.monitored.pop(name, None)
             self._remove(name)
+        self._incomplete.clear()
         if best:
             first = self.monitored[best[0]]
             ranks = {name: self.monitored[name]["value"] for name in best}

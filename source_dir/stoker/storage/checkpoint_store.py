@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+INCOMPLETE = "it is incomplete (no readable manifest)"
 _NAME = re.compile(r"step-\d{8,}")
 FULL = " is full"
 LEAST_FREE_MB = 0.5
@@ -233,19 +234,31 @@ def write_manifest(draft: Path) -> None:
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
 
-def verify(store: CheckpointStore, name: str) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        sums = json.loads(store.content(f"{name}/{MANIFEST}"))
-    except (FileNotFoundError, ValueError):
-        return "it is incomplete (no readable manifest)"
+def complete(store: CheckpointStore) -> list[str]:
+    """The checkpoints that were written to their end, newest first; their content may be damaged."""
+    return [name for name in store.names() if _sums(store, name) is not None]
+
+
+def verify(store: CheckpointStore, name: str, only: str = "") -> str | None:
+    """What is wrong with a checkpoint, or with one file of it, or None."""
+    if (sums := _sums(store, name)) is None:
+        return INCOMPLETE
     for file, expected in sums.items():
+        if only not in ("", file):
+            continue
         try:
             found = store.digest(name, file)
         except FileNotFoundError:
             return f"{file} is absent"
         if found != expected:
             return f"{file} is damaged (its SHA-256 differs from the manifest)"
+    return None
+
+
+def _sums(store: CheckpointStore, name: str) -> dict[str, str] | None:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        found: dict[str, str] = json.loads(store.content(f"{name}/{MANIFEST}"))
+        return found
     return None
 
 

@@ -236,9 +236,7 @@ class CheckpointManager:
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
-            # In the writer's thread, because it reads them whole.
-            fill = partial(self.shelf.fill, meta["step"], self._entry)
-            self.writer.submit("what earlier starts left", fill)
+            self.shelf.fill(meta["step"], self._entry)
         validate = self.pending["epoch"] if self.pending else None
         event = Resumed(epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
         worker.log(event)

@@ -19,7 +19,7 @@ from stoker.events.summary import Summary
 from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL, host_name
 from stoker.place import RunPlace
-from stoker.storage.checkpoint_store import CheckpointStore, open_store, step_of, verify
+from stoker.storage.checkpoint_store import CheckpointStore, complete, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.layer_decay", "train.scheduler", "data.shuffle")
@@ -64,7 +64,7 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
             )
         return own, None
     given = open_store(str(place.checkpoint_dir), place.synced)
-    if not names and given.where != own.where and (left := given.names()):
+    if not names and given.where != own.where and (left := complete(given)):
         raise UsageError(
             f"checkpoint.dir: {where} has no checkpoint, but {given.where} has those of this run ({left[0]});"
             " leave checkpoint.dir out, or move them there"
@@ -82,9 +82,9 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     if names and found is None:
-        if place.name == "local":  # no service restarts it: someone asked for what is there
+        if place.name == "local" and (kept := complete(own)):  # no service: someone asked for what is there
             raise UsageError(
-                f"--resume: {where} has no valid checkpoint ({names[0]}: {verify(own, names[0])}); start a"
+                f"--resume: {where} has no valid checkpoint ({kept[0]}: {verify(own, kept[0])}); start a"
                 " new run, in another checkpoint.dir if you have set it"
             )
         log(f"{where} has no valid checkpoint; starting from scratch")
