@@ -146,6 +146,12 @@ class BadRecord(NamedTuple):
     reason: str
     passing: bool = False
     """Whether the failure may be transient; the record counts as bad only after retries elsewhere."""
+    name: str = ""
+    """By what it is refused, if not by its key."""
+
+    @property
+    def called(self) -> str:
+        return self.name or self.key
 
 
 ID_COLUMN, KEY_COLUMN = "__id", "__key"
@@ -361,6 +367,7 @@ class DataCursor(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     version: int = 1
+    """In 1, `deadly` has items of numbered sources by their number alone."""
     epoch: int
     rows: int = 0
     """Rows of this epoch consumed so far."""
@@ -370,7 +377,7 @@ class DataCursor(BaseModel):
     partial: dict[int, tuple[int, int]] = {}
     """Partly consumed shards: number → (whole blocks, rows of the next block)."""
     quarantined: dict[int, dict[str, str]] = {}
-    """The bad records of those next blocks, key → reason: they stay bad, or the rows would move. Of a shard
+    """The bad records of those next blocks, name → reason: they stay bad, or the rows would move. Of a shard
     that is absent they are not known, as in earlier checkpoints."""
     by_row: bool = False
     """The dataset has no shards: `rows` alone is the position."""

@@ -149,14 +149,32 @@ def test_a_record_is_not_taken_for_the_item_of_its_number(in_read: set[int], in_
 
 
 def test_a_record_that_was_bad_before_and_still_is_is_not_tried_elsewhere() -> None:
-    class Unreadable(Reversed):
+    class Unreadable(Unlisted):
+        def read(self, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
+            yield BadRecord("2", "cannot be read", passing=True)
+
+    loaded = LoadedSplit(Unreadable(), Chain(as_stages([]), seed=1))
+    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=5)
+    [(_, report)] = blocks_of(loaded, plan, Work(0, Shard("all")), Guard({"2": "cannot be read"}, None))
+    assert [(bad.key, bad.passing) for bad in report.bad] == [("2", False)]
+
+
+def test_a_bad_item_stays_bad_and_the_record_that_has_its_number_as_key_good() -> None:
+    class Damaged(Reversed):
+        damaged = True
+
         def __getitem__(self, index: int) -> dict[str, Any]:
-            if index == 2:
-                raise OSError(5, "Input/output error")
+            if index == 2 and self.damaged:
+                raise ValueError("damaged")
             return super().__getitem__(index)
 
-    source, guard = read_torch(Unreadable(frozenset())), Guard({"2": "cannot be read"}, None)
-    plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=5)
-    work = Work(0, source.shards(5, None)[0])
-    [(_, report)] = blocks_of(LoadedSplit(source, Chain(as_stages([]), seed=1)), plan, work, guard)
-    assert [(bad.key, bad.passing) for bad in report.bad] == [("2", False)]
+    source = read_torch(Damaged(frozenset()))
+    (shard,), plan = source.shards(COUNT, None), PassPlan(1, 0, "train", shuffle=False, block_records=COUNT)
+    loaded = LoadedSplit(source, Chain(as_stages([Double(frozenset())]), seed=1))
+    ((columns, report),) = blocks_of(loaded, plan, Work(0, shard))
+    for damaged in (True, False):
+        source.dataset.damaged = damaged
+        known = {bad.called: bad.reason for bad in report.bad}
+        ((again, remade),) = blocks_of(loaded, plan, Work(0, shard), Guard(known, None))
+        assert again["x"].tolist() == columns["x"].tolist()
+        assert [bad[:2] for bad in remade.bad] == [bad[:2] for bad in report.bad]

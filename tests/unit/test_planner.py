@@ -350,7 +350,7 @@ def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_go
     look(head)
     worker = Worker(head, "h0")
     assert worker.ask() and worker.claim is not None and not worker.claim.care.known
-    bad = [BadRecord("s0:0", "cannot be read, 3 tries: OSError", passing=True)]
+    bad = [BadRecord("0", "cannot be read, 3 tries: OSError", passing=True, name="item 0")]
     report = BlockReport(0, 0, False, 3, 0.01, 4, 6, bad=bad, bytes_out=10)
     head.planner.reported(worker.me, worker.claim.number, Made(report, "made"))
     worker.todo.pop(0)
@@ -358,17 +358,17 @@ def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_go
     head.shared.suspects.of("train")["s0:1"] = "its process died"  # in another epoch, on a small host
     head.lose("h0")
     assert worker.ask() and worker.claim is not None
-    assert worker.claim.care.known == {bad[0].key: bad[0].reason}
+    assert worker.claim.care.known == {"item 0": bad[0].reason}
     worker = worker.again()
     assert worker.ask() and worker.claim is not None
-    assert worker.claim.care.known.keys() == {"s0:0", "s0:1"}, "here, too"
+    assert worker.claim.care.known.keys() == {"item 0", "s0:1"}, "here, too"
     assert not worker.claim.care.last_try, "what could be read is not quarantined"
     head.stream.splitter.batch_size = 2
     place = head.stream.position(1, 0)
     head.begin(place)
     look(head)
     assert worker.ask() and worker.claim is not None
-    assert worker.claim.care.known.keys() == {"s0:0", "s0:1"}
+    assert worker.claim.care.known.keys() == {"item 0", "s0:1"}
 
 
 def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:

@@ -294,9 +294,9 @@ class Rebuild:
         chain = pickle.loads(chains["train"])  # noqa: S301 - this process wrote it
         self.loaded = LoadedSplit(data.sources["train"].for_workers(), chain)
         known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
+        known |= {item_name(data.sources["train"], key): reason for key, reason in known.items()}
         for bad in self.start.quarantined.values():
             known |= bad
-        known |= {item_name(data.sources["train"], key): reason for key, reason in known.items()}
         self.ever_bad, self.guard = {*known, *found.bad}, Guard(known, None)
         self.shards = passes.shards(self.plan)
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}
@@ -352,7 +352,7 @@ class Rebuild:
             if made is None:
                 raise UsageError(f"--step: {block} is no longer in the data")
             columns, report = made
-            if bad := next((bad for bad in report.bad if bad.key not in self.ever_bad), None):
+            if bad := next((bad for bad in report.bad if not {bad.key, bad.called} & self.ever_bad), None):
                 raise UsageError(
                     f"--step: record {bad.key} fails now ({bad.reason}) and did not in the run: the data or"
                     " the recipe has changed"

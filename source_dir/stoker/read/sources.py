@@ -213,8 +213,8 @@ def one_by_one(
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
     for key, alone in listing:
-        if reason := refuses(item_name(source, key)):
-            yield BadRecord(key, reason)
+        if reason := refuses(name := item_name(source, key)):
+            yield BadRecord(key, reason, name=name)
         elif (kept := load(key)) is not None:
             yield kept
         else:
@@ -438,7 +438,7 @@ class TorchSource(NumberedSource):
             rewind = partial(restore_generators, states())
             item = read_again(str(index), partial(self.dataset.__getitem__, index), rewind, far=True)
             if isinstance(item, BadRecord):
-                yield item
+                yield item._replace(name=item_name(self, item.key))
                 continue
             if not isinstance(item, dict):
                 values = item if isinstance(item, tuple | list) else (item,)

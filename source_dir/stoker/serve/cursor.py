@@ -136,7 +136,7 @@ class Trail:
         if not self.start.by_row:
             self._refuse_moved(report)
             sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
-            made = Block(report.rows, sums, report.last, {bad.key: bad.reason for bad in report.bad})
+            made = Block(report.rows, sums, report.last, {bad.called: bad.reason for bad in report.bad})
             self._blocks.setdefault(report.shard, deque()).append(made)
             self._use(report.shard, 0)
 
@@ -146,7 +146,7 @@ class Trail:
         known = self.start.quarantined.get(report.shard)
         if not rows or report.nth != whole or known is None:
             return
-        if lost := next((bad for bad in report.bad if bad.key not in known), None):
+        if lost := next((bad for bad in report.bad if bad.called not in known), None):
             raise DataError(
                 f"record {lost.key}, of whose block rows were trained before, {lost.reason}: resume once it"
                 " can be used again; without it, other records would be trained twice or never"

@@ -62,7 +62,7 @@ class Pass(ABC):
     delivered: Numbers = field(default_factory=Numbers)
     """Completed shards, also those of the attempts before."""
     quarantined: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    """By shard: bad records of a block of which the attempts before consumed rows, key → reason."""
+    """By shard: bad records of a block of which the attempts before consumed rows, name → reason."""
     under_way: int = 0
     """Items in progress or queued for a retry."""
     shards_under_way: int = 0

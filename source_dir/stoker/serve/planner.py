@@ -110,7 +110,7 @@ class Planner:
         return Claim(item.number, item.pass_.plan, [*item.shards], care, wait_s)
 
     def _known(self, item: Item) -> dict[str, str]:
-        """Records to quarantine unread: key → reason. What is made again keeps its bad records, which may be
+        """Records to quarantine unread: name → reason. What is made again keeps its bad records, which may be
         readable now; a record that is deadly elsewhere may be a good one of a lost block."""
         first_try = item.stop is not None and not item.tried
         known = {} if first_try else dict(self.attempt.suspects.of(item.pass_.plan.split))
@@ -118,7 +118,7 @@ class Planner:
             known |= item.pass_.quarantined.get(each.number, {})
             for nth in range(each.skip, each.stop or 0):
                 if (block := self.lost.get((item.pass_, each.number, nth))) is not None:
-                    known |= {bad.key: bad.reason for bad in block.report.bad}
+                    known |= {bad.called: bad.reason for bad in block.report.bad}
         return known
 
     def upcoming(self, by: Process) -> Shard | None:

@@ -161,7 +161,7 @@ class Guard:
             if record is None:
                 return
             if isinstance(record, BadRecord):  # one that was bad before is not tried elsewhere
-                yield record._replace(passing=record.passing and record.key not in self._known)
+                yield record._replace(passing=record.passing and record.called not in self._known)
                 continue
             if number < first:
                 yield record
