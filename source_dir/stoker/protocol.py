@@ -148,6 +148,8 @@ class BadRecord(NamedTuple):
     """Whether the failure may be transient; the record counts as bad only after retries elsewhere."""
     name: str = ""
     """By what it is refused, if not by its key."""
+    place: int = -1
+    """Records before it in its block; -1: not known, or rows have another order."""
 
     @property
     def called(self) -> str:

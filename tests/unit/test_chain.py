@@ -86,6 +86,7 @@ def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> N
     assert report.records == 5
     assert report.id_sum == sum(map(record_id, ["r0", "r1", "r2", "r3", "r9"]))
     assert report.bad_id_sum == sum(map(record_id, ["r1", "r2", "r9"]))
+    assert {bad.key: bad.place for bad in report.bad} == {"r1": 1, "r2": 2, "r9": 4}
     reasons = {bad.key: bad.reason for bad in report.bad}
     assert reasons["r9"] == "cannot be read"
     assert "DecodeImage: ValueError: cannot be decoded" in reasons["r1"]

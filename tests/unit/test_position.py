@@ -70,7 +70,9 @@ class Run:
             group = [good and key not in known for key, good in zip(keys, group, strict=True)]
             ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
             bad = [
-                BadRecord(key, "bad", passing=True) for key, good in zip(keys, group, strict=True) if not good
+                BadRecord(key, "bad", passing=True, place=place)
+                for place, (key, good) in enumerate(zip(keys, group, strict=True))
+                if not good
             ]
             report = BlockReport(
                 shard=shard, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
@@ -153,7 +155,7 @@ def test_each_record_is_trained_or_quarantined_once_whichever_can_be_read_at_a_t
     try:
         seen, run = through(shards, cuts, exact, seed, passing=0.2)
     except DataError as error:
-        assert "of whose block rows were trained before, bad: resume" in str(error)
+        assert "of whose block rows were trained before, bad: " in str(error)
         return
     assert len({*seen}) == len(seen)
     counts = run.stream.account.reconcile(sum(map(len, shards)))
@@ -163,10 +165,27 @@ def test_each_record_is_trained_or_quarantined_once_whichever_can_be_read_at_a_t
 def test_a_record_that_could_be_read_and_cannot_when_its_block_is_made_again_is_named() -> None:
     cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = cut.stream.position(2, sum(cut.ids(range(2))))
-    with pytest.raises(DataError, match="record 0/1, of whose block rows were trained before, bad: resume"):
+    with pytest.raises(DataError, match=r"record 0/1, .* trained before, bad: .* earlier checkpoint"):
         Run([[True, False] + [True] * 8], position, True, random.Random(0))
     later = Run([[True] * 5 + [False] * 5], position, True, random.Random(0))
     assert later.stream.splitter.rows == 3, "in another block it is quarantined"
+    behind = Run([[True, True, False, True] + [True] * 6], position, True, random.Random(0))
+    assert behind.ids(range(1)) == [record_id("0/3")], "nothing moves"
+    assert behind.stream.position(0, 0).quarantined == {0: {"0/2": "bad"}}
+
+
+def test_of_a_block_with_bad_records_only_one_that_was_trained_is_missed() -> None:
+    cut = Run([[False, True, True, True]], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
+    position = cut.stream.position(2, sum(cut.ids(range(2))))
+    behind = Run([[True, True, True, False]], position, True, random.Random(0))
+    assert behind.stream.splitter.rows == 0
+    with pytest.raises(DataError, match="record 0/2"):
+        Run([[True, True, False, True]], position, True, random.Random(0))
+
+
+def test_older_checkpoints_miss_no_record() -> None:
+    cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
+    position = cut.stream.position(2, sum(cut.ids(range(2))))
     older = position.model_dump(mode="json", exclude={"quarantined"})
     old = Run([[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0))
     assert old.stream.splitter.rows == 7, "nobody knows whether that record was bad before"

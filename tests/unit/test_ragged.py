@@ -162,7 +162,7 @@ def test_bucketed_rows_keep_their_order_when_a_block_is_made_again_and_change_it
 def test_a_record_without_the_column_that_buckets_is_quarantined_as_ever() -> None:
     records = [*of_lengths([3, 1, 2]), {"key": "none", "ids": None}, {"key": "absent"}]
     columns, report = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by="ids").run(records, 0)
-    assert {one.key for one in report.bad} == {"none", "absent"}
+    assert {(one.key, one.place) for one in report.bad} == {("none", -1), ("absent", -1)}
     assert sorted(np.diff(columns["ids"].offsets)) == [1, 2, 3]
 
 

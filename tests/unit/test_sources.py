@@ -110,7 +110,7 @@ def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> Non
 
     records = read_all(read_torch(Pairs(), columns=("x", "y")))
     assert records[0]["y"] == 0
-    assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn")
+    assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn", name="item 1")
     with pytest.raises(UsageError, match="needs a map-style dataset"):
         read_torch(iter([]))
 

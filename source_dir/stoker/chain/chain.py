@@ -116,7 +116,8 @@ class Chain:
         limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost(random=False)})
         # Record by record, so that only one decoded image at a time is in memory, and it in the CPU's cache.
-        passing: Iterable[Record] = self._take(records, report)
+        keys: list[str] = []
+        passing: Iterable[Record] = self._take(records, report, keys)
         for segment in self._segments:
             seed = f"{self.seed}/{epoch}/{segment.number}"
             if segment.stages[0].per == "record":
@@ -130,7 +131,11 @@ class Chain:
         good = list(passing)
         if self.bucket_by and good:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
-        return self._leave(good, report), report
+        columns = self._leave(good, report)
+        if report.bad and not self.bucket_by:
+            places = {key: place for place, key in enumerate(keys)}
+            report.bad = [bad._replace(place=places.get(bad.key, -1)) for bad in report.bad]
+        return columns, report
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
         packed = self._pack(records, report, "collate" if self.collate else "") if records else None
@@ -159,7 +164,9 @@ class Chain:
         """Whether hosts cache this record; the answer depends on nothing but its key and the share."""
         return self.share >= 1 or record_id(key) < self.share * ID_MODULUS
 
-    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> Iterator[Record]:
+    def _take(
+        self, records: Iterable[Record | BadRecord], report: BlockReport, keys: list[str]
+    ) -> Iterator[Record]:
         # Stoker's decoder checks the header.
         decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
         clock, cost = time.thread_time, report.costs["read"]
@@ -168,11 +175,11 @@ class Chain:
         for record in records:
             record = sized(record, decodes)
             report.records += 1
+            keys.append(record.key if isinstance(record, BadRecord) else record["key"])
+            report.id_sum += record_id(keys[-1])
             if isinstance(record, BadRecord):
-                report.id_sum += record_id(record.key)
                 _quarantine(report, record)
                 continue
-            report.id_sum += record_id(record["key"])
             if type(record) is KeptRecord:
                 report.found += 1
             else:

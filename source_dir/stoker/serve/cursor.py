@@ -141,16 +141,20 @@ class Trail:
             self._use(report.shard, 0)
 
     def _refuse_moved(self, report: BlockReport) -> None:
-        """Refuse that the rows of the next block of a shard, of which some were consumed, are others now."""
+        """Refuse that rows which were consumed of the next block of a shard are others now."""
         whole, rows = self.start.partial.get(report.shard, (0, 0))
         known = self.start.quarantined.get(report.shard)
         if not rows or report.nth != whole or known is None:
             return
-        if lost := next((bad for bad in report.bad if bad.called not in known), None):
-            raise DataError(
-                f"record {lost.key}, of whose block rows were trained before, {lost.reason}: resume once it"
-                " can be used again; without it, other records would be trained twice or never"
-            )
+        before = 0
+        for bad in sorted(report.bad, key=lambda bad: bad.place):
+            if bad.called in known:
+                before += 1
+            elif bad.place - before < rows:  # it was a row then, one of those consumed
+                raise DataError(
+                    f"record {bad.key}, of whose block rows were trained before, {bad.reason}: others"
+                    " would be trained twice or never; restore it, or resume from an earlier checkpoint"
+                )
 
     def arrive(self, shard: int, rows: int) -> int:
         """Record the arrival of a block; returns how many leading rows were consumed before this start."""
