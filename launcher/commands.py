@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.places import EVERYWHERE, Options, Place, RemoteRun, every_place, place_named
+from launcher.places import EVERYWHERE, Options, Place, RemoteRun, Resume, every_place, place_named
 from stoker.config.loading import load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config
@@ -53,7 +53,8 @@ def run(
 
     config, own = as_overrides(config, arguments)
     given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
-    resume = resolve_resume(options.resume, place, load(config, given).config)
+    unread = options.dry_run and options.resume is None  # storage, which may take half a minute to fail
+    resume = Resume() if unread else resolve_resume(options.resume, place, load(config, given).config)
     resolved = load(config, [*given, *resume.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, options.source_dir)

@@ -25,7 +25,7 @@ from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
-from stoker.storage.checkpoint_store import open_store
+from stoker.storage.checkpoint_store import complete, open_store
 from stoker.storage.filesystems import deepest_there
 
 if TYPE_CHECKING:
@@ -275,9 +275,10 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     if place.checkpoints in ("shared", "s3", "gs"):
         return _elsewhere(asked, place, config)
     if asked == "auto":
-        found = newest_unfinished(config)
+        kept = kept_outside(config)
+        found = newest_unfinished(config, kept)
         if found is None:
-            where, kept = f"{config.name} in {config.output_dir}/", kept_outside(config)
+            where = f"{config.name} in {config.output_dir}/"
             begin = f", from {config.checkpoint.dir}/{kept}" if kept.startswith("step-") else ""
             print(f"no unfinished run of {where} has a checkpoint; starting a new one{begin}")
             return Resume("auto")
@@ -313,12 +314,11 @@ def refuse_others(place: Place, config: Config) -> None:
         )
 
 
-def newest_unfinished(config: Config) -> Path | None:
+def newest_unfinished(config: Config, outside: str) -> Path | None:
     """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
     # The second and later runs of the same second have a number, those of notebooks and of Ray Jobs a token.
     form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-[0-9a-f]+)*")
     found = [path.resolve() for path in Path(config.output_dir).glob("*") if form.fullmatch(path.name)]
-    outside = kept_outside(config)
     for run in sorted(map(PastRun, found), key=PastRun.began, reverse=True):
         kept = outside or kept_in(run.run_dir, config)
         if kept and run.summary().get("status") != "succeeded":
@@ -345,11 +345,11 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
 
 
 def kept_outside(config: Config) -> str:
-    """The newest checkpoint in `checkpoint.dir`; of a script, or if it cannot be read, the folder; or ""."""
+    """The newest complete one of `checkpoint.dir`; of a script, or if it is unreadable, the folder; or ""."""
     where = config.checkpoint.dir or ""
-    with contextlib.suppress(OSError, UsageError):
+    with contextlib.suppress(OSError, UsageError, ValueError):
         if where and config.script is None:
-            return next(iter(open_store(where).names()), "")
+            return next(complete(open_store(where)), "")
     return where
 
 
@@ -378,7 +378,7 @@ def _run(run_dir: Path, place: Place, config: Config) -> Resume:
         on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
         raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
-    if not steps and (copied or not kept_outside(config)):
+    if not steps and not kept_outside(config):
         nor = f", nor does checkpoint.dir: {config.checkpoint.dir}" if config.checkpoint.dir else ""
         raise UsageError(f"--resume: {run_dir} holds no checkpoint{nor}")
     if copied:

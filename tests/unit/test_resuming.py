@@ -274,6 +274,18 @@ def test_a_run_with_checkpoints_nowhere_is_not_begun_again_in_its_directory(
     assert resolve(str(ended), "local", outside).run_dir == ended
     assert resolve("auto", "local", outside).run_dir == ended
     assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(f"--resume {ended}")
+    for asked in ("auto", str(ended)):  # its hosts read the folder itself
+        assert resolve(asked, "rehearsal", outside) == launcher.Resume("auto")
+    (tmp_path / "ck/step-00000005/manifest.json").unlink()
+    assert resolve(None, "local", outside) == launcher.Resume()
+    with pytest.raises(UsageError, match=f"{ended} holds no checkpoint, nor does"):
+        resolve(str(ended), "local", outside)
+
+
+@pytest.mark.parametrize("where", ["gs://", "s3:///x", "s3://", "ftp://x/y"])
+def test_a_folder_that_cannot_be_read_is_left_to_the_run_to_say(runs: Config, where: str) -> None:
+    given = load(None, ["name=digits", f"checkpoint.dir={where}"]).config
+    assert resolve(None, "local", given) == launcher.Resume()
 
 
 @pytest.mark.parametrize(("where", "refused"), [("local", 1), ("rehearsal", 1), ("slurm", 0), ("ray", 0)])

@@ -234,14 +234,16 @@ def write_manifest(draft: Path) -> None:
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
 
-def complete(store: CheckpointStore) -> list[str]:
+def complete(store: CheckpointStore) -> Iterator[str]:
     """The checkpoints that were written to their end, newest first; their content may be damaged."""
-    return [name for name in store.names() if _sums(store, name) is not None]
+    return (name for name in store.names() if verify(store, name, only=MANIFEST) is None)
 
 
 def verify(store: CheckpointStore, name: str, only: str = "") -> str | None:
     """What is wrong with a checkpoint, or with one file of it, or None."""
-    if (sums := _sums(store, name)) is None:
+    try:
+        sums = json.loads(store.content(f"{name}/{MANIFEST}"))
+    except (FileNotFoundError, ValueError):
         return INCOMPLETE
     for file, expected in sums.items():
         if only not in ("", file):
@@ -252,13 +254,6 @@ def verify(store: CheckpointStore, name: str, only: str = "") -> str | None:
             return f"{file} is absent"
         if found != expected:
             return f"{file} is damaged (its SHA-256 differs from the manifest)"
-    return None
-
-
-def _sums(store: CheckpointStore, name: str) -> dict[str, str] | None:
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        found: dict[str, str] = json.loads(store.content(f"{name}/{MANIFEST}"))
-        return found
     return None
 
 

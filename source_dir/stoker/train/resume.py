@@ -64,9 +64,9 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
             )
         return own, None
     given = open_store(str(place.checkpoint_dir), place.synced)
-    if not names and given.where != own.where and (left := complete(given)):
+    if not names and given.where != own.where and (left := next(complete(given), None)):
         raise UsageError(
-            f"checkpoint.dir: {where} has no checkpoint, but {given.where} has those of this run ({left[0]});"
+            f"checkpoint.dir: {where} has no checkpoint, but {given.where} has those of this run ({left});"
             " leave checkpoint.dir out, or move them there"
         )
     found = newest_valid(own, log)
@@ -82,9 +82,9 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     if names and found is None:
-        if place.name == "local" and (kept := complete(own)):  # no service: someone asked for what is there
+        if place.name == "local" and (kept := next(complete(own), None)):  # someone asked for it
             raise UsageError(
-                f"--resume: {where} has no valid checkpoint ({kept[0]}: {verify(own, kept[0])}); start a"
+                f"--resume: {where} has no valid checkpoint ({kept}: {verify(own, kept)}); start a"
                 " new run, in another checkpoint.dir if you have set it"
             )
         log(f"{where} has no valid checkpoint; starting from scratch")
