@@ -345,6 +345,20 @@ def test_of_lost_blocks_those_come_first_that_training_needs_first(order: str) -
     assert {key[1:] for key in head.planner.lost} == {(needed[1][1], nth) for nth in range(3)}
 
 
+def test_lost_blocks_come_first_also_if_those_before_them_in_their_shard_are_no_longer_needed() -> None:
+    head = Head([3] * 4, "exact", hosts=2, budget=10**9)
+    look(head)
+    make_all(head)
+    for node in ("h0", "h1"):
+        head.lose(node)
+    head.take(0)
+    head.take(1)  # all of the first block
+    breaks, helper = Worker(head, "h1"), Worker(head, "h0")
+    assert breaks.ask()
+    assert breaks.again().ask() and helper.ask() and helper.claim is not None
+    assert helper.claim.work[0].number == 0
+
+
 def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_good() -> None:
     head = Head([2] + [1] * 1000, "any", hosts=1, budget=10**9)
     look(head)

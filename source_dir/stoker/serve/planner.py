@@ -346,8 +346,9 @@ class Planner:
         places = {block: place for place, block in enumerate(needed)}
 
         def place_of(item: Item) -> float:
-            first = self.lost.get((item.pass_, item.shards[0].number, item.shards[0].skip))
-            return len(places) if first is None else places.get(first, len(places))
+            first = item.shards[0]
+            run = (self.lost.get((item.pass_, first.number, n)) for n in range(first.skip, item.stop or 0))
+            return min((places[block] for block in run if block in places), default=len(places))
 
         self.again = sorted([*self.again, *more], key=place_of)
 
