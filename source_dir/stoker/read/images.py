@@ -128,7 +128,8 @@ def read_labels(
             what = "without a label, or with NA or the like; correct it, or list all classes in class_names"
             wrong[what].append(row.where)
         if names and not {*row.labels} <= number.keys():
-            wrong["with a label that no training image has"].append(f"{row.where}: {', '.join(row.labels)}")
+            what = "class_names does not list" if known else "no training image has"
+            wrong[f"with a label that {what}"].append(f"{row.where}: {', '.join(row.labels)}")
     if wrong:
         raise UsageError(*(_counted(path, "row", what, which) for what, which in wrong.items()))
     splits: dict[str, list[tuple[Any, Any]]] = {split: [] for split in SPLIT_NAMES}
