@@ -461,10 +461,15 @@ def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> N
     assert trained(data, "val") == [(COLOURS[3], 0)]
 
 
-def test_two_partitions_are_never_the_same_number(tmp_path: Path) -> None:
-    both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "train/label=1": [2, 3]})
-    assert [row["label"] for row in rows_of(both)] == ["01", "01", "1", "1"]
-    assert opened(both)[0]["class_names"] == ["01", "1"]
+@pytest.mark.parametrize("params", [{}, {"num_classes": 2}, {"class_names": ["a", "b"]}])
+def test_two_folders_of_labels_are_never_the_same_number(params: Any, tmp_path: Path) -> None:
+    both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "val/label=1": [2, 3]})
+    with pytest.raises(UsageError, match="label=01/ and label=1/ would be one class; rename one of them"):
+        opened(both, **params)
+    folders = {"train/year=2022/month=01": [0, 1], "train/year=2023/month=1": [2, 3]}
+    months = write_partitions(tmp_path / "months", folders)
+    source = read_parquet(months, "train", ["month"], [("month", "==", 1)])
+    assert source is not None and source.count() == 4
     one = write_partitions(tmp_path / "one", {"train/label=01": [0, 1], "train/label=2": [2, 3]})
     assert [row["label"] for row in rows_of(one)] == [1, 1, 2, 2]
 

@@ -160,6 +160,8 @@ def distinct_labels(
     """The labels in a column; of text, those that are not `listed` must be classes by what they say."""
     import pyarrow as pa
 
+    if two := getattr(source, "twice", {}).get(column):
+        raise UsageError(f"{data}: {two} would be one class; rename one of them")
     kind = column_types(source).get(column)
     if kind is None or not (numbers or is_text(kind)):
         return None

@@ -285,11 +285,13 @@ def _is_of(names: tuple[str, ...], path: str) -> bool:
     return begins or any(f"split={name}" in folders for name in names)
 
 
-def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types.
+def partitions_of(
+    root: str, files: list[Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, str]]:
+    """Path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types; and those of
+    which two folders are the same number.
 
-    A column is of integers if all its values below the root are, in any split, and no two of them are the
-    same one, as 01 and 1 would be.
+    A column is of integers if all its values below the root are, in any split.
     """
     import pyarrow as pa
 
@@ -304,22 +306,27 @@ def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]
         }
 
     if not any(columns(file) for file in files):
-        return {}, {}
+        return {}, {}, {}
     texts: dict[str, set[str]] = defaultdict(set)
     for file in list_files(root):
         for name, value in columns(file).items():
             texts[name].add(value)
     numbers = {
-        n
-        for n, values in ((name, values - {NULL}) for name, values in texts.items())
-        if all(re.fullmatch(r"-?\d{1,18}", v) for v in values) and len({*map(int, values)}) == len(values)
+        n for n, values in texts.items() if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
     }
+    twice: dict[str, str] = {}
+    for name in numbers:
+        firsts: dict[int, str] = {}
+        for text in sorted(texts[name] - {NULL}):
+            if (first := firsts.setdefault(int(text), text)) != text:
+                twice[name] = f"{name}={first}/ and {name}={text}/"
 
     def value_of(name: str, text: str) -> Any:
         return None if text == NULL else int(text) if name in numbers else text
 
     types = {name: pa.int64() if name in numbers else pa.string() for name in texts}
-    return {f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files}, types
+    constants = {f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files}
+    return constants, types, twice
 
 
 def _folder_name(root: str, split: str) -> str:

@@ -180,6 +180,8 @@ class ParquetSource(StreamedSource):
         self.columns, self.filters = columns, filters
         self.constants, self.nulls, self.types = constants or {}, nulls or {}, types or {}
         self.sizes = [f.size for f in files]
+        self.twice: dict[str, str] = {}
+        """Columns of which two folders are the same number, and those folders."""
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
         self.footers: list[Footer] = []
@@ -435,5 +437,7 @@ def read_parquet(
     files, notes = split_files(root, split, PARQUET_SUFFIXES)
     if not files:
         return None
-    constants, types = partitions_of(root, files)
-    return ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)
+    constants, types, twice = partitions_of(root, files)
+    source = ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)
+    source.twice = twice
+    return source
