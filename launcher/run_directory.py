@@ -275,7 +275,7 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     if place.checkpoints in ("shared", "s3", "gs"):
         return _elsewhere(asked, place, config)
     if asked == "auto":
-        kept = kept_outside(config)
+        kept = kept_outside(config, place)
         found = newest_unfinished(config, kept)
         if found is None:
             where = f"{config.name} in {config.output_dir}/"
@@ -306,7 +306,7 @@ def refuse_others(place: Place, config: Config) -> None:
     """A new run directory on this machine is a new run; a service starts the same run again."""
     given, newest = config.checkpoint, ""
     if place.checkpoints in ("folders", "copies") and config.script is None:
-        newest = kept_outside(config)
+        newest = kept_outside(config, place)
     if newest.startswith("step-") and given.resume not in ("never", given.dir):
         raise UsageError(
             f"checkpoint.dir: {given.dir} has checkpoints of another run ({newest}), which this new run"
@@ -344,9 +344,11 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def kept_outside(config: Config) -> str:
+def kept_outside(config: Config, place: Place | None = None) -> str:
     """The newest complete one of `checkpoint.dir`; of a script, or if it is unreadable, the folder; or ""."""
     where = config.checkpoint.dir or ""
+    if place and place.checkpoints == "copies" and "://" not in where:
+        return ""  # its hosts have folders of their own
     with contextlib.suppress(OSError, UsageError, ValueError):
         if where and config.script is None:
             return next(complete(open_store(where)), "")
@@ -378,8 +380,9 @@ def _run(run_dir: Path, place: Place, config: Config) -> Resume:
         on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
         raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
-    if not steps and not kept_outside(config):
-        nor = f", nor does checkpoint.dir: {config.checkpoint.dir}" if config.checkpoint.dir else ""
+    if not steps and not kept_outside(config, place):
+        on = " on its hosts" if copied else ""
+        nor = f", nor does checkpoint.dir{on}: {config.checkpoint.dir}" if config.checkpoint.dir else ""
         raise UsageError(f"--resume: {run_dir} holds no checkpoint{nor}")
     if copied:
         return Resume("auto", checkpoints=tuple(steps))

@@ -46,7 +46,7 @@ def test_one_job_file_is_planned_for_each(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launcher.run_directory.kept_outside", lambda config: pytest.fail("it may be S3"))
+    monkeypatch.setattr("launcher.run_directory.kept_outside", lambda *_: pytest.fail("it may be S3"))
     job = tmp_path / "job.yaml"
     job.write_text(JOB.replace("DATA", str(digits / "images")).replace("RUNS", str(tmp_path / "runs")))
     words = [str(job), "--on", place, "--dry-run", *OPTIONS.get(place, [])]

@@ -274,8 +274,6 @@ def test_a_run_with_checkpoints_nowhere_is_not_begun_again_in_its_directory(
     assert resolve(str(ended), "local", outside).run_dir == ended
     assert resolve("auto", "local", outside).run_dir == ended
     assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(f"--resume {ended}")
-    for asked in ("auto", str(ended)):  # its hosts read the folder itself
-        assert resolve(asked, "rehearsal", outside) == launcher.Resume("auto")
     (tmp_path / "ck/step-00000005/manifest.json").unlink()
     assert resolve(None, "local", outside) == launcher.Resume()
     with pytest.raises(UsageError, match=f"{ended} holds no checkpoint, nor does"):
@@ -288,7 +286,7 @@ def test_a_folder_that_cannot_be_read_is_left_to_the_run_to_say(runs: Config, wh
     assert resolve(None, "local", given) == launcher.Resume()
 
 
-@pytest.mark.parametrize(("where", "refused"), [("local", 1), ("rehearsal", 1), ("slurm", 0), ("ray", 0)])
+@pytest.mark.parametrize(("where", "refused"), [("local", 1), ("rehearsal", 0), ("slurm", 0), ("ray", 0)])
 def test_a_new_run_does_not_take_over_another_ones_checkpoints_unless_a_service_starts_it(
     tmp_path: Path, where: str, refused: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,9 +299,30 @@ def test_a_new_run_does_not_take_over_another_ones_checkpoints_unless_a_service_
     with pytest.raises(UsageError, match=says) if refused else contextlib.nullcontext():
         resolve(None, where, given("train.lr=0.001"))
     assert resolve(None, where, given(f"checkpoint.resume={tmp_path}/ck")) == launcher.Resume()
-    assert resolve("auto", where, given()) == launcher.Resume("auto")
+    assert resolve("auto", where, given()) == launcher.Resume(
+        "auto"
+    )  # a rehearsal's hosts have another folder
     said = capsys.readouterr().out
     assert said.endswith(f"starting a new one, from {tmp_path}/ck/step-00000005\n") or not refused
+
+
+def test_a_rehearsal_takes_over_from_a_bucket_only_what_it_is_told_to(
+    runs: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(runs.output_dir)
+    run = str(a_run(root, "digits-20260106-000000", "failed", steps=()))
+    save(root / "ck", 5)
+    monkeypatch.setattr(launcher, "open_store", lambda where: open_store(where.replace("s3:/", str(root))))
+
+    def given(where: str) -> Config:
+        return load(None, ["name=digits", f"output_dir={root}", f"checkpoint.dir={where}"]).config
+
+    with pytest.raises(UsageError, match=r"has checkpoints of another run \(step-00000005\)"):
+        resolve(None, "rehearsal", given("s3://ck"))
+    for asked in ("auto", run):
+        assert resolve(asked, "rehearsal", given("s3://ck")) == launcher.Resume("auto")
+    with pytest.raises(UsageError, match=r"holds no checkpoint, nor does checkpoint\.dir on its hosts: "):
+        resolve(run, "rehearsal", given(f"{root}/ck"))
 
 
 def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
