@@ -76,6 +76,13 @@ def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
     assert list(report.costs) == ["read", "Add", "double", "StandardScaler", "again"]
 
 
+def test_of_equal_keys_a_bad_record_is_taken_for_the_first() -> None:
+    """Else one whose row was trained could seem to lie behind those."""
+    rows: list[Any] = [BadRecord("1", "cannot be read"), *({"key": str(i), "x": i} for i in range(3))]
+    _, report = Chain(as_stages([]), seed=0).run(rows, epoch=0)
+    assert [bad.place for bad in report.bad] == [0]
+
+
 def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> None:
     rows = records(4)
     rows[1]["image"] = rows[1]["image"][:300]

@@ -173,7 +173,7 @@ def test_what_was_kept_is_known_without_reading_its_history_or_weights(
     assert digested == {checkpoint.META}, "what is large would take minutes"
 
 
-@pytest.mark.parametrize("damage", ["unfinished", "meta.json", "unreadable"])
+@pytest.mark.parametrize("damage", ["unfinished", "meta.json", "manifest.json", "unreadable"])
 def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
     store: CheckpointStore, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
     elif damage == "unreadable":
         monkeypatch.setattr(store, "content", archived)
     else:
-        (folder / damage).write_text("{}")
+        (folder / damage).write_text("{")
     said: list[str] = []
     shelf = Retention(store, newest=2, top_k=1, tell=said.append)
     shelf.fill(upto=3)
@@ -201,6 +201,9 @@ def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
     assert shelf.best() == ["step-00000001"]
     assert [name[-1] for name in store.names()] == ["4", "3", *([] if damage == "unfinished" else ["2"]), "1"]
     assert len(said) == 1 and said[0].startswith("checkpoint step-00000002 does not compete for the model: ")
+    monkeypatch.setattr(store, "content", content)
+    shelf.look_again()
+    assert shelf.best() == ["step-00000002" if damage == "unreadable" else "step-00000001"]
 
 
 def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> None:
@@ -594,4 +597,4 @@ def test_what_an_earlier_start_left_is_overwritten_where_nothing_may_be_removed(
     else:
         drafted(store, 3, 1.0)
     os.seteuid(0)
-    assert verify(store, folder.name) == ((left and "it is incomplete (no readable manifest)") or None)
+    assert verify(store, folder.name) == ((left and "its manifest is damaged") or None)

@@ -194,9 +194,14 @@ def test_a_model_is_not_left_beside_another_starts_export(tmp_path: Path, form: 
 def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_again(tmp_path: Path) -> None:
     start(tmp_path, plain, train=TRAIN)
     (tmp_path / "model/model.onnx").write_text("of these weights")
+    (tmp_path / "model/model.pt2").write_text("left by an earlier start")
+    about = json.loads((tmp_path / "model/model.json").read_text())
+    about |= {"inputs": ["x"], "exports": [{"format": "onnx", "path": "model.onnx", "error": None}]}
+    (tmp_path / "model/model.json").write_text(json.dumps(about))
     assert start(tmp_path, plain, train=TRAIN).error is None
     left = {path.name for path in (tmp_path / "model").iterdir()}
-    assert left == {"model.json", "model.onnx", "model.safetensors"}
+    assert left == {"model.json", "model.onnx", "model.safetensors"}, "what model.json lists is of these"
+    assert json.loads((tmp_path / "model/model.json").read_text()) == about
 
 
 def test_a_model_stays_until_the_weights_that_replace_it_are_read(

@@ -153,6 +153,16 @@ def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> No
     assert "has checkpoints of this run" in said[0]
 
 
+def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "kept", 5)
+    (save(tmp_path / "kept", 10) / "manifest.json").unlink()
+    own = f"checkpoint.dir={tmp_path}/kept"
+    asked = f"{tmp_path}/kept/step-00000005"
+    assert started_from(plan(tmp_path, f"checkpoint.resume={asked}", own)[0]) == asked
+    (tmp_path / "kept/step-00000005/manifest.json").unlink()
+    assert started_from(plan(tmp_path, "checkpoint.resume=never", own)[0]) == ""
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -323,6 +333,9 @@ def test_a_rehearsal_takes_over_from_a_bucket_only_what_it_is_told_to(
         assert resolve(asked, "rehearsal", given("s3://ck")) == launcher.Resume("auto")
     with pytest.raises(UsageError, match=r"holds no checkpoint, nor does checkpoint\.dir on its hosts: "):
         resolve(run, "rehearsal", given(f"{root}/ck"))
+    monkeypatch.setattr(launcher, "PRIVATE", ("/opt/ml/",))  # as if `root` were not below /tmp
+    with pytest.raises(UsageError, match="has checkpoints of another run"):
+        resolve(None, "rehearsal", given(f"{root}/ck"))
 
 
 def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:

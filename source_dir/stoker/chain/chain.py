@@ -133,7 +133,7 @@ class Chain:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         columns = self._leave(good, report)
         if report.bad and not self.bucket_by:
-            places = {key: place for place, key in enumerate(keys)}
+            places = {key: place for place, key in reversed([*enumerate(keys)])}  # of equal keys, the first
             report.bad = [bad._replace(place=places.get(bad.key, -1)) for bad in report.bad]
         return columns, report
 

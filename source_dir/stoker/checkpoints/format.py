@@ -210,21 +210,32 @@ class Retention:
     _told: bool = False
     _incomplete: list[str] = field(default_factory=list)
     """Left by earlier starts; removed once there is a new one."""
+    _unread: list[str] = field(default_factory=list)
+    """Of earlier starts, and could not be read."""
+    _entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
 
     def fill(self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")) -> None:
         """Add the complete ones of earlier starts up to the step resumed from; `entry`: by what they compete.
 
         Only their meta data are read, because training waits for this.
         """
-        for name in self.store.names():
-            if step_of(name) > upto:
-                continue
+        self._entry = entry
+        self._look([name for name in self.store.names() if step_of(name) <= upto])
+
+    def look_again(self) -> None:
+        """At those that could not be read before: one of them may be the best."""
+        self._look(self._unread)
+
+    def _look(self, names: list[str]) -> None:
+        self._unread = []
+        for name in names:
             try:
                 if not (problem := verify(self.store, name, only=META)):
                     saved = load_meta(self.store, name, with_history=False)
-                    self._note(replace(saved, meta={**saved.meta, "monitored": entry(saved.meta)}))
+                    self._note(replace(saved, meta={**saved.meta, "monitored": self._entry(saved.meta)}))
             except OSError as error:
                 problem = " ".join(str(error).split())[:300]
+                self._unread.append(name)
             if problem:
                 self.tell(f"checkpoint {name} does not compete for the model: {problem}")
             if problem == INCOMPLETE:

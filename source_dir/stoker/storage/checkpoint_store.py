@@ -236,15 +236,17 @@ def write_manifest(draft: Path) -> None:
 
 def complete(store: CheckpointStore) -> Iterator[str]:
     """The checkpoints that were written to their end, newest first; their content may be damaged."""
-    return (name for name in store.names() if verify(store, name, only=MANIFEST) is None)
+    return (name for name in store.names() if verify(store, name, only=MANIFEST) != INCOMPLETE)
 
 
 def verify(store: CheckpointStore, name: str, only: str = "") -> str | None:
     """What is wrong with a checkpoint, or with one file of it, or None."""
     try:
-        sums = json.loads(store.content(f"{name}/{MANIFEST}"))
-    except (FileNotFoundError, ValueError):
+        sums = json.loads(content := store.content(f"{name}/{MANIFEST}"))
+    except FileNotFoundError:
         return INCOMPLETE
+    except ValueError:
+        return "its manifest is damaged" if content.strip() else INCOMPLETE
     for file, expected in sums.items():
         if only not in ("", file):
             continue

@@ -208,8 +208,18 @@ def describe_export(folder: Path, exports: Exports | None, results: list[dict[st
         answers = exports.answers[size]
         about["outputs"] = [_spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)]
         about["includes"] = 'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
-    about["exports"] = results
+    forms = [result["format"] for result in results]
+    others = [each for each in about.get("exports", ()) if each["format"] not in forms]
+    about["exports"] = [*others, *results]
     (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
+
+
+def exports_of(folder: Path) -> dict[str, Any]:
+    """What `describe_export` has written in a model's folder."""
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((folder / "model.json").read_text())
+        return {key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about}
+    return {}
 
 
 def _spec(name: str, tensor: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from stoker.events.summary import finite
 from stoker.serve.accounting import ID_MODULUS
 from stoker.storage.checkpoint_store import CheckpointStore, name_of, open_store, step_of
 from stoker.train import strategies
-from stoker.train.export import FILES
+from stoker.train.export import FILES, exports_of
 from stoker.train.state import (
     Progress,
     Worker,
@@ -265,6 +265,7 @@ class CheckpointManager:
 
     def _write_model(self, target: Path) -> None:
         worker = self.worker
+        self.shelf.look_again()
         names = self.shelf.best()
         best = checkpoint.newest_valid(self.store, self._note, names)
         chosen = best or self.newest() or self.resumed
@@ -282,9 +283,13 @@ class CheckpointManager:
         with chosen.store.local(chosen.name) as folder:
             averaged = (folder / checkpoint.EMA).is_file()
             source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
-            if not (weights.is_file() and filecmp.cmp(source, weights, shallow=False)):
-                for file in {*FILES.values(), f"{FILES['onnx']}.data"} - {weights.name}:  # of other weights
-                    (target / file).unlink(missing_ok=True)
+            same = weights.is_file() and filecmp.cmp(source, weights, shallow=False)
+            exported = exports_of(target) if same else {}
+            listed = {each["path"] for each in exported.get("exports", ()) if not each["error"]}
+            for file in {*FILES.values()} - {weights.name, *listed}:  # of other weights
+                for each in (file, f"{file}.data"):
+                    (target / each).unlink(missing_ok=True)
+            if not same:
                 # Not its times and mode, which mounted object storage does not have.
                 shutil.copyfile(source, weights)
         where = {"checkpoint": chosen.name, "epoch": chosen.meta["epoch"] + 1, "step": chosen.meta["step"]}
@@ -295,6 +300,7 @@ class CheckpointManager:
             **where,
             **{key: chosen.meta[key] for key in ("samples", "metrics")},
             **({"classes": worker.classes} if worker.classes else {}),
+            **exported,
         }
         (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
         whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]

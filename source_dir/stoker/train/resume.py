@@ -55,11 +55,11 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
-    names = own.names()
+    names, newest = own.names(), next(complete(own), "")
     if resume == "never":
-        if names:
+        if newest:
             raise UsageError(
-                f"checkpoint.dir: {where} has checkpoints of an earlier run ({names[0]}), and"
+                f"checkpoint.dir: {where} has checkpoints of an earlier run ({newest}), and"
                 " checkpoint.resume is never; choose another folder, or remove them"
             )
         return own, None
@@ -72,9 +72,9 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
     found = newest_valid(own, log)
     if resume != "auto":
         other, name = locate(resume)
-        if name and names and Path(other.where) == Path(own.where) and step_of(name) < step_of(names[0]):
+        if name and newest and Path(other.where) == Path(own.where) and step_of(name) < step_of(newest):
             raise UsageError(
-                f"--resume {resume}: {where} also has the later {names[0]}, which resuming here would"
+                f"--resume {resume}: {where} also has the later {newest}, which resuming here would"
                 " overwrite; set checkpoint.dir to another folder"
             )
         if found is None:
@@ -82,9 +82,9 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
         if Path(other.where) != Path(own.where):
             log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     if names and found is None:
-        if place.name == "local" and (kept := next(complete(own), None)):  # someone asked for it
+        if place.name == "local" and newest:  # someone asked for it
             raise UsageError(
-                f"--resume: {where} has no valid checkpoint ({kept}: {verify(own, kept)}); start a"
+                f"--resume: {where} has no valid checkpoint ({newest}: {verify(own, newest)}); start a"
                 " new run, in another checkpoint.dir if you have set it"
             )
         log(f"{where} has no valid checkpoint; starting from scratch")
