@@ -76,7 +76,14 @@ def derived(state: bool) -> Any:
     return Derived()
 
 
+def unsynced() -> Any:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    return MulticlassAccuracy(2, average="micro", sync_on_compute=False)
+
+
 METRICS = {
+    "unsynced": unsynced,
     "share": Share,
     "added up": AddedUp,
     "holder": Holder,
@@ -111,6 +118,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
                 found[kind, rows] = evaluation.result()
             except UsageError as error:
                 found[kind, rows] = str(error)
+            found[kind, rows, "notes"] = evaluation.scores.notes
     told: list[PassEnded] = []
     worker.coordinator = SimpleNamespace(log=SimpleNamespace(remote=lambda event, after: told.append(event)))
     times = StepTimes()
@@ -134,6 +142,13 @@ def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(ranks: li
         for kind in ("share", "without state"):
             assert found[kind, (4, 2)].startswith(refused)
             assert found[kind, (4, 0)]["val/own"] == 1.0, "the one rank with records has all"
+
+
+def test_a_metric_that_does_not_combine_its_state_is_named(ranks: list[dict[Any, Any]]) -> None:
+    for found in ranks:
+        for kind, differs in (("unsynced", True), ("added up", False), ("derived", False)):
+            notes = [text for text in found[kind, (4, 2), "notes"] if "differs between train workers" in text]
+            assert bool(notes) == differs, (kind, notes)
 
 
 @pytest.mark.parametrize(("rows", "right"), [((4, 2), 4 / 6), ((4, 0), 1.0)])

@@ -17,14 +17,16 @@ from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stoker.accuracy import F1, Accuracy
+from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.events.console import Console
 from stoker.events.kinds import event_of
 from stoker.events.report import write_report
 from stoker.events.sinks import Board, Scalars
 from stoker.events.summary import Summary
-from stoker.train.evaluation import try_validation
-from stoker.train.state import rng_state
+from stoker.recipe import Recipe
+from stoker.train.evaluation import Evaluation, try_validation
+from stoker.train.state import Worker, rng_state
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 __all__ = ["no_cluster"]
@@ -67,6 +69,30 @@ def last(made: Run) -> dict[str, float]:
 
 
 @pytest.mark.long
+def test_on_device_of_val_is_in_evaluation_mode_and_what_training_shares_with_it_is_not() -> None:
+    shared = torch.nn.BatchNorm1d(2)
+
+    class OnDevice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = shared
+
+        def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return {**batch, "x": self.norm(batch["x"])}
+
+    class Own(Recipe):
+        def validation_step(self, model: Any, batch: Any) -> Any:
+            return {"loss": model(batch["x"]).mean()}
+
+    worker = Worker(Config(), Own(), None, 0, 0, 1, torch.device("cpu"))
+    worker.model, worker.modules = torch.nn.Identity(), {"val": OnDevice()}
+    evaluation = Evaluation(worker, 0)
+    with evaluation.quietly():
+        evaluation.take({"x": torch.full((4, 2), 3.0)})
+    assert evaluation.result()["val/loss"] == pytest.approx(3.0, rel=1e-3), "not normalised by its own batch"
+    assert shared.training and not shared.num_batches_tracked
+
+
 def test_a_vector_has_a_scalar_for_each_class(tmp_path: Path) -> None:
     found = last(run(tmp_path, "accuracy"))
     assert found == pytest.approx({f"val/accuracy/{name}": value for name, value in by_class().items()})

@@ -76,7 +76,8 @@ class Evaluation:
 
     def _step(self, batch: Batch) -> dict[str, Any]:
         worker = self.worker
-        batch = worker.modules["val"](batch)
+        with evaluating(worker.modules["val"]) as module:
+            batch = module(batch)
         with autocast(worker), naming_text(batch):
             result: Any = worker.recipe.validation_step(self.model, batch)
         if not isinstance(result, dict):
@@ -112,17 +113,23 @@ class Evaluation:
                 scores = self.scores
                 own = scores.values, scores.tables, scores.notes
                 scores.values, scores.tables, scores.notes = strategies.from_rank(own, ranks[0])
-        if self.epoch is not None and len(ranks) > 1 and self.scores.uncombined:
+        if self.epoch is not None and len(ranks) > 1 and self.scores.found:
             self._refuse_shares(ranks)
         return values | self.scores.values
 
     def _refuse_shares(self, ranks: list[int]) -> None:
         """Refuse a metric of which each train worker knows only the value of its own records. Collective."""
-        found = [self.scores.uncombined] * self.worker.world_size
-        dist.all_gather_object(found, self.scores.uncombined)
+        found = [self.scores.found] * self.worker.world_size
+        dist.all_gather_object(found, self.scores.found)
         first, *others = (found[rank] for rank in ranks)
         for name, values in first.items():
             if not all(_alike(values, other[name]) for other in others):
+                if name in self.scores.combined:  # it may draw at random in compute, as estimates do
+                    self.scores.notes.append(
+                        f"metric {name} differs between train workers; shown is that of one of them. If it is"
+                        " no random estimate, keep all its counts in add_state, and sync_on_compute=True"
+                    )
+                    continue
                 raise UsageError(
                     f"recipe: {type(self.worker.recipe).__name__}.metrics: {name} differs between train"
                     " workers, so it is of a part of the validation; keep its counts in add_state of"
@@ -227,8 +234,10 @@ class Scores:
         """Events for the report: `name`, `rows`, `columns`, `values`."""
         self.notes: list[str] = []
         self.later: set[str] = set()
-        self.uncombined: dict[str, list[Any]] = {}
-        """What metrics give that have no state which torchmetrics combines over the train workers."""
+        self.found: dict[str, list[Any]] = {}
+        """What metrics give on this train worker."""
+        self.combined: set[str] = set()
+        """Metrics with a state, which torchmetrics combines over the train workers by default."""
 
     def update(self, result: Mapping[str, Any]) -> bool:
         """Returns whether the metrics, if any, have taken a batch's result."""
@@ -247,8 +256,9 @@ class Scores:
         for name, metric in self.metrics.items():
             modules = metric.modules() if isinstance(metric, torch.nn.Module) else ()
             parts = [part for part in modules if hasattr(part, "process_group")]
-            if own := not any(part.metric_state for part in parts):
-                self.uncombined[name] = []  # on all ranks, which compare: also on one without records
+            self.found[name] = []  # on all ranks, which compare: also on one without records
+            if combined := any(part.metric_state for part in parts):
+                self.combined.add(name)
             if parts and group is not None:
                 if not self.fed:
                     continue
@@ -266,8 +276,12 @@ class Scores:
                 self.later.add(f"val/{name}")
             else:
                 self.notes += metric.news(self.told) if isinstance(metric, F1) else []
-                if own:
-                    self.uncombined[name] = [_as_array(leaf) for leaf in tree_leaves(found)]
+                arrays = map(_as_array, tree_leaves(found))
+                # Of those, curves and tables are not compared: they may be large.
+                self.found[name] = [
+                    None if array is None or (combined and array.size > MOST_SCALARS) else array
+                    for array in arrays
+                ]
                 self._show(f"val/{name}", found, self.classes)
 
     def _failed(self, name: str, error: Exception) -> UsageError:
@@ -365,6 +379,20 @@ def _as_array(value: Any) -> Any:
         return array.astype(np.float64) if array.dtype.kind in "biuf" else None
     except (TypeError, ValueError):
         return None
+
+
+@contextlib.contextmanager
+def evaluating(module: Any) -> Iterator[Any]:
+    """A recipe's `on_device("val")` in evaluation mode, as it is exported; training may share parts of it."""
+    parts = [*module.modules()] if isinstance(module, torch.nn.Module) else []
+    before = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield module
+    finally:
+        for part, training in zip(parts, before, strict=True):
+            part.training = training
 
 
 def _alike(one: list[Any], other: list[Any]) -> bool:
