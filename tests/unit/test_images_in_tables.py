@@ -63,9 +63,8 @@ def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
 def trained(data: Any, split: str = "train") -> list[tuple[tuple[int, ...], int]]:
     found: list[Any] = []
     for columns, report in preprocessed(data, split, 4):
-        assert not report.bad
         image = columns["image__hwc"]
-        assert (image == image[:, :1, :1]).all()
+        assert not report.bad and (image == image[:, :1, :1]).all()
         found += [(tuple(p.tolist()), int(n)) for p, n in zip(image[:, 0, 0], columns["label"], strict=True)]
     assert len(found) == data.totals[split]
     return found
@@ -466,12 +465,10 @@ def test_two_folders_of_labels_are_never_the_same_number(params: Any, tmp_path: 
     both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "val/label=1": [2, 3]})
     with pytest.raises(UsageError, match="label=01/ and label=1/ would be one class; rename one of them"):
         opened(both, **params)
-    folders = {"train/year=2022/month=01": [0, 1], "train/year=2023/month=1": [2, 3]}
-    months = write_partitions(tmp_path / "months", folders)
-    source = read_parquet(months, "train", ["month"], [("month", "==", 1)])
-    assert source is not None and source.count() == 4
-    one = write_partitions(tmp_path / "one", {"train/label=01": [0, 1], "train/label=2": [2, 3]})
-    assert [row["label"] for row in rows_of(one)] == [1, 1, 2, 2]
+    months = write_partitions(tmp_path / "m", {"train/y=1/month=01": [0, 1], "train/y=2/month=1": [2, 3]})
+    found = read_parquet(months, "train", ["month"], [("month", "==", 1)])
+    one = rows_of(write_partitions(tmp_path / "one", {"train/label=01": [0], "train/label=2": [2]}))
+    assert (found and found.count(), [row["label"] for row in one]) == (4, [1, 2])
 
 
 def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:
