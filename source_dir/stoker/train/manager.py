@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
-from stoker.config.redaction import redact
+from stoker.config.redaction import learn_job, redact, scrubbed
 from stoker.errors import UsageError
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
@@ -71,6 +71,7 @@ class CheckpointManager:
         """Stands in its checkpoints, and stays through all its starts."""
         self._copier = strategies.Copier()
         self._position: Any = None
+        learn_job(config.model_dump(mode="json"))
 
     @cached_property
     def _config(self) -> Any:
@@ -319,8 +320,16 @@ def rates(optimizer: Any) -> str:
     return ", ".join({f"{float(group['lr']):g}": 0 for group in optimizer.param_groups})
 
 
-def _arrived(position: Any) -> Any:
-    return position if isinstance(position, dict) else ray.get(position, timeout=CALL_TIMEOUT_S)
+def _arrived(position: Any) -> dict[str, Any]:
+    """The data position to write; why records were bad are texts of exceptions, which may quote secrets."""
+    there: dict[str, Any] = (
+        position if isinstance(position, dict) else ray.get(position, timeout=CALL_TIMEOUT_S)
+    )
+    reasons = {
+        shard: {name: scrubbed(reason) for name, reason in those.items()}
+        for shard, those in there.get("quarantined", {}).items()
+    }
+    return {**there, "quarantined": reasons}
 
 
 SMALLEST_SCALE = 2.0**-20
