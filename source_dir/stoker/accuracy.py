@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,8 +16,8 @@ class Accuracy:
     """
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64)
-        """Correct targets, all targets."""
+        self.counts = torch.zeros(3, dtype=torch.int64)
+        """Correct targets, all targets, scores that are NaN."""
 
     def to(self, device: torch.device) -> Accuracy:
         self.counts = self.counts.to(device)
@@ -36,12 +38,13 @@ class Accuracy:
                 f"target holds {target.min():g} … {target.max():g}, not only classes; define metrics(), with"
                 " ignore_index if some are to be ignored"
             )
-        self.counts += torch.stack([(found == target).sum(), self.counts.new_tensor(target.numel())])
+        counts = [(found == target).sum(), self.counts.new_tensor(target.numel()), preds.isnan().sum()]
+        self.counts += torch.stack(counts)
 
     def compute(self) -> float:
-        """On every rank."""
-        counts = self.of_all_ranks()
-        return float(counts[0] / counts[1].clamp(min=1))
+        """On every rank; NaN if a score is: `argmax` would take it for the highest."""
+        correct, targets, unknown = self.of_all_ranks().tolist()
+        return math.nan if unknown else correct / max(1, targets)
 
     def of_all_ranks(self) -> Tensor:
         counts = self.counts.clone()
@@ -65,28 +68,32 @@ class F1(Accuracy):
     )
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(7, dtype=torch.int64)
-        """Twice the correct labels, all labels; both at 0.5, not 0; scores: all, outside, near an end."""
+        self.counts = torch.zeros(8, dtype=torch.int64)
+        """Twice the correct labels, all labels; both at 0.5, not 0; scores: all, outside, at an end, NaN."""
         self.within, self.meaning = False, 0
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
         refuse_other_shape(preds, target, preds)
-        if not ((target >= 0) & (target <= 1)).all():
-            raise ValueError("target holds other values than 0 and 1; see CheckLabel(…, multi_label=True)")
+        if not ((target == 0) | (target == 1)).all():
+            raise ValueError(
+                "target holds other values than 0 and 1; see CheckLabel(…, multi_label=True), or define"
+                " metrics()"
+            )
         wanted, counts = target > 0.5, [self.counts.new_tensor(preds.numel())]
-        counts += [(~((preds >= -1e-3) & (preds <= 1.001))).sum(), ((preds < 0.05) | (preds > 0.95)).sum()]
+        counts += [((preds < -1e-3) | (preds > 1.001)).sum(), ((preds < 0.05) | (preds > 0.95)).sum()]
+        counts.append(preds.isnan().sum())
         for found in (preds > 0.5, preds > 0):
             counts = [2 * (found & wanted).sum(), found.sum() + wanted.sum(), *counts]
         self.counts += torch.stack(counts)
 
     def compute(self) -> float:
         counts = self.of_all_ranks()
-        scores, outside, at_end = counts[4:].tolist()
+        scores, outside, at_end, unknown = counts[4:].tolist()
         self.within = not outside
         self.meaning = int(self.within and 20 * at_end >= scores)
         part, whole = counts[2 * self.meaning :][:2]
-        return float(part / whole.clamp(min=1))
+        return math.nan if unknown else float(part / whole.clamp(min=1))
 
     def news(self, told: set[str]) -> list[str]:
         """What the scores are taken for, if that is uncertain or has changed since it was `told`."""

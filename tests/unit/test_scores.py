@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,24 @@ def test_ignored_targets_do_not_count_as_wrong(preds: Any, ignored: int) -> None
             ValueError, match=rf"target holds .*{ignored}.*define metrics\(\), with ignore_index"
         ):
             scores.update(preds, torch.tensor([0, ignored, 1]))
+
+
+@pytest.mark.parametrize("metric", [Accuracy, F1])
+def test_scores_that_are_not_a_number_have_no_finite_metric(metric: type[Accuracy]) -> None:
+    """Their highest would be class 0, so a model that is lost could become the best."""
+    scores, preds = metric(), torch.tensor([[2.0, -1], [-1, 2]])
+    target = torch.tensor([0, 1]) if metric is Accuracy else torch.eye(2)
+    scores.update(preds, target)
+    assert scores.compute() == 1
+    scores.update(torch.tensor([[2.0, -math.inf], [-1, 2]]), target)
+    assert scores.compute() == 1  # such as those of classes that a model excludes
+    scores.update(torch.tensor([[2.0, -1], [math.nan, math.nan]]), target)
+    assert math.isnan(scores.compute())
+
+
+def test_f1_refuses_soft_labels() -> None:
+    with pytest.raises(ValueError, match="other values than 0 and 1"):
+        F1().update(torch.rand(4, 3), torch.full((4, 3), 0.7))
 
 
 def f1_of(found: torch.Tensor, target: torch.Tensor) -> Any:
