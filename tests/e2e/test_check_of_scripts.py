@@ -280,9 +280,23 @@ for batch in DataLoader(Rows(), 4, num_workers=1):
 """
 
 
+FROM_MEMORY = """
+import torch
+from torch.utils.data import DataLoader
+
+batches = list(DataLoader(torch.ones(100, 3), 4))
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+for batch in batches * 20:
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
+        (FROM_MEMORY, 2, "error: train.py: its optimizer steps do not follow batches of a DataLoader"),
         ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(3)\n", 1, "the script failed before 20 steps were measured: exit code 3"),
         ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was killed by SIGKILL"),

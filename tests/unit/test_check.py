@@ -317,7 +317,54 @@ class TestHosts:
 
 
 def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
-    return {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
+    found = {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
+    return found | {"optimizer_steps": 0, "after_batch": 0}
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "grads", "rounds", "judged"),
+    [
+        (100, 2000, True, 1, False),
+        (50, 200, False, 20, False),
+        (0, 30, True, 1, False),
+        (60, 1, True, 2, True),
+        (60, 2, True, 2, True),
+        (1, 1, False, 50, True),
+        (50, 0, True, 1, True),
+    ],
+    ids=[
+        "trained from memory",
+        "validated only",
+        "validated only, at the end",
+        "steps of many batches",
+        "of two optimizers",
+        "gradients by hand",
+        "no optimizer of torch's",
+    ],
+)
+def test_steps_that_follow_no_batches_give_no_verdict(
+    tmp_path: Path, batches: int, steps: int, grads: bool, rounds: int, judged: bool
+) -> None:
+    watch = Watch(tmp_path, None)
+    watch.cpu.append((0.0, 0.0))
+    watch.loaders.append(replace(IDLE))
+    with torch.set_grad_enabled(grads):
+        for at in range(rounds):
+            for number in range(batches):
+                asked = float(at * batches + number)
+                watch.note(0, asked, asked + 0.5, ended=False)
+            for _ in range(steps):
+                watch.stepped()
+        if not batches:
+            for number in range(30):
+                watch.note(0, float(number), number + 0.5, ended=False)
+    watch.finish("finished")
+    found = json.loads((tmp_path / "result.json").read_text())
+    if judged:
+        assert checked(found, [], "train.py")[0].steps >= 10
+    else:
+        with pytest.raises(UsageError, match=r"its optimizer steps do not follow batches of a DataLoader"):
+            checked(found, [], "train.py")
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice |
     uneven = judging.UNSURE < first.share.spread < judging.UNCERTAIN
     by = f"measured with CUDA events ({gpu})" if gpu else "time in next() relative to the time between calls"
     said = {
-        "no torch optimizer step seen: using the loader that was iterated most": not first.loader.trains,
+        "few or no torch optimizer steps seen: using the loader iterated most": not first.loader.trains,
         "epochs are short, so the figures include worker start-up": first.whole_epochs,
         "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": uneven,
         "the script was stopped at --timeout": seen["ended"] == "interrupted",

@@ -11,6 +11,7 @@ from launcher.advise.advice import Measured, table_name
 from launcher.advise.check.timeline import (
     LEAST_STEPS,
     STARTING,
+    TRAINS,
     Loader,
     Take,
     TimeShare,
@@ -128,6 +129,11 @@ def checked(
             f"{script}: another thread than the one that trains takes batches from its DataLoader"
             f" ({place}), so the time in next() is not the time that training waits; run check"
             " without that thread"
+        )
+    if not loaders[main].trains and seen["after_batch"] < TRAINS * seen["optimizer_steps"]:
+        raise UsageError(
+            f"{script}: its optimizer steps do not follow batches of a DataLoader (iterated most: {place});"
+            " `check` needs a training loop that takes its batches from one"
         )
     found = [
         judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]), wanted)

@@ -32,7 +32,7 @@ from launcher.advise.check.timeline import Loader, Take, enough, steps_of, train
 from stoker.hosts.machine import cpu_times, cpus
 
 RESULT = "result.json"
-OBSERVED = "torch.utils.data.dataloader"
+OBSERVED, OPTIMIZERS = "torch.utils.data.dataloader", "torch.optim.optimizer"
 SIZED = 20
 UNTRAINED_S = 30.0
 """Without optimizer steps, a loader counts as the training loader after this time."""
@@ -87,6 +87,9 @@ class Watch:
         self.rounds = 0
         self.begun: dict[int, int] = {}
         """Round in which the first batch of each loader was trained."""
+        self.optimizer_steps = self.after_batch = 0
+        """All optimizer steps, and those that directly follow a batch, with or without gradients."""
+        self.fresh = False
         self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
@@ -177,17 +180,17 @@ class Watch:
             if ended:
                 return
             loader.batches += 1
+            self.fresh = True
             if torch.is_grad_enabled():
                 loader.with_grad += 1
                 self.since_step[number] = threading.get_ident()
             if not self.cpu:
-                from torch.optim.optimizer import register_optimizer_step_post_hook
-
-                register_optimizer_step_post_hook(self.stepped)
                 self.cpu.append(cpu_times())
 
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
+        self.optimizer_steps, self.after_batch = self.optimizer_steps + 1, self.after_batch + self.fresh
+        self.fresh = False
         self.rounds += bool(self.since_step)
         for number, thread in self.since_step.items():
             loader = self.loaders[number]
@@ -262,6 +265,8 @@ class Watch:
             "said": said,
             "loaders": [asdict(loader) for loader in self.loaders],
             "takes": [asdict(take) for take in self.resolved(wait=True)],
+            "optimizer_steps": self.optimizer_steps,
+            "after_batch": self.after_batch,
             "gpu": self.clock.name if self.clock else None,
             "cpus": cpus(),
             "idle": 1 - busy / total if total > 0 else None,
@@ -356,6 +361,8 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))
     sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
+    count = lambda module: module.register_optimizer_step_post_hook(watch.stepped)  # noqa: E731
+    sys.meta_path.insert(0, AfterImport(OPTIMIZERS, count))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     code = 0
