@@ -264,6 +264,19 @@ def test_the_steady_figures_need_as_many_steps_as_a_verdict(tmp_path: Path, late
     assert speed.input_wait_pct == pytest.approx(200 / seconds, abs=0.01)
 
 
+def test_the_first_pass_of_each_start_and_restart_warms_up(tmp_path: Path) -> None:
+    """A run resumed in its fourth epoch, whose train workers are started again in its sixth."""
+    recorder, summary = start(tmp_path)
+    for epoch, wait_s, steps in ((3, 50.0, 20), (4, 1.0, 30), (5, 70.0, 20), (6, 2.0, 30)):
+        if epoch in (3, 5):
+            attempt = {"event": "attempt", "time": 9.0, "workers": 1, "start": {}}
+            recorder.on_event(event_of(attempt))
+        recorder.on_event(passed(epoch, steps, wait_s, steps))
+    recorder.close(summary)
+    assert summary.speed.steps == 60
+    assert summary.speed.input_wait_pct == pytest.approx(100 * 3 / (6 + 3), abs=0.01)
+
+
 def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_path: Path) -> None:
     recorder, summary = start(tmp_path)
     long = passed(0, 20, 2.0, 80)  # four batches make a step

@@ -88,7 +88,8 @@ class Recorder(Sink):
         self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
-        self.running_epoch = 0
+        self.warm = False
+        """Whether a pass has ended since the train workers started."""
         self.pass_from = self.told_step = summary.steps
         """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
@@ -131,6 +132,9 @@ class Recorder(Sink):
         hosts = map(self.summary.host_of, self.worker_nodes.values())
         self.summary.train_workers_by_host = dict(Counter(hosts))
 
+    def _on_attempt(self, event: kinds.AttemptStarted) -> None:
+        self.warm = False
+
     def _on_phase(self, event: kinds.PhaseDone) -> None:
         self.summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
 
@@ -159,7 +163,7 @@ class Recorder(Sink):
             self.told_step = self.pass_from = 0
         seconds = event.elapsed_s - self.running["elapsed_s"]
         self.running["steps"] += event.step - self.told_step
-        self.told_step, self.running_epoch = event.step, event.epoch
+        self.told_step = event.step
         # Terms are means since the previous logged step; other figures are sums since the start of the pass.
         terms = event.terms_ms
         total = sum(terms.values()) or 1.0
@@ -260,8 +264,9 @@ class Recorder(Sink):
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
         figures = {name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")} | event.times
         self.totals = _together(self.totals, Sums(int, figures))
-        if event.epoch > 0:
+        if self.warm:
             self.steady = _together(self.steady, Sums(int, figures))
+        self.warm = True
 
     def refresh(self) -> None:
         began = time.monotonic()
@@ -292,8 +297,8 @@ class Recorder(Sink):
         speed, total = self.summary.speed, _together(self.totals, self.running)
         if total["elapsed_s"]:
             speed.samples_per_s = round(total["samples"] / total["elapsed_s"], 2)
-            # The first epoch warms up: processes start and libraries are imported.
-            steady = _together(self.steady, self.running) if self.running_epoch else self.steady
+            # The first pass warms up: processes start and libraries are imported.
+            steady = _together(self.steady, self.running) if self.warm else self.steady
             steady = steady if steady["steps"] >= MIN_STEPS else total
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
