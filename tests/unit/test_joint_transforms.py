@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import _geometry
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.joint import _DRAWN, _STILL, moved_alone, noting_masks
+from stoker.chain.joint import _DRAWN, _STILL, moved_alone
 from stoker.data import (
     DecodeImage,
     DecodeMask,
@@ -350,9 +350,9 @@ def test_a_tensor_is_height_by_width_by_channels_if_its_channels_cannot_be_first
     columns, report = Chain(as_stages([flip]), seed=0).run([record], 0)
     assert not report.bad and columns["image"].shape[1:] == ((3, 64, 48) if last else shape)
     assert columns["boxes"][0, 0].tolist() == [wide - 1, 10, wide, 20]
-    seen: dict[str, None] = {}
-    noting_masks(as_stages([v2.RandomHorizontalFlip()]), seen)[0].apply(record, None)
-    assert [*seen] == ["mask"]
+    plain = {"key": "a", "image": record["image"], "classes": record["mask"]}
+    (line, _), *_ = moved_alone(as_stages([v2.RandomHorizontalFlip()]), {"RandomHorizontalFlip": [plain]})
+    assert "not those of classes;" in line
 
 
 def test_a_decoder_of_ones_own_need_not_call_the_constructor_of_stokers() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import as_stored, orientation_of
+from stoker.chain.decode import PERHAPS, SURELY, as_stored, orientation_of, places_in
 from stoker.chain.picture import is_hwc
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, may_draw
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform
 from stoker.errors import UsageError
 from stoker.protocol import Record
@@ -93,6 +93,7 @@ class Joint(RecordTransform):
         self.transform, self.boxes, self.format = transform, tuple(boxes), format
         self.masks = ("mask",) if masks is None else tuple(masks)
         self.needs_masks = masks is not None or not boxes
+        self.columns = {*self.masks, *self.boxes}
         self.random = may_draw(transform) or any(map(may_draw, getattr(transform, "transforms", ())))
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -160,71 +161,108 @@ def refuse_image_alone(chains: Iterable[Chain]) -> None:
         raise UsageError(*dict.fromkeys(found))
 
 
-def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str, bool]]:
+def moved_alone(
+    stages: list[Stage], reached: Mapping[str, list[Record]] | None = None, degree: int = SURELY
+) -> list[tuple[str, bool]]:
     """A line per transform of the image alone in a chain for masks or boxes, and whether it is random.
 
     A deterministic one may be meant: masks can be stored as the image is afterwards.
+
+    Args:
+        reached: the records that reached each stage, which show what lies beside the image.
+        degree: how surely columns of these records are about places in the image.
     """
-    left = ", ".join(beside_the_image(stages, seen))
-    if not left:
-        return []
-    return [
-        (
-            f"chain: {name} moves the pixels of the image only, not those of {left};"
-            f" {'leave it out' if name in _POLICIES else 'put it into Joint'}, or drop {left} with Drop",
-            random,
-        )
-        for stage in stages
-        for name, random in _moved_by(stage)
-    ]
+    lines, known = [], dict[str, int]()
+    for stage in stages:
+        joint = stage.apply if isinstance(stage.apply, Joint) else None
+        records = (reached or {}).get(stage.name, ())
+        known = _beside(stage, records) | known  # what had the image's size before it was resized, too
+        there = {name for record in records for name in record}
+        seen = [name for name, surely in known.items() if surely == degree and name in there]
+        named = seen if joint else beside_the_image(stages, seen)
+        left = ", ".join(n for n in named if n not in _dropped(stages) and not (joint and n in joint.columns))
+        for name, random in _moved_by(stage) if left else ():
+            remedy = "leave it out" if name in _POLICIES else "put it into Joint"
+            if joint:
+                name, remedy = f"{name} in Joint", "name it there among the masks or boxes"
+            what = f"chain: {name} moves the pixels of the image only, not those of {left}"
+            lines.append((f"{what}; {remedy}, or drop {left} with Drop", random))
+    return lines
 
 
-def noting_masks(stages: list[Stage], seen: dict[str, None]) -> list[Stage]:
-    """The stages of a chain, which add to `seen` the masks in records before they move the image alone."""
+def noting_records(stages: list[Stage], reached: dict[str, list[Record]], most: int) -> list[Stage]:
+    """The stages of a chain, which add to `reached` the first records that stages get that move the image."""
 
-    def note(record: Record, rng: np.random.Generator) -> Record:
-        seen.update(dict.fromkeys(_masks(record)))
-        return record
+    def note(stage: Stage) -> Stage:
+        there = reached.setdefault(stage.name, [])
 
-    own = Stage("masks", "record", note, random=False)
-    return [each for stage in stages for each in ([own, stage] if _moved_by(stage) else [stage])]
+        def apply(record: Record, rng: np.random.Generator) -> Record:
+            there.extend([dict(record)] * (len(there) < most))
+            return record
+
+        return Stage("masks", "record", apply, random=False)
+
+    return [each for stage in stages for each in ([note(stage), stage] if _moved_by(stage) else [stage])]
 
 
-def _masks(record: Record) -> list[str]:
-    """Columns of whole numbers, one for each pixel of the image."""
+def _beside(stage: Stage, records: Iterable[Record]) -> dict[str, int]:
+    """Columns that are about places in the image, and how surely."""
+    found: dict[str, int] = {}
+    joint = isinstance(stage.apply, Joint)
+    for record in records:
+        for name, known in (*places_in(record).items(), *_of_its_size(record).items()):
+            value = record[name]
+            if joint and type(value).__module__.startswith(("torchvision.", "PIL.")):
+                continue  # it moves these too
+            raw = joint and isinstance(value[0] if isinstance(value, list) and value else value, dict)
+            # Its boxes were perhaps made of the struct.
+            found[name] = max(PERHAPS if raw else known, found.get(name, 0))
+    return found
+
+
+def _of_its_size(record: Record) -> dict[str, int]:
+    """Columns with a value for each pixel of the image."""
     import numpy as np
 
-    image = record.get("image")
-    if image is None or isinstance(image, bytes):
-        return []
+    image: Any = record.get("image")
     image = image if hasattr(image, "shape") else np.asarray(image)
     shape = tuple(image.shape)
-    size = shape if len(shape) == 2 else shape[:2] if _has_channels_last(image) else shape[1:]
-    return [
-        name
-        for name, value in record.items()
-        if name != "image"
-        and tuple(getattr(value, "shape", ())) in (size, (1, *size), (*size, 1))
-        and "int" in str(getattr(value, "dtype", ""))
-    ]
+    if len(shape) < 2:
+        return {}  # encoded
+    last = min(shape[0], shape[-1]) <= 4 and _has_channels_last(image)
+    size = shape[:2] if last else shape[-2:]
+    found = {}
+    for name, value in record.items():
+        there, kind = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
+        if name != "image" and size in (there[:2], there[-2:]):
+            picture = there == shape and len(shape) > 2 and 1 not in (shape[0], shape[-1])
+            chance = "float" in kind and size[0] == size[1] <= 64
+            found[name] = PERHAPS if chance or (picture and kind == str(image.dtype)) else SURELY
+    return found
 
 
 def beside_the_image(stages: list[Stage], seen: Iterable[str] = ()) -> list[str]:
     found: dict[str, None] = dict.fromkeys(seen)
-    dropped: set[str] = set()
     for stage in stages:
         if isinstance(stage.apply, DecodeMask):
             found |= dict.fromkeys(stage.apply.columns)
         elif isinstance(stage.apply, Joint):
             masks = stage.apply.masks if stage.apply.needs_masks else ()
             found |= dict.fromkeys((*masks, *stage.apply.boxes))
-        elif isinstance(stage.apply, Drop):
-            dropped |= stage.apply.columns
-    return [name for name in found if name not in dropped]
+    return [name for name in found if name not in _dropped(stages)]
+
+
+def _dropped(stages: list[Stage]) -> set[str]:
+    return {name for stage in stages if isinstance(stage.apply, Drop) for name in stage.apply.columns}
 
 
 def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
-    return list(_moves(getattr(stage.apply, "module", stage.apply), stage))
+    transform = stage.apply
+    if isinstance(transform, Joint):
+        transform = transform.transform
+        if not all(map(is_plain, (transform, *getattr(transform, "transforms", ())))):
+            return []  # it gets the whole record
+    return list(_moves(getattr(transform, "module", transform), stage))
 
 
 def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[str, bool]]:
@@ -235,7 +273,7 @@ def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[
                 yield from _moves(part, stage)
         else:
             yield type(transform).__name__, transform.random
-    elif isinstance(stage.apply, ImageModule):
+    elif isinstance(stage.apply, ImageModule | Joint):
         kinds = [c.__name__ for c in type(transform).__mro__ if c.__module__.startswith("torchvision.")]
         drawn = drawn or bool({"RandomApply", "RandomChoice", "RandomOrder"} & {*kinds})
         for part in getattr(transform, "transforms", ()):

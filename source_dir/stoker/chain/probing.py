@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain
 from stoker.chain.collating import all_of, collated
-from stoker.chain.decode import depth_of
-from stoker.chain.joint import moved_alone, noting_masks
+from stoker.chain.decode import PERHAPS, SURELY, depth_of
+from stoker.chain.joint import moved_alone, noting_records
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
@@ -65,8 +65,8 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
-    stages, masks = chain.stages, dict[str, None]()
-    chain = chain.of(noting_masks(stages, masks))
+    stages, reached = chain.stages, dict[str, list[Record]]()
+    chain = chain.of(noting_records(stages, reached, PROBE_RECORDS))
     try:
         records = list(islice(source.read(shard, None), PROBE_RECORDS))
         note = remarks(records, stages)
@@ -74,11 +74,13 @@ def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
         if chain.collate and report.rows:
             collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
     except (SchemaError, UsageError) as error:
-        return ProbeResult(_moved(stages, masks) or str(error))
+        return ProbeResult(_moved(stages, reached) or str(error))
     except Exception:
         return ProbeResult()  # the run reports it where it happens
-    if why := _moved(stages, masks) or _every(source, shard, chain, report):
+    if why := _moved(stages, reached) or _every(source, shard, chain, report):
         return ProbeResult(why)
+    if perhaps := _moved(stages, reached, PERHAPS):
+        note = "; ".join(filter(None, (note, f"{perhaps}, unless it shows something else")))
     return ProbeResult(None, report.schemas, note, (columns, report) if columns else None)
 
 
@@ -109,10 +111,10 @@ def _kind(value: Any) -> str:
     return str(getattr(value, "dtype", "text" if isinstance(value, str) else type(value).__name__))
 
 
-def _moved(stages: list[Stage], masks: Iterable[str]) -> str:
+def _moved(stages: list[Stage], reached: dict[str, list[Record]], degree: int = SURELY) -> str:
     """Why image and masks would no longer show the same, unless the chain itself says so."""
-    found = [] if moved_alone(stages) else moved_alone(stages, masks)
-    return "; ".join(text for text, random in found if random)
+    known, found = moved_alone(stages), moved_alone(stages, reached, degree)
+    return "; ".join(text for text, random in found if random and (text, random) not in known)
 
 
 def _in_tasks(asked: dict[str, tuple[Source, Shard, Chain]]) -> dict[str, ProbeResult]:

@@ -1,0 +1,174 @@
+"""What lies beside an image and is about places in it moves with the image, or the run is refused."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.probing import fix_schemas
+from stoker.data import DecodeImage, Drop, Joint, RecordTransform, read_torch
+from stoker.errors import UsageError
+
+SIZE = (40, 60)
+FLIP = v2.RandomHorizontalFlip(1.0)
+BOXES = np.array([[0, 0, 20, 40]], np.float32)
+
+
+def photo(size: tuple[int, int] = SIZE) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((*size, 3), np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+class Given:
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return dict(self.record)
+
+
+def note_of(record: dict[str, Any], *entries: Any) -> str:
+    """What a run says of the records before it begins; it may refuse them."""
+    chain = Chain(as_stages([*entries]), seed=0)
+    chain.collate = lambda records: {"text": [str(one.get("label")) for one in records]}  # takes lists, too
+    fix_schemas({"train": read_torch(Given(record))}, {"train": chain}, 4)
+    return chain.note
+
+
+PLACES: dict[str, Any] = {
+    "boxes": BOXES,
+    "gtBboxes_xyxy": BOXES.tolist(),
+    "bbox": BOXES[0],
+    "keypoints": np.ones((17, 3), np.float32),
+    "landmarks": np.ones(10, np.float32),
+    "corners": np.ones((4, 2), np.float32),
+    "points": np.ones((5, 2), np.float32),
+    "polygons": [[1.0, 2.0, 3.0, 4.0]],
+    "damaged": np.zeros(SIZE, bool),
+    "depth": np.ones(SIZE, np.float32),
+    "lesionMask": np.ones((9, 9), np.float32),
+    "depth_plane": np.ones((1, *SIZE), np.float16),
+    "masks": np.zeros((2, *SIZE), bool),
+    "normals": np.ones((*SIZE, 3), np.float32),
+    "classes": torch.zeros(SIZE, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_about_places_in_the_image_does_not_stay_where_a_random_flip_moves_it(name: str) -> None:
+    record = {"image": photo(), name: PLACES[name]}
+    with pytest.raises(UsageError, match=f"train: chain: RandomHorizontalFlip moves .* those of {name}; put"):
+        note_of(record, DecodeImage(), FLIP)
+    with pytest.raises(UsageError, match=f"RandomHorizontalFlip in Joint moves .* not those of {name}; name"):
+        note_of(record | {"found": BOXES}, DecodeImage(), Joint(FLIP, boxes=["found"]))
+    for fine in (v2.Resize((8, 8)), v2.ColorJitter(), Joint(v2.Resize((8, 8)), masks=[])):
+        assert note_of(record, DecodeImage(), fine) == ""
+    assert note_of(record, DecodeImage(), FLIP, Drop(name)) == ""
+    assert note_of(record, DecodeImage(), Drop(name), FLIP) == ""
+
+
+def test_four_corners_in_columns_of_their_own_are_a_box() -> None:
+    corners = {"xmin": 1, "ymin": 2, "x_max": 3, "y_max": 4}
+    with pytest.raises(UsageError, match="not those of xmin, ymin, x_max, y_max; put it into Joint"):
+        note_of({"image": photo(), **corners}, DecodeImage(), FLIP)
+    assert note_of({"image": photo(), "x_max": 3}, DecodeImage(), FLIP) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("other", np.zeros((*SIZE, 3), np.uint8), SIZE),
+        ("features", np.ones((32, 32), np.float32), (32, 32)),
+        ("loss_mask", np.ones(77, bool), SIZE),
+        ("mask", [1, 2, 3], SIZE),
+        ("box_labels", np.ones(4, np.int64), SIZE),
+    ],
+)
+def test_what_may_be_about_something_else_is_only_noted(name: str, value: Any, size: Any) -> None:
+    line = f"chain: RandomHorizontalFlip moves the pixels of the image only, not those of {name}; put it into"
+    note = note_of({"image": photo(size), name: value}, DecodeImage(), FLIP)
+    assert note.startswith(line) and note.endswith("unless it shows something else")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label", 1),
+        ("attention_mask", np.ones(77, bool)),
+        ("pose", np.ones(6, np.float32)),
+        ("tokens", np.ones((77, 16), np.float32)),
+        ("boxes", 3),
+        ("caption", "a box"),
+        ("image_size", np.array(SIZE)),
+    ],
+)
+def test_what_is_beside_the_matter_is_not_mentioned(name: str, value: Any) -> None:
+    record = {"image": photo(), name: value}
+    assert note_of(record, DecodeImage(), FLIP) == ""
+    assert note_of(record | {"found": BOXES}, DecodeImage(), Joint(FLIP, boxes=["found"])) == ""
+
+
+class Wrap(RecordTransform):
+    random = False
+
+    def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
+        points = tv_tensors.KeyPoints(record["keypoints"], canvas_size=SIZE)
+        return {**record, "keypoints": points}
+
+
+class Own(v2.RandomHorizontalFlip):
+    """Gets the whole record, and so can turn keypoints."""
+
+
+class Made(RecordTransform):
+    random = False
+
+    def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
+        return {**record, "boxes": BOXES}
+
+
+def test_what_joint_or_a_transform_of_the_users_own_moves_is_not_left_behind() -> None:
+    record = {"image": photo(), "found": BOXES, "keypoints": np.ones((17, 2), np.float32)}
+    for entries in (
+        [Wrap(), Joint(FLIP, boxes=["found"])],
+        [Joint(Own(1.0), boxes=["found"])],
+        [Joint(v2.Compose([v2.Lambda(lambda each: each), Own(1.0), FLIP]), boxes=["found"])],
+    ):
+        assert note_of(record, DecodeImage(), *entries) == ""
+    wrapped = as_stages([DecodeImage(), Wrap(), Joint(FLIP, boxes=["found"])])
+    columns, _ = Chain(wrapped, seed=0).run([{"key": "a", **record}], 0)
+    assert columns["keypoints"][0, 0].tolist() == [58, 1]
+
+
+def test_boxes_that_are_made_after_a_joint_need_not_be_in_it() -> None:
+    record = {"image": photo(), "mask": np.zeros(SIZE, np.uint8)}
+    later = [Made(), v2.Resize(8), Joint(v2.Identity(), masks=[], boxes=["boxes"])]
+    assert note_of(record, DecodeImage(), Joint(FLIP, masks=["mask"]), *later) == ""
+
+
+def test_a_struct_that_boxes_were_made_of_may_still_be_there() -> None:
+    objects = {"bbox": BOXES.tolist(), "category": [1]}
+    record = {"image": photo(), "objects": objects, "boxes": BOXES}
+    note = note_of(record, DecodeImage(), Joint(FLIP, boxes=["boxes"]))
+    assert "not those of objects;" in note
+    with pytest.raises(UsageError, match="not those of objects;"):
+        note_of({"image": photo(), "objects": objects}, DecodeImage(), FLIP)
+
+
+def test_a_pillow_image_in_a_column_named_mask_is_a_mask() -> None:
+    record = {"image": photo(), "mask": Image.fromarray(np.zeros(SIZE, np.uint8))}
+    with pytest.raises(UsageError, match="not those of mask; put it into Joint"):
+        note_of(record, DecodeImage(), FLIP)
