@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,49 @@ class Draws(Recipe):
         return {"transform": [Augment()], "batch": [augment]}.get(self.where, [])
 
 
+class Change(RecordTransform):
+    """Changes the very record that it gets, as many transforms do."""
+
+    random = False
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        record["twice"] = record.get("twice", 0) + 2
+        return record
+
+
+class Own(RecordTransform):
+    """Differs at each call by `how`: "rarely" for one record of three alone, by "memory" not at all."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.rng, self.calls, self.drawn = how, np.random.default_rng(0), 0, dict[str, float]()
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        self.calls += 1
+        if self.how == "memory":
+            return {**record, "own": self.drawn.setdefault(record["key"], rng.random())}
+        own = {"counter": self.calls, "time": time.perf_counter(), "rarely": self.rng.random() < 1 / 3}
+        return {**record, "own": float(own.get(self.how, self.rng.random()))}
+
+
+class Chained(Draws):
+    def read(self, split: str) -> Any:
+        return super().read(split) or read_range(self.n)
+
+    def preprocess(self, split: str) -> list[Any]:
+        if self.where in ("dataset", "source", "transform", "batch"):
+            return [Change(), *super().preprocess(split)]
+        rng = np.random.default_rng(0)
+        stage = Own(self.where)
+        if self.where == "own batch":
+            stage = lambda batch: {**batch, "own": rng.random(len(batch["index"]))}  # noqa: E731
+        return [Change(), ("odd", stage), Plain()]
+
+
+class Collated(Chained):
+    def collate(self, records: list[Record]) -> dict[str, Any]:
+        return {"own": [record.get("own") for record in records]}
+
+
 class Split(Recipe):
     n: int = 100
 
@@ -132,7 +176,7 @@ class Plain(RecordTransform):
     random = False
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "number": record["number"]}
+        return {**record, "number": record.get("number", 0)}
 
 
 class Cached(Draws):

@@ -32,7 +32,7 @@ from stoker.read.host_cache import CacheSpec, HostCache
 from stoker.read.identity import agree, identity_of
 from stoker.read.sources import Source
 from stoker.serve.cursor import refuse_other_data
-from stoker.serve.opening import Data, open_data, plan_of
+from stoker.serve.opening import Data, exact_note, open_data, plan_of
 from stoker.serve.passes import Passes, Shared
 from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
@@ -135,6 +135,39 @@ def test_a_dataset_that_nobody_can_seed_is_neither_cached_nor_resumed_exactly() 
         resume(read_torch(Unsteady()), read_torch(Unsteady(41)), "any")
 
 
+def saved(data: Data, order: str) -> Plan:
+    found = Config.model_validate({"data": {"order": order}})
+    return plan_of(Passes(found, data.sources, {}), data)
+
+
+@pytest.mark.parametrize("recipe", ["Chained", "Collated"])
+@pytest.mark.parametrize("where", ["generator", "counter", "time", "rarely", "own batch"])
+def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(recipe: str, where: str) -> None:
+    data = open_data(job(recipe, params={"where": where}))
+    assert [note.partition(";")[0] for note in data.notes()] == [
+        f"{split}: stage odd gives another result for the same record each time" for split in ("train", "val")
+    ]
+    exact, free = (DataCursor(epoch=0, rows=5, plan=saved(data, order)) for order in ("exact", "any"))
+    assert "data.order exact: stage odd gives" in exact_note(job(recipe, data={"order": "exact"}), data)
+    with pytest.raises(UsageError, match=r"resume: stage odd gives another result.*exactly"):
+        refuse_other_data(exact, exact.plan)
+    refuse_other_data(free, free.plan)
+
+
+@pytest.mark.parametrize("recipe", ["Chained", "Collated"])
+@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch", "memory"])
+def test_seeded_draws_and_what_a_stage_remembers_can_be_made_again(recipe: str, where: str) -> None:
+    data = open_data(job(recipe, params={"where": where}))
+    exact = DataCursor(epoch=0, rows=5, plan=saved(data, "exact"))
+    assert data.notes() == [] and exact_note(job(recipe, data={"order": "exact"}), data) == ""
+    refuse_other_data(exact, exact.plan)
+
+
+def test_of_a_dataset_that_nobody_can_seed_no_stage_is_blamed() -> None:
+    data = open_data(job("FromUnsteady"))
+    assert data.notes() == [] and "Unsteady returns" in exact_note(job("", data={"order": "exact"}), data)
+
+
 def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"abcde")
     dataset = Lazy(str(tmp_path / "bytes"))
@@ -152,7 +185,8 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is looked at must not depend on the machine."""
-    monkeypatch.setattr("stoker.read.identity.BUDGET_S", 600.0)
+    for name in ("read.identity.BUDGET_S", "chain.probing.AGAIN_S", "chain.probing.SLOW_S"):
+        monkeypatch.setattr(f"stoker.{name}", 600.0)
 
 
 def numbers(source: Source, cache: HostCache, epoch: int, share: float = 1.0) -> list[int]:
@@ -244,7 +278,7 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
 
 def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(tmp_path: Path) -> None:
     def planned(folder: Path) -> tuple[Passes, Plan]:
-        data = Data({split: opened(folder, split) for split in ("train", "val")}, {}, {})
+        data = Data({split: opened(folder, split) for split in ("train", "val")}, {"train": Chain([], 0)}, {})
         passes = Passes(Config.model_validate({"train": {"epochs": 2}}), data.sources, {})
         return passes, plan_of(passes, data)
 

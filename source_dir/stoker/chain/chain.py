@@ -89,6 +89,8 @@ class Chain:
     """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
     note: str = ""
     """What the first records show that a run should say."""
+    unstable: str = ""
+    """Why its results depend on where and when it runs, although draws are seeded."""
     schemas: tuple[Schema, ...] = ()
     """Schemas of the split, which every block must have; empty: each block reports its own."""
     share: float = 1.0

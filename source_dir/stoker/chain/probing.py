@@ -6,9 +6,10 @@ import contextlib
 import pickle
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from copy import copy
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain
@@ -20,13 +21,16 @@ from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
 from stoker.figures import count_of
 from stoker.protocol import BadRecord, BlockReport, Record, Schema, Shard
-from stoker.read.sources import Source
+from stoker.read.identity import content_digest
+from stoker.read.sources import Source, drawing
 
 PROBE_RECORDS = 4
 SYSTEMATIC = re.compile(
     r"(column [^:]+|[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError|ValueError)): "
 )
 """Reasons that the columns and the chain may give for every record, unlike a read that fails."""
+AGAIN, AGAIN_S, SLOW_S = 8, 0.25, 10.0
+"""How often the chain runs again, the time for that after the first repetition, and when it is too slow."""
 MANY_RECORDS = 256
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
@@ -38,6 +42,7 @@ class ProbeResult(NamedTuple):
     refused: str | None = None
     schemas: tuple[Schema, ...] = ()
     note: str = ""
+    unstable: str = ""
     made: tuple[dict[str, Any], BlockReport] | None = None
 
 
@@ -61,18 +66,18 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
         if answer.refused is not None:
             raise UsageError(f"{split}: {answer.refused}")
         chains[split].schemas, chains[split].note = answer.schemas, answer.note
+        chains[split].unstable = answer.unstable
     return {split: answer.made for split, answer in found.items() if answer.made}
 
 
 def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
     stages, reached = chain.stages, dict[str, list[Record]]()
     chain = chain.of(noting_records(stages, reached, PROBE_RECORDS))
+    started = time.monotonic()
     try:
-        records = list(islice(source.read(shard, None), PROBE_RECORDS))
+        records = _first(source, shard)
         note = remarks(records, stages)
-        columns, report = chain.run(records, 0)
-        if chain.collate and report.rows:
-            collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
+        columns, report, content = _made(chain, records)
     except (SchemaError, UsageError) as error:
         return ProbeResult(_moved(stages, reached) or str(error))
     except Exception:
@@ -81,7 +86,47 @@ def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
         return ProbeResult(why)
     if perhaps := _moved(stages, reached, PERHAPS):
         note = "; ".join(filter(None, (note, f"{perhaps}, unless it shows something else")))
-    return ProbeResult(None, report.schemas, note, (columns, report) if columns else None)
+    quick = time.monotonic() - started < SLOW_S
+    unstable = _unstable(source, shard, chain, content) if quick else ""
+    return ProbeResult(None, report.schemas, note, unstable, (columns, report) if columns else None)
+
+
+def _first(source: Source, shard: Shard) -> list[Record | BadRecord]:
+    with drawing("probe"):
+        return list(islice(source.read(shard, None), PROBE_RECORDS))
+
+
+def _made(chain: Chain, records: Iterable[Record | BadRecord]) -> tuple[dict[str, Any], BlockReport, bytes]:
+    with drawing("probe"):
+        columns, report = chain.run(records, 0)
+        batch = columns
+        if chain.collate and report.rows:
+            batch = collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
+    return columns, report, content_digest(batch, whole=True)
+
+
+def _unstable(source: Source, shard: Shard, chain: Chain, content: bytes) -> str:
+    """Why the records cannot be made again: the chain does not give the same for the same records."""
+
+    def again(chain: Chain) -> bytes:
+        return _made(chain, _first(source, shard))[-1]
+
+    with contextlib.suppress(Exception):  # the run reports it where it happens
+        until = time.monotonic() + AGAIN_S
+        for number in range(AGAIN):
+            if number and time.monotonic() > until:
+                break
+            if again(chain) == content:
+                continue
+            for stages in accumulate(([stage] for stage in chain.stages), initial=list[Stage]()):
+                part = chain.of(stages)
+                part.collate = lambda records: {"all": records}  # which may have any shape between stages
+                if again(part) != again(part):
+                    # Of records that are read differently, their source's identity tells.
+                    last = stages[-1].name if stages else ""
+                    return f"stage {last} gives another result for the same record each time" if last else ""
+            return "the chain gives another result for the same records each time"
+    return ""
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from stoker.serve.passes import Passes
     from stoker.sizing.model import Scaler
 
+REMEDY = "draw from the generators of random, numpy.random or torch, which are seeded for each record"
+
 
 @dataclass
 class Data:
@@ -50,7 +52,18 @@ class Data:
         """Lines on what lies beside the records and is not read, and on what their first ones show."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
         shown = [chain.note for chain in self.chains.values() if chain.note]
+        shown += [
+            f"{split}: {chain.unstable}; {REMEDY}. A generator of its own draws the same numbers in all chain"
+            " workers, and others after a resume"
+            for split, chain in self.chains.items()
+            if chain.unstable
+        ]
         return [*dict.fromkeys([*beside, *shown])]
+
+    @property
+    def unstable(self) -> str:
+        """Why the training records cannot be made again; empty: they can."""
+        return self.identity("train").unstable or self.chains["train"].unstable
 
     def identity(self, split: str) -> Identity:
         if split not in self._identities:
@@ -190,11 +203,10 @@ def cache_note(config: Config) -> str:
 
 
 def exact_note(config: Config, data: Data) -> str:
-    unstable = data.identity("train").unstable
-    if config.data.order == "exact" and unstable:
+    if config.data.order == "exact" and data.unstable:
         return (
-            f"data.order exact: {unstable}, so two runs differ and an interrupted one cannot be resumed; draw"
-            " from the generators of random, numpy.random or torch, which are seeded for each record"
+            f"data.order exact: {data.unstable}, so two runs differ and an interrupted one cannot be resumed;"
+            f" {REMEDY}"
         )
     return ""
 
@@ -212,7 +224,7 @@ def refuse_other_classes(data: Data) -> None:
 def plan_of(passes: Passes, data: Data) -> Plan:
     identity = data.identity("train")
     validation = data.identity("val").text if "val" in data.sources else ""
-    return passes.identity(identity.text, identity.unstable, validation)
+    return passes.identity(identity.text, data.unstable, validation)
 
 
 def start_coordinator(
