@@ -27,7 +27,7 @@ from pathlib import Path
 
 from stoker import figures
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
-from stoker.config.schema import requirement_lines
+from stoker.config.schema import Config, requirement_lines
 from stoker.errors import UsageError, nearest
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE
@@ -91,10 +91,10 @@ class Job:
 
     def _stage_source(self, folder: Path) -> None:
         config = self.resolved.config
-        left_out = [Path(config.output_dir).resolve(), folder.resolve()]
+        left_out = [folder.resolve()]
         if self.resolved.file is not None and secrets_json(config) is not None:
             left_out.append(self.resolved.file.resolve())
-        ignored = ignoring(*left_out)
+        ignored = ignoring(*outputs_of(config), *left_out)
         copy = functools.partial(shutil.copytree, ignore=ignored, ignore_dangling_symlinks=True)
         if self.source_dir is None:
             for name in ("recipes", "configs"):
@@ -185,8 +185,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     if config.script is not None:
         resolved, source_dir = located(resolved, source_dir)
     elif (source_dir := source_dir or recipe_folder(resolved)) is not None and source_dir.is_dir():
-        outputs = ignoring(Path(config.output_dir).resolve())
-        refuse_too_much(source_dir, config.recipe, outputs, "recipe")
+        refuse_too_much(source_dir, config.recipe, ignoring(*outputs_of(config)), "recipe")
     if source_dir is not None:
         source_dir = source_dir.resolve()
         if not source_dir.is_dir():
@@ -261,7 +260,7 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
     except (SyntaxError, ValueError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise UsageError(f"script: {named} is not Python: {getattr(error, 'msg', error)}{line}") from None
-    refuse_too_much(folder, named, ignoring(Path(resolved.config.output_dir).resolve()))
+    refuse_too_much(folder, named, ignoring(*outputs_of(resolved.config)))
     config = resolved.config.model_copy(update={"script": str(path.relative_to(folder))})
     return replace(resolved, config=config), folder
 
@@ -276,6 +275,15 @@ def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "scrip
                 f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; move the code to a separate folder (or"
                 " name one with --source-dir), and name data in params"
             )
+
+
+def outputs_of(config: Config) -> list[Path]:
+    folder = config.checkpoint.dir
+    found = [
+        Path(config.output_dir),
+        *(Path(folder).glob("step-*") if folder and "://" not in folder else ()),
+    ]
+    return [path.resolve() for path in found]
 
 
 def ignoring(*paths: Path) -> Ignore:

@@ -178,7 +178,8 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
         alone = replace(job.resolved, config=config.model_copy(update=changes))
         replace(job, resolved=alone).stage(run_dir / "code")
         with (Path(scratch) / "screen.txt").open("w+") as screen:
-            process = started(run_dir / "code", environment(run_dir), stdout=screen, stderr=subprocess.STDOUT)
+            variables = environment(run_dir, job.source_dir)
+            process = started(run_dir / "code", variables, stdout=screen, stderr=subprocess.STDOUT)
             try:
                 stopped = _train(process, run_dir, tell)
             finally:

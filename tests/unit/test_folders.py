@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -17,10 +19,13 @@ from hypothesis import strategies as st
 from spoilt import JPG, PHOTO, PNG, both, encoded, images, table, written
 
 from launcher.job import open_job
+from launcher.places import local
 from stoker import figures
 from stoker.config.loading import load
 from stoker.data import DecodeImage, read_any, read_images
+from stoker.entry.main import read_configuration
 from stoker.errors import UsageError
+from stoker.storage.checkpoint_store import open_store
 
 HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 SMALL = PHOTO.crop((0, 0, 16, 16))
@@ -296,6 +301,45 @@ def test_a_file_named_in_params_becomes_absolute_like_a_folder(
         load(None, ["params.data=rows.parquet", "params.vocabulary=words", "params.model=resnet18"])
     )
     assert job.data == {"data": str(tmp_path / "rows.parquet"), "vocabulary": str(tmp_path / "words")}
+
+
+def test_a_relative_path_is_never_that_of_the_staged_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, elsewhere, code = tmp_path / "project", tmp_path / "elsewhere", tmp_path / "run/code"
+    for folder in (project / "small", project / "ckpt/step-00000004", elsewhere):
+        folder.mkdir(parents=True)
+    for file in ("rows.py", "small/a.parquet", "own.csv", "ckpt/base.pt"):
+        (project / file).write_text("")
+    (project / "job.yaml").write_text("name: job\nrecipe: rows:Counting\ncheckpoint: {dir: ckpt}\n")
+
+    def staged(typed_in: Path) -> None:
+        monkeypatch.chdir(typed_in)
+        shutil.rmtree(code, ignore_errors=True)
+        job = open_job(load(Path(os.path.relpath(project, typed_in), "job.yaml")))
+        job.stage(code, installs=False)
+        for name, value in local.environment(code.parent, job.source_dir).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(code)
+
+    def found(path: str) -> str:
+        return open_store(path).where
+
+    staged(project)
+    assert (code / "small/a.parquet").is_file() and (code / "ckpt/base.pt").is_file()
+    assert not (code / "ckpt/step-00000004").exists(), "earlier checkpoints are not staged"
+    assert found("small") == str(project / "small") and found("ckpt") == str(project / "ckpt")
+    config = read_configuration(["--config", "job.yaml"], {}).config
+    assert config.checkpoint.dir == str(project / "ckpt"), "the run's config.yaml is read from anywhere"
+    staged(elsewhere)
+    assert found("new") == str(elsewhere / "new") and found("own.csv") == str(code / "own.csv")
+    (elsewhere / "small").symlink_to(project / "small")
+    assert found("small") == str(elsewhere / "small"), "the same folder"
+    (elsewhere / "own.csv").write_text("")
+    with pytest.raises(
+        UsageError, match=f"own.csv: could be {elsewhere}/own.csv or {project}/own.csv; write"
+    ):
+        found("own.csv")
 
 
 STEMS, SUFFIXES = (

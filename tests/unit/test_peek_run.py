@@ -209,6 +209,25 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     assert [(row[1], float(row[-1])) for row in rows] == [(key, float((int(key) % 3) ** 2)) for key in keys]
 
 
+def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from stoker.checkpoints.format import Content, save
+    from stoker.storage.checkpoint_store import open_store
+
+    monkeypatch.chdir(tmp_path)
+    sections: dict[str, Any] = {"data": EXACT, "train": {"batch_size": 8, "epochs": 1}}
+    run = Run(tmp_path, params={"train_records": 60}, checkpoint={"dir": "ckpt"}, **sections)
+    run.train(1)
+    weights = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
+    save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": 3}))
+    assert "no losses: the run wrote to ckpt in another folder" in run.peek("--step", "4").output
+    found = run.peek("--step", "4", f"checkpoint.dir={tmp_path}/ckpt")
+    assert "losses with the weights of step-00000003" in found.output
+
+
 def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path, params={"train_records": 60}, train={"batch_size": 8, "epochs": 1})
     with pytest.raises(UsageError, match=r"no event `attempt` in events\.jsonl"):

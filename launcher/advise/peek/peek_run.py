@@ -384,7 +384,10 @@ class Rebuild:
 def losses_of(
     run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[RankBatch]
 ) -> tuple[list[list[float]] | None, str]:
-    store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
+    where = config.checkpoint.dir or str(run_dir / "checkpoints")
+    if "://" not in where and not Path(where).is_absolute():  # of an earlier version's run
+        return None, f"no losses: the run wrote to {where} in another folder; add checkpoint.dir=/…/{where}"
+    store = open_store(where)
     # The complete checkpoint nearest to the start of the step; the earlier one of two.
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))
     name = next((name for name in names if verify(store, name) is None), None)

@@ -25,7 +25,7 @@ from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import Service, services
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.place import LIFE_S, ORIGINS_FILE, PLACE_VARIABLE
+from stoker.place import LAUNCH_DIR_VARIABLE, LIFE_S, ORIGINS_FILE, PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
@@ -221,13 +221,17 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         passed={key.replace("__", "."): value for key, value in given.items() if key != "config"},
         texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
     )
-    redaction.learn_job(resolved.config.model_dump(mode="json"))
+    config = resolved.config
+    redaction.learn_job(config.model_dump(mode="json"))
     if os.environ.get(PLACE_VARIABLE) == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
+        if (where := config.checkpoint.dir) and "://" not in where:  # `peek` reads it from any folder
+            at = {"dir": str(Path(os.environ.get(LAUNCH_DIR_VARIABLE, ""), where).absolute())}
+            config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=at)})
     later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
-    return Resolved(resolved.config, {**(origins or resolved.origins), **later})
+    return Resolved(config, {**(origins or resolved.origins), **later})
 
 
 def end_by_force(failure: Path, cause: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.place import LAUNCH_DIR_VARIABLE
+from stoker.place import LAUNCH_DIR_VARIABLE, SOURCE_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
 LISTS = 16
@@ -264,10 +264,21 @@ def join(uri: str, *parts: str) -> str:
 
 
 def _absolute(path: str) -> Path:
-    """Resolve a relative path against the job's folder, or else the folder of the command."""
-    here = Path(path).absolute()
-    typed_in = os.environ.get(LAUNCH_DIR_VARIABLE)
-    return here if here.exists() or not typed_in else Path(typed_in) / path
+    """Resolve a relative path against the folder of the command, or else the job's folder.
+
+    The latter is a copy that the next start of the run replaces.
+    """
+    here, launched, source = (
+        Path(path).absolute(),
+        os.environ.get(LAUNCH_DIR_VARIABLE),
+        os.environ.get(SOURCE_DIR_VARIABLE),
+    )
+    there = Path(launched or "", path)
+    if not launched or (here.exists() and not there.exists()):
+        return here
+    if source and here.exists() and (own := Path(source, path)).resolve() != there.resolve():
+        raise UsageError(f"{path}: could be {there} or {own}; write the whole path of the one you mean")
+    return there
 
 
 def _info(filesystem: Any, path: str, uri: str) -> Any:
