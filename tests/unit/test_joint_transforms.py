@@ -112,7 +112,10 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
     [
         ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask has size (20, 29), its image (20, 30)"),
         ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
-        ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a JPEG of mode L holds no class numbers"),
+        (
+            {"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")},
+            "a JPEG of mode L and a lossy compression",
+        ),
         ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
         ({"mask": b"<html>404"}, "mask: not an image (first bytes b'<html>40')"),
         ({"mask": np.zeros((20, 30), np.uint8)}, "mask is a ndarray, neither an encoded mask nor"),
@@ -363,3 +366,79 @@ def test_a_decoder_of_ones_own_need_not_call_the_constructor_of_stokers() -> Non
     record = {"key": "a", "image": encoded(np.zeros((4, 6), np.uint8))}
     columns, report = Chain(as_stages([Grey()]), seed=0).run([record], 0)
     assert not report.bad and columns["image__hwc"].shape == (1, 4, 6, 1)
+
+
+def boxed(*boxes: Any, dtype: Any = np.float32, width: int = 60) -> dict[str, Any]:
+    image = encoded(np.zeros((40, width, 3), np.uint8))
+    return {"key": "a", "image": image, "boxes": np.array(boxes, dtype).reshape(-1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("box", "format", "fits"),
+    [
+        ([30, 20, 10, 15], "XYXY", False),
+        ([10, 20, 30, 15], "XYXY", False),
+        ([np.nan, 20, 30, 35], "XYXY", False),
+        ([10, 20, np.inf, 35], "XYXY", False),
+        ([30, 20, 10, 15], "XYWH", True),
+        ([30, 20, 10, -15], "XYWH", False),
+        ([np.nan, 20, 10, 15], "XYWH", False),
+        ([30, 20, 10, 15], "cxcywh", True),
+        ([30, 20, 30, 20], "xyxy", True),
+        ([-1, -1, -1, -1], "XYXY", True),
+        ([-3, 20, 70, 45], "XYXY", True),
+    ],
+)
+def test_boxes_that_are_none_in_their_format_are_quarantined(box: Any, format: str, fits: bool) -> None:
+    record = boxed([1, 2, 3, 4], box)
+    chain = as_stages([DecodeImage(), Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"], format=format)])
+    columns, report = Chain(chain, seed=0).run([record], 0)
+    assert bool(columns) is fits
+    if not fits:
+        assert "is not a box of the format" in report.bad[0].reason
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64, np.float16, np.float64])
+def test_boxes_of_any_type_are_exact(dtype: Any) -> None:
+    record = boxed([10, 5, 30, 21], dtype=dtype, width=300)
+    enlarge = v2.Compose([v2.RandomHorizontalFlip(1), v2.Resize((90, 3000))])
+    chain = as_stages([DecodeImage(), Joint(enlarge, boxes=["boxes"])])
+    columns, _ = Chain(chain, seed=0).run([record], 0)
+    assert columns["boxes"][0].tolist() == [[2700, 11.25, 2900, 47.25]]
+    assert columns["boxes"].dtype == (np.float64 if dtype is np.float64 else np.float32)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "memory"])
+def test_a_mask_whose_checksum_is_wrong_is_quarantined(kind: str) -> None:
+    whole = pair("0")
+    at = whole["mask"].index(b"IDAT") + 12
+    changed = whole["mask"][:at] + bytes([whole["mask"][at] ^ 1]) + whole["mask"][at + 1 :]
+    value = memoryview(changed) if kind == "memory" else changed
+    _, report = run([{**whole, "mask": value}], Joint(CROP))
+    assert "the checksum of the PNG's b'IDAT' part is wrong" in report.bad[0].reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "fits"),
+    [
+        ("AVIF", {}, False),
+        ("TIFF", {"compression": "jpeg"}, False),
+        ("TIFF", {"compression": "tiff_lzw"}, True),
+        ("TIFF", {"compression": "tiff_adobe_deflate"}, True),
+        ("TIFF", {}, True),
+        ("BMP", {}, True),
+        ("GIF", {}, True),
+        ("PPM", {}, True),
+        ("TGA", {}, True),
+    ],
+)
+def test_masks_of_lossy_formats_hold_no_class_numbers(kind: str, options: Any, fits: bool) -> None:
+    numbers = np.kron(np.arange(12).reshape(3, 4), np.ones((8, 8))).astype(np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(numbers).save(content, kind, **options)
+    image = encoded(np.zeros((24, 32, 3), np.uint8))
+    columns, report = run([{"key": "a", "image": image, "mask": content.getvalue()}])
+    if fits:
+        assert (columns["mask"][0] == numbers).all()
+    else:
+        assert "lossy" in report.bad[0].reason

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import PERHAPS, SURELY, as_stored, orientation_of, places_in
+from stoker.chain.decode import PERHAPS, PNG, SURELY, as_stored, check_png, orientation_of, places_in
 from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from stoker.chain.chain import Chain
 
-_LOSSY = ("JPEG", "MPO", "JPEG2000")
+_LOSSLESS = {None, "BMP", "DIB", "GIF", "PCX", "PNG", "PPM", "PSD", "SGI", "SUN", "TGA", "TIFF", "XBM"}
 
 
 class DecodeMask(RecordTransform):
@@ -44,8 +44,10 @@ class DecodeMask(RecordTransform):
         for name in self.columns:
             mask: Any = column_value(record, name)
             if isinstance(mask, bytes | bytearray | memoryview):
+                if (content := bytes(mask)).startswith(PNG):
+                    check_png(content)
                 try:
-                    mask = Image.open(io.BytesIO(mask))
+                    mask = Image.open(io.BytesIO(content))
                 except UnidentifiedImageError:
                     raise ValueError(f"{name}: not an image (first bytes {bytes(mask[:8])!r})") from None
             elif not isinstance(mask, Image.Image):
@@ -57,8 +59,10 @@ class DecodeMask(RecordTransform):
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
-            if mask.mode not in ("L", "P", "1") or mask.format in _LOSSY or changed:
+            lossy = mask.format not in _LOSSLESS or "jpeg" in str(mask.info.get("compression"))
+            if mask.mode not in ("L", "P", "1") or lossy or changed:
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
+                how += " and a lossy compression" if lossy else ""
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
             orientation = orientation_of(mask) if self.exif is False else 1
             numbers = as_stored(np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation)
@@ -120,6 +124,12 @@ class Joint(RecordTransform):
             values = _tensor(column_value(record, name))
             if values.ndim != 2 or values.shape[1] != 4:
                 raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
+            if values.dtype not in (torch.float32, torch.float64):
+                values = values.float()  # others overflow or lose fractions
+            sides = values[:, 2:] - (values[:, :2] if "XYXY" in str(self.format).upper() else 0)
+            if len(wrong := values[~(values.isfinite() & (sides >= 0).repeat(1, 2)).all(dim=1)]):
+                box = [round(each, 2) for each in wrong[0].tolist()]
+                raise ValueError(f"{name}: {box} is not a box of the format {self.format}; set `format`")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
