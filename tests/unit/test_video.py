@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,28 @@ def test_a_clip_has_its_rate_whatever_the_files(
         assert even == expected or (clip_rate == 20 and even in (expected, [0, 0, 1, 1])), clip
 
 
+@pytest.mark.parametrize("suffix", ["avi", "asf"])
+@pytest.mark.parametrize("frames", [1, 8])
+def test_files_without_the_times_at_which_frames_are_shown_never_give_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, frames: int
+) -> None:
+    """H.264 stores frames in another order, and these containers only when each is decoded."""
+    clips = dict[int, Any]()
+    for between in (0, 3):
+        options = {"crf": "1", "x264-params": f"scenecut=0:b-adapt=0:bframes={between}"}
+        monkeypatch.setitem(FORMATS, suffix, ("libx264", "yuv420p", options))
+        clips[between] = run([written(tmp_path, pictures(20), suffix)] * 9, DecodeVideo(frames))
+    columns, report = clips[0]
+    assert not report.bad
+    for clip in columns["video"]:
+        found = [round(float(frame[:6].mean()) / 4) for frame in clip]
+        assert found == [*range(found[0], found[0] + frames)]
+    assert {bad.reason.partition(";")[0] for bad in clips[3][1].bad} == {
+        "DecodeVideo: ValueError: its times are not in order"
+    }
+    assert len(clips[3][1].bad) == 9
+
+
 def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(tmp_path: Path) -> None:
     moments = [0, 1, 2, 3, 10, 11, 12, 20, 21, 30, 31, 32]
     content = written(tmp_path, pictures(12), "mkv", 100, moments)
@@ -177,6 +200,26 @@ def test_a_turned_video_is_upright_as_in_a_player(tmp_path: Path) -> None:
         assert np.array_equal(columns["video"][0], [np.rot90(frame, turned // 90) for frame in frames])
     columns, _ = run([written(tmp_path, frames, "mp4", turned=90)], DecodeVideo(9, size=(24, 16)))
     assert columns["video"].shape == (1, 9, 24, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shown"),
+    [
+        ((-1, 0, 0, 1), np.fliplr),
+        ((1, 0, 0, -1), np.flipud),
+        ((0, 1, 1, 0), lambda frame: frame.swapaxes(0, 1)),
+        ((0, -1, -1, 0), lambda frame: np.rot90(frame.swapaxes(0, 1), 2)),
+        ((0, 1, -1, 0), lambda frame: np.rot90(frame, -1)),
+    ],
+)
+def test_a_mirrored_video_is_shown_as_in_a_player(tmp_path: Path, matrix: Any, shown: Any) -> None:
+    frames = pictures(9)
+    content = written(tmp_path, frames, "mp4")
+    at = content.index(b"tkhd") + 44
+    a, b, c, d = (number << 16 for number in matrix)
+    turned = content[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + content[at + 36 :]
+    columns, _ = run([turned], DecodeVideo(9))
+    assert np.array_equal(columns["video"][0], [shown(frame) for frame in frames])
 
 
 def test_files_of_any_size_give_clips_of_one(tmp_path: Path) -> None:

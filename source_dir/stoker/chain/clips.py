@@ -6,6 +6,7 @@ frame before the clip and ends with its last frame. One thread decodes: there is
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 from bisect import bisect_left, bisect_right
@@ -158,14 +159,17 @@ def _decode(
         first = max((i for i in keys if packets[i].pts <= wanted[0]), default=keys[0])
     found: dict[int, NDArray[Any]] = {}
     left = set(wanted)
+    # These say when a frame is decoded, not when it is shown, and the order may differ behind the clip alone.
+    untimed = stream.container.format.name in ("avi", "asf")
+    untimed = untimed and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3")
     for frame in _frames(stream, packets[first:]):
         if frame.pts in left:
             if frame.is_corrupt:
                 raise ValueError("cannot be decoded: damaged")
             found[frame.pts] = _pixels(frame, size)
             left.remove(frame.pts)
-            if not left:
-                break
+        if not left and not untimed:
+            break
     return found
 
 
@@ -174,9 +178,17 @@ def _keys(packets: list[Any]) -> list[int]:
 
 
 def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:
+    """In the order in which they are shown, which is the decoder's."""
     stream.codec_context.flush_buffers()
+    last: int | None = None
     for packet in packets:
-        yield from packet.decode()
+        for frame in packet.decode():
+            if None not in (last, frame.pts) and frame.pts < last:
+                raise ValueError(
+                    "its times are not in order; write it as .mp4 or .mkv, which hold those of frames"
+                )
+            last = last if frame.pts is None else frame.pts
+            yield frame
 
 
 def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
@@ -185,4 +197,7 @@ def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
     quarters = round(frame.rotation / 90) % 4
     height, width = (size[::-1] if quarters % 2 else size) if size else (frame.height, frame.width)
     array = frame.to_ndarray(format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1)
+    with contextlib.suppress(KeyError, ValueError):  # no matrix, or beside data that PyAV does not know
+        a, b, _, c, d = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32)[:5].tolist()
+        array = array[::-1] if a * d < b * c else array
     return np.rot90(array, quarters)
