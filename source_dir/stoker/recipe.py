@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stoker.config.loading import Resolved, error_line
 from stoker.config.schema import Config
-from stoker.config.values import expanded_data, has_text, is_path, typed
+from stoker.config.values import expanded_data, has_text, is_path, true_as_number, typed
 from stoker.errors import UsageError, nearest, where_raised
 from stoker.place import ORIGINS_FILE
 
@@ -236,6 +236,8 @@ def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
         kind = fields.get(name) or getattr(cls.model_fields.get(name), "annotation", Any)
         try:
             found[name] = expanded_data(typed(value, kind), name == "data" or is_path(kind))
+            if true_as_number(found[name], kind):
+                raise ValueError(f"must be a number (got {value!r})")
         except ValueError as error:
             raise UsageError(f"params.{name}: {error}") from None
     return found

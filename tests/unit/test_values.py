@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PositiveInt
 
-from stoker.config.loading import hyperparameter_overrides, load, resolved_yaml, schema_rows
+from stoker.config.loading import hyperparameter_overrides, load, resolved_yaml, schema_rows, secrets_json
 from stoker.config.schema import Config
 from stoker.entry import main as run
 from stoker.errors import UsageError
+from stoker.events.runs import flat_config
 from stoker.hosts.services import sagemaker
 from stoker.recipe import Recipe, load_recipe
 
@@ -246,6 +249,42 @@ def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
     assert (recipe.some, recipe.any) == (None, 5)
 
 
+@pytest.mark.parametrize("params", ["number: yes", "sizes: [3, on]", "rates: {a: true}", "crop: {size: yes}"])
+def test_a_yes_of_yaml_is_no_number(tmp_path: Path, params: str) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"params: {{{params}}}\n")
+    name = params.partition(":")[0]
+    with pytest.raises(UsageError, match=rf"^params\.{name}: must be a number \(got .*True.*\)$"):
+        read(file=job)
+    job.write_text("params: {flag: yes, both: on, options: {a: yes}, bare: [true], any: yes, number: off}\n")
+    recipe = read(file=job)
+    assert (recipe.flag, recipe.both, recipe.options, recipe.bare, recipe.any, recipe.number) == (
+        *(True, True, {"a": True}, [True], True, 0),
+    )
+
+
+def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "params: {any: {0: .inf, a: -.inf, 2024-01-31: [2024-01-31, 2024-01-31 10:00:00]}, ids: {7: x},"
+        " options: {3: {api_token: tok-12345}}, bag: !!set {b, c}, rate: .nan}\n"
+    )
+    first = load(job)
+    staged = tmp_path / "staged.yaml"
+    staged.write_text(resolved_yaml(first))
+    (tmp_path / "job.secrets.json").write_text(str(secrets_json(first.config)))
+    again = load(staged).config.params
+    assert "tok-12345" not in staged.read_text()
+    staged.rename(tmp_path / "config.yaml")
+    assert flat_config(tmp_path)["params.any.2024-01-31"] == '["2024-01-31", "2024-01-31T10:00:00"]'
+    assert math.isnan(again.pop("rate")) and math.isnan(first.config.params.pop("rate"))
+    assert set(again.pop("bag")) == first.config.params.pop("bag") and again == first.config.params
+    objects = {"any": Path("/a"), "rate": np.float64("inf"), "colour": Colour.RED, "pair": (1, "b")}
+    staged.write_text(resolved_yaml(load({"params": objects})))
+    (tmp_path / "job.secrets.json").unlink()
+    assert load(staged).config.params == {"any": "/a", "rate": math.inf, "colour": "red", "pair": [1, "b"]}
+
+
 AS_TEXT = {
     "train__lr": "1e-3",
     "train__scheduler": "cosine",
@@ -408,6 +447,9 @@ def test_a_mapping_for_a_section_or_params_leaves_their_other_keys(tmp_path: Pat
     assert (train.early_stopping.monitor, train.early_stopping.patience) == ("val/loss", 9)
     assert resolved.config.params == {"a": 1, "b": {"x": 5}}, "a parameter is replaced"
     assert resolved.config.sagemaker.prices == {"b": 2}
+    for nothing in ("train={}", "params={}", "train={early_stopping: {}}"):
+        assert load(path, [*typed, nothing]).config == resolved.config
+    assert load(path, ["sagemaker.prices={}"]).config.sagemaker.prices == {}
     assert resolved.origins["train.epochs"] == "command line"
     assert resolved.origins["train.lr"] == str(path)
 

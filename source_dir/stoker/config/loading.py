@@ -230,9 +230,10 @@ def type_name(annotation: Any) -> str:
     return str(names.get(annotation) or getattr(annotation, "__name__", annotation))
 
 
-def to_yaml(config: BaseModel) -> str:
+def to_yaml(config: Config) -> str:
     """YAML that `load` reads back, but for redacted secrets; of a script, only the keys that apply to it."""
-    tree = redaction.redact(config.model_dump(mode="json"))
+    # JSON has no dates, no infinity, and no keys but texts.
+    tree = redaction.redact(config.model_dump(mode="json") | {"params": config.params})
     if tree.get("script") is not None:
         whole = {section: below for section, below in tree.items() if for_scripts(section, "")}
         parts = {s: {key: tree[s][key] for key in keys} for s, keys in SCRIPT_KEYS.items() if keys}
@@ -261,7 +262,9 @@ def resolved_yaml(resolved: Resolved) -> str:
 
 def _overlaid(tree: Any, secrets: Any) -> Any:
     if isinstance(secrets, Mapping) and isinstance(tree, Mapping):
-        return {**tree, **{key: _overlaid(tree.get(key), below) for key, below in secrets.items()}}
+        keys = {str(key): key for key in tree}
+        found = {keys.get(key, key): below for key, below in secrets.items()}
+        return {**tree, **{key: _overlaid(tree.get(key), below) for key, below in found.items()}}
     return secrets
 
 
@@ -277,7 +280,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _merged(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The keys to set: those of a mapping that is given for a section or for `params`."""
     section = key == "params" or any(name.startswith(f"{key}.") for name, _, _ in schema_rows(Config))
-    if isinstance(value, dict) and value and section:
+    if isinstance(value, dict) and section:
         for name, below in value.items():
             yield from _merged(f"{key}.{name}", below)
     else:

@@ -69,7 +69,7 @@ def redact(
     if isinstance(value, Mapping):
         secret = secret or is_secret(name)
         return {key: redact(below, str(key), secret, hide) for key, below in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         # In a script's command line, a flag names the next argument.
         if name == "args" and all(isinstance(word, str) for word in value):
             return [flag + redact(below, key, secret, hide) for key, flag, below in _arguments(value)]

@@ -24,6 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 NULLS = {"", "null", "none", "~"}
 BOOLEANS = {"true": True, "false": False}
@@ -81,7 +82,7 @@ def true_as_number(value: Any, kind: Any) -> bool:
 def _true_as_number(value: Any, kinds: list[Any]) -> bool:
     if value is True:
         return bool not in kinds and (int in kinds or float in kinds)
-    if any(inspect.isclass(kind) and issubclass(kind, BaseModel) for kind in kinds):
+    if any(hasattr(kind, "_says_something") for kind in kinds):
         return False
     if isinstance(value, dict):
         return any(_true_as_number(below, _part(kinds, str(key))) for key, below in value.items())
@@ -196,7 +197,10 @@ def _texts(node: Any) -> Any:
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML that `UniqueKeys` reads back."""
+    """YAML that `UniqueKeys` reads back; what YAML has no type for is written as JSON has it."""
+
+
+Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 
 def _number(loader: Any, node: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from stoker.config.loading import leaves
 from stoker.errors import UsageError
@@ -113,7 +114,7 @@ def shape_of(summary: Summary) -> str:
 def flat_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = to_jsonable_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{path}: cannot be read: {why}") from None

@@ -296,7 +296,7 @@ class CheckpointManager:
         where = {"checkpoint": chosen.name, "epoch": chosen.meta["epoch"] + 1, "step": chosen.meta["step"]}
         about = {
             "recipe": worker.config.recipe,
-            "params": redact(worker.config.params),
+            "params": redact(worker.config.model_dump(mode="json")["params"]),
             "weights": "ema" if averaged else "model",
             **where,
             **{key: chosen.meta[key] for key in ("samples", "metrics")},
