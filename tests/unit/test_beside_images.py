@@ -30,21 +30,22 @@ def photo(size: tuple[int, int] = SIZE) -> bytes:
 
 
 class Given:
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.record = record
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
 
     def __len__(self) -> int:
-        return 4
+        return len(self.records)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return dict(self.record)
+        return dict(self.records[number])
 
 
-def note_of(record: dict[str, Any], *entries: Any) -> str:
+def note_of(records: Any, *entries: Any) -> str:
     """What a run says of the records before it begins; it may refuse them."""
     chain = Chain(as_stages([*entries]), seed=0)
     chain.collate = lambda records: {"text": [str(one.get("label")) for one in records]}  # takes lists, too
-    fix_schemas({"train": read_torch(Given(record))}, {"train": chain}, 4)
+    given = Given(records if isinstance(records, list) else [records] * 4)
+    fix_schemas({"train": read_torch(given)}, {"train": chain}, 4)
     return chain.note
 
 
@@ -172,3 +173,56 @@ def test_a_pillow_image_in_a_column_named_mask_is_a_mask() -> None:
     record = {"image": photo(), "mask": Image.fromarray(np.zeros(SIZE, np.uint8))}
     with pytest.raises(UsageError, match="not those of mask; put it into Joint"):
         note_of(record, DecodeImage(), FLIP)
+
+
+def counted(*counts: int, **constant: Any) -> list[dict[str, Any]]:
+    """Records of so many boxes, with labels and a number for each."""
+    return [
+        {
+            "image": photo(),
+            "boxes": np.repeat(BOXES, count, axis=0),
+            "labels": np.arange(count),
+            "iscrowd": np.zeros(count, np.int64),
+            "image_id": np.array([7]),
+            "orig_size": np.array(SIZE),
+            **constant,
+        }
+        for count in counts
+    ]
+
+
+def test_rows_that_stay_where_boxes_are_removed_are_refused() -> None:
+    left = "SanitizeBoundingBoxes in Joint removes boxes, but not their rows of iscrowd"
+    crop = v2.Compose([v2.RandomCrop(9), v2.SanitizeBoundingBoxes()])
+    for joint in (crop, v2.SanitizeBoundingBoxes()):
+        with pytest.raises(UsageError, match=f"train: chain: {left}; return"):
+            note_of(counted(1, 2, 3, 0), DecodeImage(), Joint(joint, boxes=["boxes"]))
+    both = v2.SanitizeBoundingBoxes(labels_getter=lambda record: (record["labels"], record["iscrowd"]))
+    for fine in (both, v2.RandomCrop(9)):
+        assert note_of(counted(1, 2, 3, 0), DecodeImage(), Joint(fine, boxes=["boxes"])) == ""
+    joint = Joint(crop, boxes=["boxes"])
+    assert note_of(counted(2, 2, 2), DecodeImage(), joint, Drop("iscrowd")) == ""
+    assert note_of(counted(1, 2, 3), DecodeImage(), joint, Drop("iscrowd")) == ""
+    assert note_of(counted(2, 2, 2), DecodeImage(), joint) == "", "they may be two by chance"
+
+
+def test_boxes_are_not_removed_by_what_those_of_another_column_are() -> None:
+    twice = Joint(v2.SanitizeBoundingBoxes(labels_getter=None), boxes=["boxes", "found"])
+    records = [{"key": str(n), "found": BOXES, **each} for n, each in enumerate(counted(1, 2, 0))]
+    columns, report = Chain(as_stages([DecodeImage(), twice]), seed=0).run(records, 0)
+    assert [bad.key for bad in report.bad] == ["1", "2"] and len(columns["found"]) == 1
+    assert "goes by boxes, and there are not as many found" in report.bad[0].reason
+
+
+def test_a_mask_of_as_many_rows_as_there_are_boxes_keeps_them() -> None:
+    size, mask = (3, 60), np.zeros((3, 60), np.uint8)
+    boxes = np.array([[0, 0, 9, 3], [1, 1, 1, 1], [2, 0, 9, 2]], np.float32)
+    record = {"image": photo(size), "boxes": boxes, "mask": mask}
+    sanitize = v2.SanitizeBoundingBoxes(labels_getter=None)
+    chain = Chain(as_stages([DecodeImage(), Joint(sanitize, boxes=["boxes"])]), seed=0)
+    whole = {**record, "boxes": boxes[[0, 0, 2]]}
+    instances = {**record, "mask": np.zeros((3, *size), np.uint8)}
+    _, report = chain.run([{"key": "a", **record}, {"key": "b", **whole}], 0)
+    assert [bad.key for bad in report.bad] == ["a"]
+    assert not chain.run([{"key": "c", **instances}], 0)[1].bad
+    assert "mask has size (2, 60), its image (3, 60), after the transform" in report.bad[0].reason

@@ -98,7 +98,9 @@ class Joint(RecordTransform):
         self.masks = ("mask",) if masks is None else tuple(masks)
         self.needs_masks = masks is not None or not boxes
         self.columns = {*self.masks, *self.boxes}
-        self.random = may_draw(transform) or any(map(may_draw, getattr(transform, "transforms", ())))
+        parts = (transform, *getattr(transform, "transforms", ()))
+        self.random = any(map(may_draw, parts))
+        self.removes: Any = next((p for p in parts if type(p).__name__ == "SanitizeBoundingBoxes"), None)
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -131,10 +133,33 @@ class Joint(RecordTransform):
                 box = [round(each, 2) for each in wrong[0].tolist()]
                 raise ValueError(f"{name}: {box} is not a box of the format {self.format}; set `format`")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
+            if self.removes and len(parts[name]) != len(parts[self.boxes[0]]):
+                why = f"SanitizeBoundingBoxes goes by {self.boxes[0]}, and there are not as many {name}"
+                raise ValueError(f"{why}; give each a Joint with that alone")
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
+        for name in self.masks if self.removes else ():
+            # With as many rows as there are boxes, it lost some with them.
+            if name in parts and (after := out[name].shape[-2:]) != (size := out["image"].shape[-2:]):
+                raise ValueError(f"{name} has size {(*after,)}, its image {(*size,)}, after the transform")
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
+
+    def unpaired(self, records: Sequence[Record]) -> list[str]:
+        """Columns with a row for each box that keep them where the transform removes boxes."""
+        import torch
+        from torchvision import tv_tensors
+
+        first = self.boxes[0] if self.removes and self.boxes else ""
+        lengths = [{n: len(v) for n, v in each.items() if getattr(v, "shape", ())} for each in records]
+        if len({length.get(first) for length in lengths}) < 2:
+            return []  # as many by chance
+        paired = [n for n in lengths[0] if all(each.get(n) == each.get(first) for each in lengths)]
+        record = max(records, key=lambda each: len(each[first]))
+        none = torch.zeros(len(record[first]), 4)
+        boxes = tv_tensors.BoundingBoxes(none, format="XYXY", canvas_size=(9, 9))
+        out = self.removes({**{n: _tensor(v) for n, v in record.items()}, first: boxes})
+        return [n for n in paired if n not in self.columns and len(out[n])]
 
 
 def _has_channels_last(image: Any) -> bool:
@@ -182,15 +207,18 @@ def moved_alone(
         reached: the records that reached each stage, which show what lies beside the image.
         degree: how surely columns of these records are about places in the image.
     """
-    lines, known = [], dict[str, int]()
+    lines, known, dropped = [], dict[str, int](), _dropped(stages)
     for stage in stages:
         joint = stage.apply if isinstance(stage.apply, Joint) else None
-        records = (reached or {}).get(stage.name, ())
+        records = (reached or {}).get(stage.name, [])
         known = _beside(stage, records) | known  # what had the image's size before it was resized, too
-        there = {name for record in records for name in record}
+        there = {name for record in records for name in record} - dropped
         seen = [name for name, surely in known.items() if surely == degree and name in there]
-        named = seen if joint else beside_the_image(stages, seen)
-        left = ", ".join(n for n in named if n not in _dropped(stages) and not (joint and n in joint.columns))
+        if joint and (rows := ", ".join(n for n in joint.unpaired(records) if n in there)):
+            what = f"SanitizeBoundingBoxes in {stage.name} removes boxes, but not their rows of {rows}"
+            lines.append((f"chain: {what}; return these in its labels_getter, too", degree == SURELY))
+        beside = [n for n in seen if n not in joint.columns] if joint else beside_the_image(stages, seen)
+        left = ", ".join(beside)
         for name, random in _moved_by(stage) if left else ():
             remedy = "leave it out" if name in _POLICIES else "put it into Joint"
             if joint:
@@ -201,7 +229,7 @@ def moved_alone(
 
 
 def noting_records(stages: list[Stage], reached: dict[str, list[Record]], most: int) -> list[Stage]:
-    """The stages of a chain, which add to `reached` the first records that stages get that move the image."""
+    """The stages of a chain, which add to `reached` what the first records are before they move."""
 
     def note(stage: Stage) -> Stage:
         there = reached.setdefault(stage.name, [])
@@ -212,7 +240,8 @@ def noting_records(stages: list[Stage], reached: dict[str, list[Record]], most: 
 
         return Stage("masks", "record", apply, random=False)
 
-    return [each for stage in stages for each in ([note(stage), stage] if _moved_by(stage) else [stage])]
+    moves = [stage for stage in stages if isinstance(stage.apply, Joint) or _moved_by(stage)]
+    return [each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])]
 
 
 def _beside(stage: Stage, records: Iterable[Record]) -> dict[str, int]:
