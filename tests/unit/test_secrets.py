@@ -58,6 +58,21 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ("token", None, False),
         ("path", "runs/secret.txt", False),
         ("anything", "AKIAIOSFODNN7EXAMPLE", True),
+        ("openai_key", "x", True),
+        ("wandb_key", "x", True),
+        ("Authorization", "x", True),
+        ("a", "sk-proj-Ab1_cd-Ef2ghIjKlMnOpQr", True),
+        ("a", "sk-ant-api03-Ab1_cd-Ef2ghIjKl", True),
+        ("a", "glpat-Ab1_cd-Ef2ghIjKlMnOp", True),
+        ("a", "xoxb-1234567890-abcdef", True),
+        ("a", f"AIza{'Sy_-1' * 7}", True),
+        ("a", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjMifQ.c2ln-_", True),
+        ("a", "Name=x;AccountKey=QUJDREVGR0hJSktMTU5PUA==;Suffix=y", True),
+        ("a", f"hf_{'aB3dE6' * 5}", True),
+        ("a", "disk-proj-cache-of-large-images-2", False),
+        ("a", "sk-learn-baseline-of-2026-with-trees", False),
+        ("a", "hf_text_classification_of_long_documents", False),
+        ("sort_key", "x", False),
     ],
 )
 def test_a_key_tells_what_is_secret(name: str, value: Any, secret: bool) -> None:
@@ -82,6 +97,26 @@ def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
         "credentials": {"args": [REDACTED, REDACTED]},
         "lr": 0.1,
     }
+
+
+def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_at_sign() -> None:
+    words = [
+        "trainer.api_key=S3cr3t!",
+        "++hub/token@x=S3cr3t!",
+        "lr=0.1",
+        "--api-key",
+        "a=S3cr3t!",
+        "--tag",
+        "a=b",
+    ]
+    words += ["model.max_tokens=100000", "--max-tokens", "128"]
+    hidden = [f"trainer.api_key={REDACTED}", f"++hub/token@x={REDACTED}", "lr=0.1", "--api-key", REDACTED]
+    assert redact(words, "args") == [*hidden, *words[5:]]
+    whole = ["https://h/x?part=1", "db=postgresql://me:p@ssw0rd9@host/db?a=b@c"]
+    assert redact(whole, "args") == ["https://h/x?part=1", f"db=postgresql://{REDACTED}@host/db?a=b@c"]
+    redaction.learn({"args": [*words, *whole]})
+    scrubbed = redaction.scrub("S3cr3t! p@ssw0rd9 lr=0.1")
+    assert scrubbed == f"{REDACTED} {REDACTED} lr=0.1"
 
 
 def test_text_loses_every_spelling_of_a_secret_and_no_ordinary_word() -> None:

@@ -20,15 +20,20 @@ REDACTED = "(redacted)"
 SHORTEST = 6
 """Values shorter than this are redacted only at their key, not in other text."""
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
-_KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption"}
+_WORDS |= {"authorization"}
+_KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption", "openai", "wandb"}
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
 _VALUE = re.compile(
-    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
+    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z0-9]{30,}|-----BEGIN"
+    r"|\bsk-(\w{20,}|(proj|ant|svcacct|admin|or-v1)-[\w-]{20,})|\bglpat-[\w-]{20,}|\bxox[abeprs]-\d[\w-]{9,}"
+    r"|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+|\b(AccountKey|SharedAccessKey)=[\w+/]{20,})"
 )
 """Credentials recognized by their form, whatever the name of their key."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_USER = re.compile(r"(?<=://)[^/\s]+(?=@)")
+_FLAG = re.compile(r"-.*|[+~]*[\w.@/-]+")
+"""What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`."""
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
 _known: set[str] = set()
 
@@ -39,6 +44,8 @@ def is_secret(name: str, value: Any = "") -> bool:
     A number is only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
+    if str(value).isdecimal():  # also in a command line, where numbers are texts
+        words = [word for word in words if word != "tokens"]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
     found += [first in _KEYS and second in ("key", "keys") for first, second in pairwise(words)]
     if value is None or isinstance(value, bool):
@@ -136,6 +143,7 @@ def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Split a command line into (name of the flag that a value belongs to, `--flag=` prefix, value)."""
     flag = ""
     for word in words:
-        name, sign, value = word.partition("=") if word.startswith("-") else ("", "", "")
-        yield (name, f"{name}=", value) if sign else ("" if name else flag, "", word)
-        flag = "" if sign else name
+        name, sign, value = word.partition("=")
+        named = bool(sign and _FLAG.fullmatch(name) and (word.startswith("-") or not is_secret(flag)))
+        yield (name, f"{name}=", value) if named else ("" if word.startswith("-") else flag, "", word)
+        flag = word if word.startswith("-") and not sign else ""
