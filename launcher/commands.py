@@ -173,11 +173,13 @@ def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> 
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
         default = default_of(info)
-        if resolved and key in resolved.origins:
+        origins = resolved.origins.items() if resolved else ()
+        # The keys of a mapping have origins of their own.
+        if found := dict.fromkeys(origin for name, origin in origins if f"{name}.".startswith(f"{key}.")):
             value: Any = values
             for part in key.split("."):
                 value = value[part]
-            default = f"{shown(redact(value, key))} ({resolved.origins[key]})"
+            default = f"{shown(redact(value, key))} ({', '.join(found)})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
         from stoker.recipe import ALIASES, Recipe, load_object, typed_params

@@ -247,6 +247,14 @@ class PastRun:
         return None
 
 
+def is_lost(run_dir: Path) -> bool:
+    """Whether a run's process on this machine is gone, although its summary says that it runs."""
+    run = PastRun(run_dir.resolve())
+    if not (run.run_dir / PROCESS_FILE).is_file() or run.process_id() or run.elsewhere():
+        return False
+    return run.summary().get("status") == "running"  # read last, as it may have ended meanwhile
+
+
 def attach(run_id: str) -> PastRun:
     run_dir = Path(run_id).resolve()
     if not is_run(run_dir):

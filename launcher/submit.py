@@ -204,6 +204,7 @@ def report(
     output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
 ) -> None:
     """Write an HTML report of a run, or of several side by side."""
+    from launcher.run_directory import is_lost
     from stoker.events.report import REPORT, write_report
 
     runs = runs or [Path("runs/latest")]
@@ -211,7 +212,7 @@ def report(
     if target.is_dir():
         target = target / REPORT
     try:
-        write_report(runs, target)
+        write_report(runs, target, is_lost)
     except OSError as error:
         raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
     print(f"written: {target}")

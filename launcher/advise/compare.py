@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from launcher.run_directory import is_lost
 from stoker.errors import UsageError
 from stoker.events.console import MOST_PARTS
 from stoker.events.runs import CONFIG, differing, find_runs, run_row, runs_dataframe
@@ -30,7 +31,10 @@ def compare(paths: list[str]) -> int:
         raise UsageError(*passed_over)
     for line in passed_over:
         print(f"skipped: {line}", file=sys.stderr)
-    print("\n".join(comparison(runs_dataframe(runs))))
+    frame = runs_dataframe(runs)
+    told = zip(runs, frame["status"], strict=True)
+    frame["status"] = ["failed" if is_lost(run) else status for run, status in told]
+    print("\n".join(comparison(frame)))
     return 0
 
 
@@ -85,6 +89,8 @@ def metric_columns(frame: pandas.DataFrame) -> list[str]:
 def cell(column: str, value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
+    if column.startswith(CONFIG):
+        return str(value)
     if column.endswith("acc1"):
         return f"{100 * value:.2f} %"
     if column == "input_wait_pct":

@@ -240,6 +240,16 @@ def test_shown_parameters_are_what_the_recipe_gets(capsys: pytest.CaptureFixture
     assert rows["image_size"] == "32" and rows["augment"] == '"none"' and rows["data"] == '"a #1"'
 
 
+def test_keys_of_mappings_are_shown_as_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("recipe: ImageClassification\nsagemaker: {prices: {ml.g5.xlarge: 9.9}}\n")
+    code, _, shown = type_command([str(job), "sagemaker.prices.gpu=5", "--show-config"], capsys)
+    rows = {line.split()[0]: line for line in shown.splitlines()}
+    assert code == 0
+    assert f'{{"ml.g5.xlarge": 9.9, "gpu": 5.0}} ({job}, command line)' in rows["sagemaker.prices"]
+    assert " {} " in rows["vertex.prices"]
+
+
 @pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1), ("interrupted", 143)])
 def test_following_the_log_of_a_run_ends_with_the_runs_code(
     status: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

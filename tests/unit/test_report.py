@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -16,14 +18,16 @@ from typer.testing import CliRunner
 
 from launcher.advise.compare import metric_columns
 from launcher.commands import last_progress
+from launcher.run_directory import MACHINE
 from launcher.submit import app
 from stoker import runs_dataframe
 from stoker.config.loading import load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.events import charts
-from stoker.events.report import panels_of, write_report
+from stoker.events.report import key_figures, panels_of, settings_of, write_report
 from stoker.events.runs import read_run
 from stoker.events.summary import Cluster, Host, Metrics, Speed, Summary, read_summary
+from stoker.place import PROCESS_FILE, RUN_DIR_VARIABLE
 
 
 class Page(HTMLParser):
@@ -364,6 +368,61 @@ def test_a_narrow_terminal_gets_whole_words(
     assert "…" not in shown
     for word in ("succeeded", "samples/s", "val/acc1", "$/1M samples", "1,234", "0.42"):
         assert word in shown, shown
+
+
+def test_numbers_of_a_configuration_are_shown_whole(tmp_path: Path) -> None:
+    given = ("train.lr=0.12345", "train.max_steps=123456"), ("train.lr=0.12346",), ("train.max_steps=7",)
+    runs = [make_run(tmp_path, f"flowers-{i}", 0.9, *words) for i, words in enumerate(given)]
+    shown = CliRunner().invoke(app, ["compare", *map(str, runs)]).output
+    steps = [f"train.max_steps={text}" for text in ("123456", "–", "7")]
+    for text in ("train.lr=0.12345", "train.lr=0.12346", *steps):
+        assert text in shown.split(), shown
+    assert runs_dataframe(runs)["config/train.lr"].dtype == float
+
+
+@pytest.mark.parametrize("alive", [True, False, None])
+def test_a_killed_run_is_not_shown_as_running(tmp_path: Path, alive: bool | None) -> None:
+    """None: a run directory of a container, whose process is not known here."""
+    run = make_run(tmp_path, "flowers-1", 0.9)
+    content = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(content | {"status": "running"}))
+    process = subprocess.Popen(["sleep", "600"], env=os.environ | {RUN_DIR_VARIABLE: str(run)})
+    try:
+        if alive is not None:
+            (run / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
+        if alive is False:
+            process.kill()
+            process.wait()
+        shown = CliRunner().invoke(app, ["compare", str(run)]).output
+        assert ("failed" in shown) == (alive is False) == ("running" not in shown)
+        assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0
+        page = (run / "report.html").read_text()
+        assert ("the process exited without a result" in page) == (alive is False)
+        assert ("✗ failed" in page) == (alive is False) == ("… running" not in page)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_keys_of_mappings_are_settings_of_the_report(tmp_path: Path) -> None:
+    run, job = make_run(tmp_path, "flowers-1", 0.9), tmp_path / "job.yaml"
+    job.write_text("sagemaker: {prices: {ml.g5.xlarge: 9.9}}\nparams: {sizes: {a: 0, b: [1]}}\n")
+    (run / "config.yaml").write_text(resolved_yaml(load(job, ["vertex.prices={c: 1}"])))
+    found = {key: value for key, value, _ in settings_of(read_run(run))}
+    assert found == {
+        "sagemaker.prices.ml.g5.xlarge": "9.9",
+        "params.sizes.a": "0",
+        "params.sizes.b": "[1]",
+        "vertex.prices": "{'c': 1.0}",
+    }
+
+
+def test_a_model_that_is_not_the_best_epochs_has_its_own_value(tmp_path: Path) -> None:
+    summary = read_summary(make_run(tmp_path, "flowers-1", 0.95) / "summary.json")
+    chosen = {"checkpoint": "step-2", "epoch": 2, "step": 2, "metric": "val/acc1", "mode": "max"}
+    for value, note in ((0.95, "best, the model: epoch 2"), (0.9, "best, the model: epoch 2, 90.00 %")):
+        summary.model_from = chosen | {"value": value}
+        assert key_figures(summary)[0] == ("val/acc1", "95.00 %", note)
 
 
 def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from stoker.config.loading import leaves
 from stoker.events import charts
 from stoker.events.bottleneck import chain_limit, judged, near, network_limit
 from stoker.events.charts import Bar, Moment, figure
@@ -42,8 +43,15 @@ LINKS = {
 }
 
 
-def write_report(run_dirs: Sequence[Path], target: Path) -> None:
-    text = render([read_run(path) for path in run_dirs])
+def write_report(
+    run_dirs: Sequence[Path], target: Path, is_lost: Callable[[Path], bool] = lambda _: False
+) -> None:
+    """`is_lost`: whether the process of a run is gone, although its summary says that it runs."""
+    runs = [read_run(path) for path in run_dirs]
+    for run in runs:
+        if is_lost(run.run_dir):
+            run.summary.status, run.summary.error = "failed", "the process exited without a result"
+    text = render(runs)
     draft = target.with_name(f".{target.name}-{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(target)
@@ -94,9 +102,11 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     names = dict.fromkeys([model.get("metric"), *(name for name in best if name.startswith("val/"))])
     for name in [name for name in names if name in best][:2]:
         percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
-        shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
+        shown = (lambda score: f"{100 * score:.2f} %") if percent else charts.figure
         chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
-        found.append((name, shown, f"best{chose}"))
+        if chose and (own := model.get("value", value)) != value:  # the best checkpoint was damaged
+            chose += f", {shown(own)}"
+        found.append((name, shown(value), f"best{chose}"))
     if speed.steady_samples_per_s:
         found.append(("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
         found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
@@ -127,11 +137,11 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
         tree = yaml.safe_load(run.config) or {}
     except yaml.YAMLError:
         return []
+    values = dict(leaves(tree if isinstance(tree, dict) else {}))
     found = []
     for key, origin in run.origins.items():
-        value: Any = tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        below = {name.removeprefix(f"{key}."): v for name, v in values.items() if name.startswith(f"{key}.")}
+        value = values.get(key, below or None)
         found.append((key, "–" if value is None else str(value), origin))
     return sorted(found)
 

@@ -71,7 +71,11 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
     runs, problems = find_runs(paths)
     if problems:
         raise UsageError(*problems)
-    frame = pandas.DataFrame([run_row(run) for run in runs], index=[run.name for run in runs])
+    rows = [run_row(run) for run in runs]
+    frame = pandas.DataFrame(rows, index=[run.name for run in runs])
+    for column in [name for name in frame if name.startswith(CONFIG) and frame[name].isna().any()]:
+        # Beside a null, integers would become floats.
+        frame[column] = pandas.Series([row.get(column) for row in rows], frame.index, dtype=object)
     frame.index.name = "run"
     return frame
 
@@ -118,10 +122,12 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{path}: cannot be read: {why}") from None
-    return {
-        key: json.dumps(value) if isinstance(value, list | dict) else value
-        for key, value in leaves(content if isinstance(content, dict) else {})
-    }
+    return flat(content if isinstance(content, dict) else {})
+
+
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    rows = leaves(tree)
+    return {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in rows}
 
 
 def differing(frame: pandas.DataFrame) -> list[str]:
