@@ -367,10 +367,14 @@ def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list
     now = clusters.get(wanted.configured) if wanted.configured else None
     if now is None or now == best:
         return []
+    dearer, faster = now.dearer_than(best), best.samples_per_s / now.samples_per_s
+    as_cheap = dearer < 100 * ALIKE
+    if as_cheap and faster < 1 + ALIKE:
+        return []
     fewer = "larger or more than needed; " if now.binds == "gpu" and best.binds == "gpu" else ""
+    cost = "as cheap" if as_cheap else f"{fewer}{dearer:.0f} % more expensive"
     return [
-        f"configured now: {now.hosts}: {fewer}{now.dearer_than(best):.0f} % more expensive per sample;"
-        f" the recommendation is {best.samples_per_s / now.samples_per_s:.2f} times as fast"
+        f"configured now: {now.hosts}: {cost} per sample; the recommendation is {faster:.2f} times as fast"
     ]
 
 

@@ -30,11 +30,13 @@ from launcher.places.remote import HostGroup, training_group
 from launcher.places.sagemaker.training_job import groups_of
 from launcher.run_directory import PastRun
 from stoker.config.loading import Resolved, load
+from stoker.config.redaction import redact
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError, nearest
 from stoker.events import kinds, prices
 from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
+from stoker.events.runs import flat, flat_config
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import count_of, dollars, duration, table
 from stoker.hosts.topology import has_gpu
@@ -108,15 +110,22 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("size: needs a recipe; for a script use `check`")
-    settings = resolved.config.sagemaker
+    settings, google = resolved.config.sagemaker, resolved.config.vertex
     wanted = wanted_of(resolved, options)
+    # The table knows machines by type; a type's own price goes before its group's.
+    types = {group.name: group.type for group in groups_of(resolved.config)}
+    own = sorted(settings.prices.items(), key=lambda item: item[0] not in types)
+    known = {kind: price for key, price in own if prices.machine(kind := types.get(key, key))}
     with progress_lines(options.as_json) as tell:
         if options.from_run is not None:
             measured = from_run(options.from_run, resolved.config, rates)
         else:
             with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
                 measured = from_run(run_dir, resolved.config, rates, here=True)
-    advice = advise(measured, wanted, price_list(settings.prices))
+    if not types and any(hosts.machine_type for _, hosts in prices.google_groups(google)):
+        note = "the table has SageMaker's machines and prices alone, not those of vertex in the configuration"
+        measured.notes.insert(0, note)
+    advice = advise(measured, wanted, price_list(known))
     if options.as_json:
         print(json.dumps(as_json(advice), indent=1))
     else:
@@ -251,6 +260,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
             " vCPU counts as one core here, correct it with --cpu-speed"
         )
     more = [*_uncounted(file), *_cached(summary, passes, config.train.epochs)]
+    more += [] if here else _other_job(file, summary, config)
     return Measured.received(
         speed.bytes_per_sample,
         [source, *([note] if note else []), *more],
@@ -260,6 +270,22 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         stages=list(summary.chain),
         **job_samples(config, round((records.read - records.quarantined) / passes) or None),
     )
+
+
+def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
+    """Notes on a run that failed, or whose recipe or parameters are others than the job's."""
+    if summary.status == "failed":
+        yield f"the run failed: {summary.error or 'it ended without a result'}"
+    try:
+        run = flat_config(file.parent)
+    except UsageError:  # its summary alone was copied
+        return
+    job = flat(config.model_dump(mode="json"))
+    for key in sorted(key for key in {**run, **job} if key == "recipe" or key.startswith("params.")):
+        there, here = (redact(values[key], key) if key in values else "not set" for values in (run, job))
+        # The same folder may have another path elsewhere.
+        if str(there).rpartition("/")[2] != str(here).rpartition("/")[2]:
+            yield f"the run's job differs: {key} is {there} there, {here} here"
 
 
 def _uncounted(summary: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.config.places import CpuHostsConfig
+from stoker.config.places import CpuHostsConfig, VertexConfig
 from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.events.prices import cost_row, run_cost
@@ -22,6 +22,28 @@ class TestWhichPrices:
         assert known.usd_per_hour(None, group="office") == 0.5
         assert known.usd_per_hour(None, group="lab") is None
         assert known.label.endswith("own prices for ml.g5.xlarge, office)")
+
+    def test_vertexs_prices_hold_for_machines_that_the_table_lacks(self) -> None:
+        kind, hosts = "c4-standard-8", summary_of(("gpu", "c4-standard-8")).cluster.hosts
+        priced = Config.model_validate({"recipe": "r", "vertex": {"prices": {kind: 9.0}}})
+        assert prices.prices_of(priced, hosts).usd_per_hour(kind, group="gpu") == 9.0
+        by_group = {"gpu": {"machine_type": kind}, "prices": {"gpu": 8.0}}
+        grouped = Config.model_validate(
+            {"recipe": "r", "vertex": by_group, "sagemaker": {"prices": {"gpu": 1}}}
+        )
+        assert prices.prices_of(grouped, hosts).usd_per_hour(kind, group="gpu") == 8.0
+        own = Config.model_validate({"recipe": "r", "sagemaker": {"prices": {"p3.2xlarge": 3}}})
+        elsewhere = summary_of(("gpu", "p3.2xlarge")).cluster.hosts
+        assert prices.prices_of(own, elsewhere).usd_per_hour("p3.2xlarge") == 3
+
+    def test_a_price_that_is_computed_for_attached_gpus_is_not_called_yours(self) -> None:
+        t4 = {"machine_type": "n1-standard-4", "accelerator": "NVIDIA_TESLA_T4"}
+        for own, price in (({}, 0.2185 + 0.35 * 1.15), ({"gpu": 5.0}, 5.0), ({"n1-standard-4": 4.0}, 4.0)):
+            settings = {"gpu": t4, "cpu": {"machine_type": "n1-standard-4"}, "prices": own}
+            known = prices.google_prices(VertexConfig.model_validate(settings))
+            assert known.usd_per_hour("n1-standard-4", group="gpu") == pytest.approx(price, abs=1e-3)
+            assert ("own prices" in known.label) == bool(own)
+        assert known.usd_per_hour("n1-standard-4", group="cpu") == 4.0
 
 
 def summary_of(*hosts: tuple[str, str | None]) -> Summary:

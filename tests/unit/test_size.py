@@ -100,6 +100,19 @@ class TestSyntheticVit:
         )
 
 
+def test_hosts_that_are_as_cheap_and_as_fast_are_not_called_dearer() -> None:
+    alone = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",), configured=("ml.g5.xlarge", None, 0))
+    known = dict(price_list().prices)
+    for factor, told in ((0.994, 0), (1.0, 0), (1.3, 1)):
+        known["ml.g5.xlarge"] = factor * known["ml.g5.2xlarge"]
+        # Slightly faster with the bigger host's CPUs, while the GPU is all but the limit.
+        measured = replace(POST, cpu_s=2.86 / 78)
+        advice = advise(measured, alone, replace(price_list(), prices=known))
+        lines = [line for line in advice.lines if line.startswith("configured now")]
+        assert len(lines) == told, advice.lines
+    assert "% more expensive per sample" in lines[0]
+
+
 def test_without_a_gpus_rate_capacities_and_no_recommendation() -> None:
     advice = advise(replace(POST, gpu_samples_per_s={}), ITS_HOSTS, price_list())
     assert advice.best is None and advice.lines[0].startswith("no recommendation")
@@ -154,6 +167,49 @@ def test_from_a_run_the_recommendation_leads_the_table(job: Path) -> None:
     (best,) = [line for line in shown.output.splitlines() if line.startswith("recommended: ")]
     assert f"▶ {best.removeprefix('recommended: ').partition(',')[0]} " in " ".join(shown.output.split())
     assert "estimated, prices of" in shown.output and job.read_text() == JOB
+
+
+def test_prices_by_group_hold_for_the_groups_machines(job: Path) -> None:
+    def alone(*given: str) -> tuple[float, str]:
+        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", *given).stdout)
+        hosts = (("ml.g5.xlarge", 0), told["candidates"])
+        (row,) = [one for one in hosts[1] if (one["gpu_type"], one["cpu_hosts"]) == hosts[0]]
+        return row["usd_per_hour"], told["notes"][0]
+
+    price, label = alone("sagemaker.prices={gpu: 9, office: 1}")
+    assert price == 9 and "own prices for ml.g5.xlarge)" in label
+    assert alone("sagemaker.prices={ml.g5.xlarge: 7, gpu: 9}")[0] == 7
+
+
+def test_a_vertex_job_is_told_that_the_table_is_of_sagemakers_machines(job: Path) -> None:
+    given = ["--gpu-samples-per-s", "900", "--json"]
+    none, google = "sagemaker.gpu.type=null", "vertex.gpu.machine_type=g2-standard-8"
+    for words, says in (([none, google], True), ([none], False), ([google], False)):
+        notes = json.loads(size(job, *given, *words).stdout)["notes"]
+        assert any("not those of vertex" in note for note in notes) == says
+
+
+def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
+    run = job.parent / "run"
+
+    def notes(params: str) -> list[str]:
+        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", f"params={params}").stdout)
+        return [note for note in told["notes"] if note.startswith("the run")]
+
+    text = "recipe: recipes.digits:Digits\nparams: {data: /there/rows, size: 64, token: (redacted)}\n"
+    recipe = json.loads(json.dumps(load(job).config.recipe))
+    (run / "config.yaml").write_text(text.replace("recipes.digits:Digits", recipe))
+    assert notes("{data: rows, size: 64, token: hf_abc}") == []
+    assert notes("{data: rows, size: 32, labels: [a, b]}") == [
+        'the run\'s job differs: params.labels is not set there, ["a", "b"] here',
+        "the run's job differs: params.size is 64 there, 32 here",
+        "the run's job differs: params.token is (redacted) there, not set here",
+    ]
+    summary = read_summary(run / "summary.json")
+    summary.status, summary.error = "failed", "disk full"
+    summary.write(run)
+    (run / "config.yaml").unlink()
+    assert notes("{size: 32}") == ["the run failed: disk full"]
 
 
 def test_as_json_for_programs(job: Path) -> None:

@@ -21,6 +21,7 @@ from launcher.places.remote import (
 from launcher.places.vertex import custom_job, google_cloud
 from launcher.places.vertex.custom_job import VertexRequest, request_of
 from stoker.errors import UsageError
+from stoker.events.prices import spot_note
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
 
 POLL_S = 10.0
@@ -107,10 +108,8 @@ class VertexRun(CloudRun):
         lines = [f"{job.display_name}: {self.status_in(job)}"]
         with contextlib.suppress(OSError, ValueError, KeyError):
             cost = json.loads(read(f"{base}/{RUN_FOLDER}/summary.json"))["cost"]
-            region = cost["prices_region"]
-            lines.append(
-                f"cost: ${cost['usd']:.2f} (estimated, prices of {cost['prices_as_of']} in {region})"
-            )
+            source = f"prices of {cost['prices_as_of']} in {cost['prices_region']}{spot_note(cost)}"
+            lines.append(f"cost: ${cost['usd']:.2f} (estimated, {source})")
         lines.append(f"model: {base}/model/")
         lines.append(f"results: gcloud storage cp -r {shlex.quote(f'{base}/{RUN_FOLDER}')} .")
         return "\n".join(lines)

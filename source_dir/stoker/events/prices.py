@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config.places import CpuHostsConfig, VertexConfig
+from stoker.config.places import CpuHostsConfig, VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
 from stoker.events.summary import Host, Summary
 
@@ -108,7 +108,9 @@ class PriceList:
     """Whether the hosts are spot capacity, whose prices are not known."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
-        for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
+        # Of groups, `prices` has those whose machines have attached GPUs.
+        own, others = self.own, self.prices
+        for known, key in (own, instance_type), (own, group), (others, group), (others, instance_type):
             if key and key in known:
                 return known[key] * count
         return None
@@ -124,28 +126,32 @@ def price_list(own: Mapping[str, float] | None = None, spot: bool = False) -> Pr
     return PriceList("us-east-1", "2026-11", known, dict(own or {}), spot)
 
 
+def google_groups(settings: VertexConfig) -> list[tuple[str, VertexHostsConfig]]:
+    return [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
+
+
 def google_prices(settings: VertexConfig) -> PriceList:
     """Yours, those of groups with attached GPUs, the table's."""
-    own: dict[str, float] = {}
     table = {name: machine.price_per_hour_usd for name, machine in GOOGLE_MACHINES.items()}
-    named = [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
-    for group, hosts in named:
+    for group, hosts in google_groups(settings):
         known = GOOGLE_MACHINES.get(hosts.machine_type or "")
         gpus = hosts.count if hosts.count is not None else 1
         if known is None or known.gpus or not hosts.accelerator or not gpus:
             continue
         if hosts.accelerator in ATTACHED_USD_PER_HOUR:
             attached = ATTACHED_USD_PER_HOUR[hosts.accelerator] * gpus * TRAINING_FEE
-            own[group] = round(known.price_per_hour_usd + attached, 4)
+            table[group] = round(known.price_per_hour_usd + attached, 4)
         else:
             table.pop(known.type, None)  # without its GPUs, the machine's price would be too low
-    return PriceList("us-central1", "2025", table, {**own, **settings.prices}, settings.spot)
+    return PriceList("us-central1", "2025", table, dict(settings.prices), settings.spot)
 
 
 def prices_of(config: Config, hosts: Iterable[Host]) -> PriceList:
     types = {host.type for host in hosts if host.type}
-    if any(kind in GOOGLE_MACHINES or built_in_accelerator(kind) for kind in types):
-        return google_prices(config.vertex)
+    vertex = config.vertex
+    named = (*vertex.prices, *(hosts.machine_type for _, hosts in google_groups(vertex)))
+    if types & {*GOOGLE_MACHINES, *named} or any(map(built_in_accelerator, types)):
+        return google_prices(vertex)
     return price_list(config.sagemaker.prices, config.sagemaker.spot)
 
 
