@@ -442,3 +442,35 @@ def test_masks_of_lossy_formats_hold_no_class_numbers(kind: str, options: Any, f
         assert (columns["mask"][0] == numbers).all()
     else:
         assert "lossy" in report.bad[0].reason
+
+
+@pytest.mark.parametrize("given", ["bytes", "path", "file", "open"])
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {"bits": b}) for b in (2, 4, 8)] + [("TIFF", {})])
+def test_the_numbers_of_a_mask_are_those_of_the_file_also_once_pillow_has_read_it(
+    tmp_path: Any, given: str, kind: str, options: Any
+) -> None:
+    numbers = np.kron([[0, 1], [2, 3]], np.ones((8, 8))).astype(np.uint8)
+    path = tmp_path / "mask"
+    Image.fromarray(numbers).save(path, kind, **options)
+    if given == "file":
+        with path.open("rb") as file:
+            mask = Image.open(file)
+            mask.load()
+    else:
+        mask = Image.open(path if given == "path" else io.BytesIO(path.read_bytes()))
+        if given != "open":
+            mask.load()
+    record = {"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}
+    assert (run([record])[0]["mask"][0] == numbers).all()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_tiff_whose_numbers_pillow_inverts_holds_no_class_numbers(loaded: bool) -> None:
+    content = io.BytesIO()
+    Image.fromarray(np.ones((16, 16), np.uint8)).save(content, "TIFF", tiffinfo={262: 0})
+    mask = Image.open(content)
+    assert mask.tile[0].args[0] == "L;I", "white is zero"
+    if loaded:
+        mask.load()
+    record = {"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}
+    assert "inverted" in run([record])[1].bad[0].reason

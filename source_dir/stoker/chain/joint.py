@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import PERHAPS, PNG, SURELY, as_stored, check_png, orientation_of, places_in
+from stoker.chain.decode import PERHAPS, PNG, SURELY, Layout, as_stored, check_png, orientation_of, places_in
 from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform
@@ -55,7 +57,7 @@ class DecodeMask(RecordTransform):
                 raise TypeError(
                     f"{name} is a {kind}, neither an encoded mask nor a PIL image; leave it out here"
                 )
-            codec, _, _, args = mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, "")
+            codec, _, _, args = mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, _raw_of(mask))
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
@@ -69,6 +71,20 @@ class DecodeMask(RecordTransform):
             # Pillow stretches 2 or 4 bits to 0 … 255.
             found[name] = numbers // {"2": 85, "4": 17}.get(grey[:1], 1)
         return {**record, **found}
+
+
+def _raw_of(mask: Any) -> str:
+    """How the file has the numbers of a grey image that is read: Pillow has stretched or inverted them."""
+    if mask.format == "TIFF":
+        layout = Layout.of(mask.tag_v2)
+        return f"L;{layout.bits}{'I' * layout.white_is_zero}"
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # it may be gone
+        file = mask._fp
+        file = io.BytesIO(Path(mask.filename or file.name).read_bytes()) if file.closed else file
+        file.seek(0)
+        head = file.read(25)
+        return f"L;{head[24]}" if head.startswith(PNG) else ""
+    return ""
 
 
 class Joint(RecordTransform):
