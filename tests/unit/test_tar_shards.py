@@ -170,7 +170,7 @@ def test_a_member_may_name_its_column(tmp_path: Path) -> None:
         "a/1.mask.png": b"mask",
         "a/1.left.cls": b"4",
         "a/1.cls": b"3",
-        "a/1.Caption.txt": "dé".encode(),
+        "a/1.Caption.txt": "dé".encode("utf-8-sig"),
         "a/1.box.json": b"[1, 2]",
         "a/1.depth.npy": b"raw",
         "a/1.wav": b"sound",

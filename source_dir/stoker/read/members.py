@@ -87,7 +87,7 @@ def parse_member(suffix: str, content: bytes, texts: bool = False) -> Any:
         return text_of(content) if texts else number_of(content)
     if suffix == "json":
         return json.loads(content)
-    return content.decode() if suffix in ("txt", "text", "id") else content
+    return content.decode("utf-8-sig") if suffix in ("txt", "text", "id") else content
 
 
 def text_of(content: bytes) -> str:
