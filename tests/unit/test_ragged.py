@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from typing import Any
@@ -78,6 +79,13 @@ def test_what_cannot_be_padded_is_refused_before_training(
 ) -> None:
     with pytest.raises(UsageError, match=expected):
         batches(way, **changes)
+
+
+@pytest.mark.parametrize(("value", "fits"), [(-1e9, False), (-1e4, True), (float("-inf"), True)])
+def test_a_finite_pad_never_becomes_infinite(way: Way, value: float, fits: bool) -> None:
+    rows = [{**row, "ids": row["ids"].astype(np.float16)} for row in ROWS]
+    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="float16, which cannot be"):
+        assert batches(way, rows, pad={"ids": value})[0]["ids"].min() == value
 
 
 def test_the_name_of_the_lengths_is_not_for_another_column(way: Way) -> None:

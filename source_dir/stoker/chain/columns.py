@@ -245,8 +245,11 @@ def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         fits = isinstance(pad.value, int) and limits.min <= pad.value <= limits.max
+    elif dtype.kind == "b":
+        fits = isinstance(pad.value, bool)
     else:
-        fits = dtype.kind != "b" or isinstance(pad.value, bool)
+        with np.errstate(over="ignore"):
+            fits = not (np.isfinite(pad.value) and np.isinf(dtype.type(pad.value)))
     if not fits:
         raise SchemaError(f"column {name!r} holds {dtype}, which cannot be padded with {pad.value!r}")
 
