@@ -55,6 +55,8 @@ class Spectrogram(RecordTransform):
             if (file.getsampwidth(), file.getnchannels(), file.getframerate()) != (2, 1, RATE):
                 raise ValueError(f"not a 16-bit mono file at {RATE} Hz")
             sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+            if len(sound) < file.getnframes() < 2**29:  # a stream has a higher number
+                raise ValueError(f"truncated: {len(sound)} of {file.getnframes()} samples are there")
         size = 2 * self.bands
         windows = np.lib.stride_tricks.sliding_window_view(sound, size)[:: size // 2] * np.hanning(size)
         power = np.abs(np.fft.rfft(windows)[:, 1:]) ** 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import tarfile
+import wave
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from damage import DAMAGES, SEED, Damage, checked, damages, keys, records, tar_o
 from PIL import Image
 from pyarrow import parquet
 
+from recipes.audio import RATE, Spectrogram
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage
@@ -169,3 +171,19 @@ def protected(form: str, content: bytes, at: int) -> bool:
 def headers(content: bytes) -> list[int]:
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         return [member.offset for member in tar]
+
+
+def test_a_truncated_sound_is_refused_and_a_stream_of_unknown_length_is_not() -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, RATE, 0, "NONE", ""))
+        sound.writeframes(bytes(4000))
+    whole, stage, rng = file.getvalue(), Spectrogram(64), np.random.default_rng(0)
+
+    def frames(content: bytes) -> int:
+        return len(stage({"key": "a", "wav": content, "label": 0}, rng)["frames"])
+
+    streamed = whole[:40] + b"\xff" * 4 + whole[44:]
+    assert frames(streamed) == frames(whole) > 0
+    with pytest.raises(ValueError, match="truncated: 1500 of 2000 samples"):
+        frames(whole[:-1000])
