@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import tempfile
 import time
@@ -240,17 +241,17 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+_RAY = re.compile(r"#|ray(?![\w.-])", re.I)
+"""Lines of comments, and of Ray itself, whatever follows its name."""
+
+
 def _pip(job: Job) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
         folder = Path(scratch) / "code"
         job.stage(folder)
         lines = (folder / "requirements.txt").read_text().splitlines()
-    return tuple(
-        line.strip()
-        for line in lines
-        # Keep the cluster's Ray: another version could not join it.
-        if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
-    )
+    # Keep the cluster's Ray: another version could not join it.
+    return tuple(found for line in lines if (found := line.strip()) and not _RAY.match(found))
 
 
 PACKAGE_LIMIT_BYTES = 100 * 2**20

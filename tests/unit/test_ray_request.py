@@ -65,10 +65,16 @@ def test_same_source_is_the_same_package() -> None:
     assert zipfile.ZipFile(io.BytesIO(first)).testzip() is None
 
 
-def test_install_lets_ray_install_all_but_itself() -> None:
+def test_install_lets_ray_install_all_but_itself(tmp_path: Path) -> None:
     pip = plan(install=True).body("gcs://x")["runtime_env"]["pip"]
     assert any(line.startswith("timm") for line in pip)
     assert not any(line.startswith("ray") for line in pip)
+    (tmp_path / "rows.py").touch()
+    own = ["ray-lightning==0.3", "raydp"]
+    (tmp_path / "requirements.txt").write_text("\n".join(["ray>=2.9", "Ray", "ray [train]", "ray @ x", *own]))
+    job = open_job(load({"recipe": "rows:Counting", "output_dir": "/mnt/runs"}), tmp_path)
+    body = ray_place.plan(job, address=ADDRESS, offline=True, install=True).body("gcs://x")
+    assert [line for line in body["runtime_env"]["pip"] if "ray" in line.lower()] == own
     assert "pip" not in plan().body("gcs://x")["runtime_env"]
 
 
