@@ -80,9 +80,10 @@ def test_the_configuration_that_a_run_wrote_can_be_run_again(tmp_path: Path) -> 
     refuse_foreign_keys(earlier)
 
 
-def test_a_file_that_sets_a_foreign_key_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("script: train.py\ntrain: {batch_size: 7}\n")
-    with pytest.raises(UsageError, match=r"^train.batch_size: has no effect"):
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_file_that_sets_a_foreign_key_is_refused_at_its_default_too(tmp_path: Path, size: int) -> None:
+    (tmp_path / "job.yaml").write_text(f"script: train.py\nseed: 0\ntrain: {{batch_size: {size}}}\n")
+    with pytest.raises(UsageError, match=r"^seed: has no effect.*\ntrain.batch_size: has no effect"):
         refuse_foreign_keys(load(tmp_path / "job.yaml"))
 
 

@@ -42,14 +42,14 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
 
 
 def ignored_keys(resolved: Resolved) -> Iterator[str]:
-    """Keys that a script would not see; not defaults in a file, as every run's `config.yaml` has them."""
-    plain = Config()
+    """Keys that a script would not see; not the defaults that the whole `config.yaml` of an older run has."""
+    plain, whole = Config(), {"recipe", "seed", "export"} <= resolved.origins.keys()
     for key, origin in resolved.origins.items():
         section, _, name = key.partition(".")
         if for_scripts(section, name.split(".")[0]):
             continue
         from_file = origin not in ("command line", "arguments")
-        if not (from_file and _at(resolved.config, key) == _at(plain, key)):
+        if not (whole and from_file and _at(resolved.config, key) == _at(plain, key)):
             yield key
 
 
