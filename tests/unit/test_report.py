@@ -161,6 +161,8 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     page = Page((tmp_path / "both.html").read_text())
     assert page.headings[0] == "Runs side by side"
     assert "1 × gpu + 2 × cpu" in page.text
+    (tmp_path / "latest").symlink_to("a")
+    assert "Runs side by side" not in page_of(runs[0], tmp_path / "latest").headings, "one run"
 
 
 def test_one_logged_step_is_no_course(tmp_path: Path) -> None:

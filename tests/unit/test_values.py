@@ -280,9 +280,18 @@ def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
     assert math.isnan(again.pop("rate")) and math.isnan(first.config.params.pop("rate"))
     assert set(again.pop("bag")) == first.config.params.pop("bag") and again == first.config.params
     objects = {"any": Path("/a"), "rate": np.float64("inf"), "colour": Colour.RED, "pair": (1, "b")}
-    staged.write_text(resolved_yaml(load({"params": objects})))
     (tmp_path / "job.secrets.json").unlink()
-    assert load(staged).config.params == {"any": "/a", "rate": math.inf, "colour": "red", "pair": [1, "b"]}
+    breaks = "a\x85b\u2028c \u2029\nd"
+    objects |= {"text": breaks, breaks: 1}
+    staged.write_text(resolved_yaml(load({"params": objects})), encoding="utf-8")
+    assert load(staged).config.params == {
+        "text": breaks,
+        breaks: 1,
+        "any": "/a",
+        "rate": math.inf,
+        "colour": "red",
+        "pair": [1, "b"],
+    }
 
 
 AS_TEXT = {

@@ -200,6 +200,12 @@ class Dumper(yaml.SafeDumper):
     """YAML that `UniqueKeys` reads back; what YAML has no type for is written as JSON has it."""
 
 
+def _scalar(dumper: Any, value: str) -> Any:
+    style = '"' if {*"\x85\u2028\u2029"} & {*value} else None  # else these would be folded as ends of lines
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+Dumper.add_representer(str, _scalar)
 Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 

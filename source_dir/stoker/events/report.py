@@ -47,7 +47,8 @@ def write_report(
     run_dirs: Sequence[Path], target: Path, is_lost: Callable[[Path], bool] = lambda _: False
 ) -> None:
     """`is_lost`: whether the process of a run is gone, although its summary says that it runs."""
-    runs = [read_run(path) for path in run_dirs]
+    # runs/* has one a second time, as `latest`.
+    runs = [read_run(path) for path in {path.resolve(): path for path in run_dirs}.values()]
     for run in runs:
         if is_lost(run.run_dir):
             run.summary.status, run.summary.error = "failed", "the process exited without a result"
