@@ -65,12 +65,13 @@ class Shapes(Recipe):
         return read_webdataset(self.data, split, columns=["image", "mask"])
 
     def preprocess(self, split: Split) -> list[Any]:
+        from torchvision import tv_tensors
         from torchvision.transforms import v2
 
-        # Rotations and padding would fill corners of the mask with class 0; pass them
-        # fill={tv_tensors.Mask: 255, tv_tensors.Image: 0}, and 255 is ignored below.
+        # Padding and rotations, and CenterCrop of smaller images, would fill the mask with class 0.
+        pad = v2.Pad(self.crop, fill={tv_tensors.Mask: IGNORED, tv_tensors.Image: 0})
         random = [v2.RandomCrop(self.crop), v2.RandomHorizontalFlip()]
-        joint = v2.Compose(random) if split == "train" else v2.CenterCrop(self.crop)
+        joint = v2.Compose(random if split == "train" else [pad, v2.CenterCrop(self.crop)])
         return [DecodeImage(), DecodeMask("mask"), ("crop", Joint(joint, masks=["mask"]))]
 
     def on_device(self, split: Split) -> nn.Module:

@@ -474,3 +474,17 @@ def test_a_tiff_whose_numbers_pillow_inverts_holds_no_class_numbers(loaded: bool
         mask.load()
     record = {"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}
     assert "inverted" in run([record])[1].bad[0].reason
+
+
+@pytest.mark.parametrize("size", [(20, 40), (48, 64), (33, 45)])
+def test_the_segmentation_example_does_not_score_what_it_adds_to_small_images(size: tuple[int, int]) -> None:
+    from recipes.segmentation import Shapes
+
+    mask = np.random.default_rng(0).integers(0, 3, size).astype(np.uint8)
+    record = {"key": "a", "image": encoded(np.repeat(mask[..., None], 3, 2)), "mask": encoded(mask)}
+    columns, _ = Chain(as_stages(Shapes(data="").preprocess("val")), seed=0).run([record], 0)
+    found, image = columns["mask"][0], columns["image"][0, 0]
+    assert found.shape == (32, 32) and ((found == image) | (found == 255)).all()
+    assert (found != 255).sum() == min(size[0], 32) * 32
+    if min(size) > 32:
+        assert (found == v2.CenterCrop(32)(torch.from_numpy(mask)).numpy()).all()
