@@ -113,6 +113,21 @@ def test_hosts_that_are_as_cheap_and_as_fast_are_not_called_dearer() -> None:
     assert "% more expensive per sample" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("times", "said"), [(1.005, "as cheap as"), (0.8, "20 % less than"), (1.2, "costs 20 % more per sample")]
+)
+def test_a_cost_that_is_alike_is_not_called_less_or_more(times: float, said: str) -> None:
+    """With a CPU host, a sample costs so many times what it costs without."""
+    hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",), max_cpu_hosts=1)
+    measured, known = replace(POST, gpu_samples_per_s={"A10G": 1000.0}), price_list()
+    table = advise(measured, hosts, known)
+    alone, both = named(table, "1 × ml.g5.xlarge"), named(table, "1 × ml.g5.xlarge + 1 × ml.c5.xlarge")
+    price, gain = alone.usd_per_hour, both.samples_per_s / alone.samples_per_s
+    own = dict.fromkeys(known.prices, 100.0) | {"ml.g5.xlarge": price}
+    own["ml.c5.xlarge"] = price * gain * times - price
+    assert said in advise(measured, hosts, replace(known, prices=own)).lines[0]
+
+
 def test_without_a_gpus_rate_capacities_and_no_recommendation() -> None:
     advice = advise(replace(POST, gpu_samples_per_s={}), ITS_HOSTS, price_list())
     assert advice.best is None and advice.lines[0].startswith("no recommendation")
