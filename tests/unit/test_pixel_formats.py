@@ -15,6 +15,7 @@ import yaml
 from encoders import png, smooth, tiff
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
+from torchvision import transforms as v1
 from torchvision.transforms import v2
 from typer.testing import CliRunner
 
@@ -359,3 +360,52 @@ def test_the_numbers_of_a_grey_mask_are_not_stretched(bits: int, content: bytes)
 def test_a_mask_whose_numbers_a_decoder_changes_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="holds no class numbers"):
         DecodeMask()({"key": "a", "mask": content}, np.random.default_rng(0))
+
+
+def pictured(mode: str) -> Image.Image:
+    red = Image.fromarray(np.full((8, 9, 3), (200, 10, 20), np.uint8))
+    deep = np.full((8, 9), 40_000, np.uint16)
+    deep[0, 0] = 9
+    if mode == "greys":
+        grey = Image.fromarray(np.full((8, 9), 7, np.uint8), "P")
+        grey.putpalette([level for level in range(256) for _ in range(3)])
+        return grey
+    if mode in ("I;16", "I", "F"):
+        return Image.fromarray(deep) if mode == "I;16" else Image.fromarray(deep).convert(mode)
+    return (
+        red.quantize(4)
+        if mode == "P"
+        else red.quantize(4).convert("PA")
+        if mode == "PA"
+        else red.convert(mode)
+    )
+
+
+NUMBERS, COLOURS = v2.ToImage(), v2.Compose([v2.CenterCrop(4), v2.RGB(), v2.ToImage()])
+OWN = v2.Compose([v2.Lambda(lambda image: image.convert("RGB")), v2.ToImage()])
+
+
+@pytest.mark.parametrize(
+    ("mode", "chain", "value"),
+    [
+        ("P", NUMBERS, None),
+        ("PA", NUMBERS, None),
+        ("P", v2.Compose([v2.CenterCrop(4), v2.ToImage(), v2.RGB()]), None),
+        ("P", v2.RandomPosterize(8, 0.0), None),
+        *((mode, COLOURS, None) for mode in ("I;16", "I", "F")),
+        ("I;16", v1.ToTensor(), None),
+        *((mode, chain, 200) for mode in ("P", "PA", "RGB", "CMYK") for chain in (COLOURS, OWN)),
+        *((mode, NUMBERS, 40_000) for mode in ("I;16", "I", "F")),
+        *((mode, NUMBERS, 200) for mode in ("RGB", "RGBA")),
+        ("L", NUMBERS, 68),
+        ("greys", NUMBERS, 7),
+    ],
+)
+def test_a_pillow_image_keeps_its_colours_without_a_decoder_or_is_quarantined(
+    mode: str, chain: Any, value: int | None
+) -> None:
+    columns, report = Chain(as_stages([chain]), seed=0).run([{"key": "a", "image": pictured(mode)}], 0)
+    if value is None:
+        assert f"a PIL image of mode {mode}" in report.bad[0].reason
+    else:
+        assert not report.bad and columns["image"][0].reshape(-1)[-1 if value > 255 else 0] == value
