@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import Record, RecordTransform, Shard, Source, StreamedSource, read_range, read_torch
+from stoker.data import Drop, Record, RecordTransform, Shard, Source, StreamedSource, read_range, read_torch
 from stoker.recipe import Recipe
 
 
@@ -103,6 +103,11 @@ class Own(RecordTransform):
         return {**record, "own": float(own.get(self.how, self.rng.random()))}
 
 
+class Between(RecordTransform):
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "function": lambda: None}
+
+
 class Chained(Draws):
     def read(self, split: str) -> Any:
         return super().read(split) or read_range(self.n)
@@ -111,7 +116,9 @@ class Chained(Draws):
         if self.where in ("dataset", "source", "transform", "batch"):
             return [Change(), *super().preprocess(split)]
         rng = np.random.default_rng(0)
-        stage = Own(self.where)
+        stage = Own("generator" if self.where == "lambda" else self.where)
+        if self.where == "lambda":  # nothing that can be pickled stands between the stages
+            return [Between(), ("odd", stage), Drop("function")]
         if self.where == "own batch":
             stage = lambda batch: {**batch, "own": rng.random(len(batch["index"]))}  # noqa: E731
         return [Change(), ("odd", stage), Plain()]

@@ -154,6 +154,11 @@ def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(recipe: s
     refuse_other_data(free, free.plan)
 
 
+def test_a_chain_whose_stages_cannot_be_compared_is_named_as_a_whole() -> None:
+    data = open_data(job("Chained", params={"where": "lambda"}))
+    assert data.unstable == "the chain gives another result for the same records each time"
+
+
 @pytest.mark.parametrize("recipe", ["Chained", "Collated"])
 @pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch", "memory"])
 def test_seeded_draws_and_what_a_stage_remembers_can_be_made_again(recipe: str, where: str) -> None:

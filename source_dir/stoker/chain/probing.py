@@ -29,8 +29,9 @@ SYSTEMATIC = re.compile(
     r"(column [^:]+|[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError|ValueError)): "
 )
 """Reasons that the columns and the chain may give for every record, unlike a read that fails."""
-AGAIN, AGAIN_S, SLOW_S = 8, 0.25, 10.0
-"""How often the chain runs again, the time for that after the first repetition, and when it is too slow."""
+AGAIN, AGAIN_S, SLOW_S = 8, 0.25, 4.0
+"""How often the chain runs again, the time for that after the first repetition, and when it is too slow for
+that, or for naming the stage: all of it must end before `PROBE_S`."""
 MANY_RECORDS = 256
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
@@ -111,22 +112,26 @@ def _unstable(source: Source, shard: Shard, chain: Chain, content: bytes) -> str
     def again(chain: Chain) -> bytes:
         return _made(chain, _first(source, shard))[-1]
 
-    with contextlib.suppress(Exception):  # the run reports it where it happens
+    why = ""
+    with contextlib.suppress(Exception):  # the run reports it, or a stage makes what cannot be compared
         until = time.monotonic() + AGAIN_S
         for number in range(AGAIN):
             if number and time.monotonic() > until:
                 break
             if again(chain) == content:
                 continue
+            why = "the chain gives another result for the same records each time"
             for stages in accumulate(([stage] for stage in chain.stages), initial=list[Stage]()):
                 part = chain.of(stages)
+                if time.monotonic() > until + SLOW_S:
+                    break
                 part.collate = lambda records: {"all": records}  # which may have any shape between stages
                 if again(part) != again(part):
                     # Of records that are read differently, their source's identity tells.
                     last = stages[-1].name if stages else ""
                     return f"stage {last} gives another result for the same record each time" if last else ""
-            return "the chain gives another result for the same records each time"
-    return ""
+            break
+    return why
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
