@@ -333,9 +333,9 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
     alone = next((one for one in like if not one.cpu_hosts), None)
     if best.cpu_hosts and alone is not None:
         gain = best.samples_per_s / alone.samples_per_s
-        reason = (
-            f"{-best.dearer_than(alone):.0f} % less than {alone.hosts} alone and {gain:.1f} times as fast"
-        )
+        less = -best.dearer_than(alone)
+        cost = f"{less:.0f} % less than" if less >= 100 * ALIKE else "as cheap as"
+        reason = f"{cost} {alone.hosts} alone and {gain:.1f} times as fast"
         return f"{head}: {reason}; then {limit}{_doubt(best, alone)}"
     others = [one for one in table if one.cpu_hosts]
     if best.cpu_hosts:
@@ -343,7 +343,9 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
     if not others:
         return f"{head}: no CPU hosts were considered; limited by the {BINDS[best.binds][0]}"
     other = next((one for one in like if one.cpu_hosts), others[0])
-    more = f"the best with them, {other.hosts}, costs {other.dearer_than(best):.0f} % more per sample"
+    dearer = other.dearer_than(best)
+    cost = f"{dearer:.0f} % more" if dearer >= 100 * ALIKE else "as much"
+    more = f"the best with them, {other.hosts}, costs {cost} per sample"
     if other.gpu_type != best.gpu_type:
         speed = f"at {other.samples_per_s / best.samples_per_s:.2f} times the speed"
         return f"{head}: a bigger GPU host instead of CPU hosts; {more} {speed}{_doubt(best, other)}"
