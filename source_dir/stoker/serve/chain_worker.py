@@ -57,17 +57,17 @@ class ChainWorker:
         import pyarrow as pa
         import ray
 
-        began = time.process_time()
+        began, tasks, last = time.process_time(), int(lease["lease"][0].as_py() >= 0), None
         try:
-            self._ask("begin_lease", self._me, ray.get_runtime_context().current_actor)
-            last = None
-            while (reply := self._next(last)).go_on:
+            if tasks:
+                self._ask("begin_lease", self._me, ray.get_runtime_context().current_actor)
+            while tasks and (reply := self._next(last)).go_on:
                 last = self._work(reply, reply.claim) if reply.claim is not None else None
                 time.sleep(reply.wait_s)
         except (OverError, ray.exceptions.RayActorError):
             pass  # the run is over
         made, self._made = self._made, dict.fromkeys(MADE, 0.0)
-        return pa.Table.from_pylist([{"tasks": 1, "cpu_s": time.process_time() - began, **made}])
+        return pa.Table.from_pylist([{"tasks": tasks, "cpu_s": time.process_time() - began, **made}])
 
     def _next(self, last: LastBlock) -> Reply:
         reply: Reply = self._ask("claim", self._me, list(self._loaded), last)
@@ -171,6 +171,11 @@ CPUS = 0.5
 host until their leases are ended; `Pool` decides how many run."""
 STARTING_LOOK_S, WORKING_LOOK_S = 0.1, 1.0
 """How often Ray Data looks at the leases while workers start, which it gives them one by one, and later."""
+SHORT = 2
+"""Leases that end at once: the first row of an execution, which one has to wait for, and the next, which Ray
+Data reads ahead. Whoever waits for rows looks for them a hundred times a second."""
+UNWATCHED_S = 60.0
+"""How long workers may be missing, or silent, before the executions are watched for an error."""
 START_S = 180.0
 """Workers that have not reported after this time are started again."""
 TEXTS = 20
@@ -184,6 +189,10 @@ class Leases:
         self._lock = threading.Lock()
         self._starting: list[tuple[float, Counter[str]]] = []
         """For each execution: since when, and how many workers it has still to start, by node."""
+        self._whole_at = time.monotonic()
+        """When all workers were last there, and none of them silent."""
+        self._watched = threading.Event()
+        """From the first end of a lease on: Ray Data ends its workers only for somebody who waits."""
         self._threads: list[threading.Thread] = []
         self._datasets: list[Any] = []
         self._sums: Counter[str] = Counter()
@@ -195,8 +204,13 @@ class Leases:
                     starting[node] -= 1
                     return
 
-    def look(self, alone: bool) -> None:
-        """Start the workers that are missing; `alone`: no other dataset is executed in this process."""
+    def look(self, alone: bool, silent: bool) -> None:
+        """Start the workers that are missing.
+
+        Args:
+            alone: no other dataset is executed in this process.
+            silent: a worker has not called for long; it may work on something, or have ended.
+        """
         now = time.monotonic()
         with self._lock:
             self._starting = [
@@ -206,15 +220,22 @@ class Leases:
             begun = now, Counter(places := self._pool.missing(starting))
             if places:
                 self._starting.append(begun)
-        patient = alone and not (starting or places)
-        look_at_tasks_every(WORKING_LOOK_S if patient else STARTING_LOOK_S)
+        whole = not (starting or places)
+        look_at_tasks_every(WORKING_LOOK_S if alone and whole else STARTING_LOOK_S)
+        self._whole_at = now if whole and not silent else self._whole_at
+        if now - self._whole_at > UNWATCHED_S:
+            self.watch()
         if not places:
             return
         thread = threading.Thread(target=self._execute, args=(begun, places), name="leases", daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
+    def watch(self) -> None:
+        self._watched.set()
+
     def join(self, seconds: float) -> None:
+        self.watch()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -238,6 +259,7 @@ class Leases:
                 with self._lock:
                     for row in rows.to_pylist():
                         self._sums.update(row)
+                self._watched.wait()
         except Exception as error:
             self._failed(error)
         finally:
@@ -252,7 +274,7 @@ class Leases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             leases = ray.data.from_items(
-                [{"lease": n} for n in range(len(places))], override_num_blocks=len(places)
+                [{"lease": n} for n in range(-SHORT, len(places))], override_num_blocks=len(places) + SHORT
             )
             let_wait(leases)
             leases.context.max_errored_blocks = -1

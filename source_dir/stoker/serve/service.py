@@ -25,7 +25,7 @@ from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.blocks.agents import Agents
+from stoker.serve.blocks.agents import Agents, rows_of
 from stoker.serve.blocks.client import Transport
 from stoker.serve.chain_worker import LastBlock, Leases
 from stoker.serve.items import ReadyBlock
@@ -117,6 +117,7 @@ class DataService(ABC):
             self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
+        self.agents.own = me
         if not self.pool.slots:  # chain workers are to start, now
             self._look_now.set()
         if self._started.acquire(blocking=False):
@@ -128,6 +129,10 @@ class DataService(ABC):
 
     def servers(self) -> Directory:
         return self.agents.directory()
+
+    def rows(self, *request: Any) -> tuple[dict[str, Any], int]:
+        """Consumer's call, as of an agent."""
+        return rows_of(self.agents.folder, *request)
 
     def moved(self, part: BlockSlice, missing: bool) -> BlockSlice | str:
         """Consumer's call about rows that it could not fetch: where they are now, or why they will not come.
@@ -183,6 +188,8 @@ class DataService(ABC):
                 planner.ended(by)
             if self._knows_process(by):
                 del self.workers[by.worker]
+            if self.leases is not None:
+                self.leases.watch()
             return Reply(go_on=False)
         return Reply(wait_s=LATER_S)
 
@@ -283,7 +290,7 @@ class DataService(ABC):
                 hung = self._look_once(nodes, time.monotonic())
                 self.elastic.send(time.monotonic())
                 if not self.over:
-                    leases.look(not self.executes_datasets)
+                    leases.look(not self.executes_datasets, self._some_are_silent())
                 for handle in hung:
                     ray.kill(handle, no_restart=False)  # Ray starts another process, which goes on
             self._look_now.wait(LOOK_EVERY_S)
@@ -310,6 +317,10 @@ class DataService(ABC):
             self._rescuer = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
             self._rescuer.start()
         return handles
+
+    def _some_are_silent(self) -> bool:
+        with self.changed:
+            return any(time.monotonic() - each.seen > SILENT_S / 2 for each in self.workers.values())
 
     def _forget_lost_workers(self, alive: set[str], now: float) -> None:
         """Ray restarts those of a lost host elsewhere; they enter again there."""

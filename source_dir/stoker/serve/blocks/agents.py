@@ -1,4 +1,7 @@
-"""Every host of a cluster: an agent that serves its blocks and measures CPU utilization."""
+"""Every host of a cluster: its blocks are served and its CPU utilization is measured.
+
+By an agent, on the head by the data service itself.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +52,23 @@ class HostAgent:
     def where(self) -> tuple[str, int]:
         return self._address, self._server.port
 
-    def rows(self, block: str, start: int, stop: int, done: list[str]) -> tuple[dict[str, Any], int]:
-        """Where no socket is to be had: drop blocks; rows of another, and its length."""
-        self._folder.remove(done)
-        columns = self._folder.columns(block)
-        rows = {name: column[start:stop] for name, column in columns.items()}
-        return rows, min(map(len, columns.values()), default=0)
+    def rows(self, *request: Any) -> tuple[dict[str, Any], int]:
+        return rows_of(self._folder, *request)
 
     def look(self, unused: list[str]) -> float:
         """Drop blocks; CPU utilization of this host since the last call, in percent."""
         self._folder.remove(unused)
         return self._cpu.sample()
+
+
+def rows_of(
+    folder: BlockFolder, block: str, start: int, stop: int, done: list[str]
+) -> tuple[dict[str, Any], int]:
+    """Where no socket is to be had: drop blocks; rows of another, and its length."""
+    folder.remove(done)
+    columns = folder.columns(block)
+    rows = {name: column[start:stop] for name, column in columns.items()}
+    return rows, min(map(len, columns.values()), default=0)
 
 
 def clean_up(folder: BlockFolder, cache: CacheSpec | None) -> list[Cleaner]:
@@ -112,7 +121,7 @@ class _Agent:
 
 
 class Agents:
-    """Runs an agent on every host of a cluster of several, whenever it joins, and samples their CPUs.
+    """Runs an agent on every other host of a cluster, whenever it joins, and samples their CPUs.
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
     no other host gets blocks from there. If it dies too often, its host is lost until that is an hour ago.
@@ -137,6 +146,10 @@ class Agents:
         self._not_before: dict[str, float] = {}
         """When an agent that died may be restarted, by node."""
         self._cleaners = clean_up(self.folder, cache)
+        self.own: Any = None
+        """The actor in which this runs, from its start on."""
+        self._server: dict[str, Server] = {}
+        """The head's, once there is another host: whoever runs there maps the blocks that are there."""
         self._agents: dict[str, _Agent] = {}
         """By node. The thread `hosts` puts another in its place, and changes none."""
         self.lost: frozenset[str] = frozenset()
@@ -145,7 +158,7 @@ class Agents:
 
     def directory(self) -> Directory:
         servers = {node: agent.server for node, agent in self._agents.items() if agent.server}
-        return Directory(self.run, self.secret, servers)
+        return Directory(self.run, self.secret, self._server | servers)
 
     @property
     def nodes(self) -> set[str]:
@@ -163,8 +176,9 @@ class Agents:
                 if node in self._agents:
                     ray.kill(self._agents[node].actor)
             agents = {node: agent for node, agent in self._agents.items() if node in alive}
-            alone = {own} if len(alive) == 1 else set()  # whoever runs here maps the blocks that are here
-            for node in alive.keys() - agents.keys() - alone:
+            if len(alive) > 1 and self.own is not None and not self._server:
+                self._server = {own: Server(self.own, *self._serve(ray.util.get_node_ip_address()))}
+            for node in alive.keys() - agents.keys() - {own}:
                 if self._not_before.get(node, 0.0) <= time.monotonic():
                     agents[node] = self._start(node)
             started = time.monotonic()
@@ -176,10 +190,17 @@ class Agents:
             for node in silent - self.lost:
                 self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
             given_up = {n for n in alive if n not in self._agents and len(self._deaths.get(n, [])) > RESTARTS}
-            self.lost = frozenset(silent | given_up - alone)
+            self.lost = frozenset(silent | given_up - {own})
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
+
+    def _serve(self, address: str) -> tuple[str, int]:
+        try:
+            return address, BlockServer(address, self.secret, self.folder).port
+        except OSError as error:
+            self._note(f"no socket for the blocks of this host ({error}): other hosts get them through Ray")
+            return address, 0
 
     def _start(self, node: str) -> _Agent:
         import ray

@@ -204,7 +204,7 @@ NamedBlock = tuple[str, dict[str, Any]]
 
 
 class BlockServer(wire.Listener):
-    """One per host and run, in the host's agent."""
+    """One per host and run, in the host's agent; the head's in the data service."""
 
     def __init__(self, address: str, secret: bytes, folder: BlockFolder) -> None:
         self._folder = folder
