@@ -21,7 +21,7 @@ from launcher.run_directory import continuation
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config import redaction
-from stoker.config.loading import SECRETS_FILE, load
+from stoker.config.loading import SECRETS_FILE, load, to_yaml
 from stoker.config.redaction import REDACTED, is_secret, redact
 from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
@@ -53,6 +53,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ("max_tokens", 128, False),
         ("num_tokens_per_record", 128, False),
         ("class_token", True, False),
+        ("pad_token", "<pad>", False),
+        ("api_tokens", "12345678", True),
+        ("MAX_TOKENS", "12345678", False),
         ("tokenizer", "bert", False),
         ("key", "image", False),
         ("token", None, False),
@@ -102,7 +105,7 @@ def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
 def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_at_sign() -> None:
     words = [
         "trainer.api_key=S3cr3t!",
-        "++hub/token@x=S3cr3t!",
+        "++hub.token=S3cr3t!",
         "lr=0.1",
         "--api-key",
         "a=S3cr3t!",
@@ -110,13 +113,70 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
         "a=b",
     ]
     words += ["model.max_tokens=100000", "--max-tokens", "128"]
-    hidden = [f"trainer.api_key={REDACTED}", f"++hub/token@x={REDACTED}", "lr=0.1", "--api-key", REDACTED]
+    hidden = [f"trainer.api_key={REDACTED}", f"++hub.token={REDACTED}", "lr=0.1", "--api-key", REDACTED]
     assert redact(words, "args") == [*hidden, *words[5:]]
     whole = ["https://h/x?part=1", "db=postgresql://me:p@ssw0rd9@host/db?a=b@c"]
     assert redact(whole, "args") == ["https://h/x?part=1", f"db=postgresql://{REDACTED}@host/db?a=b@c"]
     redaction.learn({"args": [*words, *whole]})
     scrubbed = redaction.scrub("S3cr3t! p@ssw0rd9 lr=0.1")
     assert scrubbed == f"{REDACTED} {REDACTED} lr=0.1"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("model.token_dim=768", "data.token_count=1000000", "data.max_tokens=1e6", "max_tokens=4_096"),
+        *(
+            "model.token_dropout=0.1",
+            "model.use_token_type=true",
+            "model.token=null",
+            "data/tokens=5000/a",
+        ),
+        *("tokenizer.special_tokens=[cls,sep]", "data.tokens=[1,2]", "model.token_pooling=average-of-all"),
+        *("tokenizer={pad_token:<pad>,name:large-vocabulary}", "--token-dim=768", "db/secret=production-2"),
+        "https://h:8080?notify-me",
+    ],
+)
+def test_an_honest_word_of_a_command_line_stays(word: str, tmp_path: Path) -> None:
+    resolved = load({"script": "train.py", "args": [word]})
+    again = tmp_path / "config.yaml"
+    again.write_text(to_yaml(resolved.config))
+    assert load(again).config.args == [word]
+    redaction.learn({"args": [word]})
+    assert redaction.scrub("trained 1000000 samples, average-of-all 4_096") == (
+        "trained 1000000 samples, average-of-all 4_096"
+    )
+
+
+def test_a_secret_in_a_mapping_of_a_command_line_or_before_further_hosts_is_redacted() -> None:
+    words = ["trainer.logger={api_key:abc123456,on:{db_password: 'x y9'}}", "a=[{token:S3cr3t9}]"]
+    words += ["x.auth_token=12345678", "api_tokens=[S3cr3t1,S3cr3t2]"]
+    assert redact(words, "args") == [
+        f"trainer.logger={{api_key:{REDACTED},on:{{db_password: {REDACTED}}}}}",
+        f"a=[{{token:{REDACTED}}}]",
+        f"x.auth_token={REDACTED}",
+        f"api_tokens={REDACTED}",
+    ]
+    addresses = ["amqp://u:S3cretpw9@h?notify=me@x.org", "registry://u:pw@h:5000,mirror@other"]
+    addresses += ["db://u:p#Ss,w0rd8@h/x"]
+    assert redact(addresses) == [
+        f"amqp://{REDACTED}@h?notify=me@x.org",
+        f"registry://{REDACTED}@h:5000,mirror@other",
+        f"db://{REDACTED}@h/x",
+    ]
+    redaction.learn(addresses)
+    assert redaction.scrub("S3cretpw9 p#Ss,w0rd8") == f"{REDACTED} {REDACTED}"
+
+
+def test_a_list_with_a_secret_keeps_what_json_has_no_type_for(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "recipe: rows:Counting\nparams: {x: [{api_key: abcdef123, limit: .inf, d: 2024-01-01}]}\n"
+    )
+    resolved = load(path)
+    staged = tmp_path / "staged"
+    open_job(resolved).stage(staged)
+    assert load(staged / "job.yaml").config.params == resolved.config.params
 
 
 def test_text_loses_every_spelling_of_a_secret_and_no_ordinary_word() -> None:

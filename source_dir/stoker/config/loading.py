@@ -246,6 +246,8 @@ def secrets_json(config: BaseModel) -> str | None:
     def hidden(whole: Any, shown: Any) -> Any:
         if isinstance(whole, Mapping):
             return {key: hidden(below, shown[key]) for key, below in whole.items() if below != shown[key]}
+        if isinstance(whole, list):  # only what is hidden of it: the rest has types that JSON has not
+            return hidden(*({str(at): item for at, item in enumerate(part)} for part in (whole, shown)))
         return whole
 
     tree = config.model_dump(mode="json")
@@ -261,6 +263,8 @@ def resolved_yaml(resolved: Resolved) -> str:
 
 
 def _overlaid(tree: Any, secrets: Any) -> Any:
+    if isinstance(secrets, Mapping) and isinstance(tree, list):
+        return [_overlaid(item, secrets.get(str(at), item)) for at, item in enumerate(tree)]
     if isinstance(secrets, Mapping) and isinstance(tree, Mapping):
         keys = {str(key): key for key in tree}
         found = {keys.get(key, key): below for key, below in secrets.items()}

@@ -22,6 +22,8 @@ SHORTEST = 6
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
 _WORDS |= {"authorization"}
 _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption", "openai", "wandb"}
+_MARKS = {"bos", "class", "cls", "eos", "mask", "pad", "sep", "special", "unk"}
+"""Tokens of a vocabulary."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
 _VALUE = re.compile(
@@ -31,9 +33,17 @@ _VALUE = re.compile(
 )
 """Credentials recognized by their form, whatever the name of their key."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_USER = re.compile(r"(?<=://)[^/\s]+(?=@)")
-_FLAG = re.compile(r"-.*|[+~]*[\w.@/-]+")
-"""What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`."""
+_USER = re.compile(r"(?<=://)([^/?#\s\"'@]+|[^/?#\s\"'@:]+:[^/\s\"'@]+)(@[^/?#,\s\"'@]+)*(?=@)")
+"""The user of an address, with a password that may have an `@`; not the name of a further host."""
+_FLAG = re.compile(r"-.*|[+~]*[\w.-]+")
+"""What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`. With
+a slash it is Hydra's name of a file, or a path."""
+_EMPTY = re.compile(r"true|false|null|none|~|", re.I)
+_NUMBER = r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?"
+_ITEM = rf"\s*({_NUMBER}|['\"]?[A-Za-z_<>/ -]{{,16}}['\"]?)\s*"
+_PLAIN = re.compile(rf"{_NUMBER}|\[{_ITEM}(,{_ITEM})*\]")
+_PAIR = re.compile(r"([\w.-]+)([\"']?\s*:\s*)(\"[^\"]*\"|'[^']*'|[^,{}\[\]]+)")
+"""A key and its value in a mapping as Hydra takes it: `{api_key:x}`."""
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
 _known: set[str] = set()
 
@@ -44,8 +54,10 @@ def is_secret(name: str, value: Any = "") -> bool:
     A number is only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
-    if str(value).isdecimal():  # also in a command line, where numbers are texts
-        words = [word for word in words if word != "tokens"]
+    marks = {"token", "tokens"} if _MARKS & {*words} else set()
+    if str(value).isdecimal() and not {"api", "access", "auth", "bot"} & {*words}:  # also as a text
+        marks.add("tokens")
+    words = [word for word in words if word not in marks]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
     found += [first in _KEYS and second in ("key", "keys") for first, second in pairwise(words)]
     if value is None or isinstance(value, bool):
@@ -79,7 +91,10 @@ def redact(
     if isinstance(value, list | tuple | set | frozenset):
         # In a script's command line, a flag names the next argument.
         if name == "args" and all(isinstance(word, str) for word in value):
-            return [flag + redact(below, key, secret, hide) for key, flag, below in _arguments(value)]
+            found = [(flag, redact(below, key, secret, hide)) for key, flag, below in _arguments(value)]
+            return [
+                flag + (_mapping(below, hide) if below[:1] in ("{", "[") else below) for flag, below in found
+            ]
         return [redact(below, name, secret, hide) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
         return hide(str(value))
@@ -139,11 +154,35 @@ def _address(text: str, hide: Callable[[str], str]) -> str:
     return _QUERY.sub(argument, _USER.sub(user, text)) if "://" in text else text
 
 
+def _mapping(text: str, hide: Callable[[str], str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        plain = found[3].strip().strip("'\"")
+        return f"{found[1]}{found[2]}{hide(plain)}" if _is_told(found[1], plain) else found[0]
+
+    return _PAIR.sub(value, text) if text[:1] in ("{", "[") else text
+
+
 def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Split a command line into (name of the flag that a value belongs to, `--flag=` prefix, value)."""
+    """Split a command line into (what tells that a value is secret, `--flag=` prefix, value)."""
     flag = ""
     for word in words:
         name, sign, value = word.partition("=")
-        named = bool(sign and _FLAG.fullmatch(name) and (word.startswith("-") or not is_secret(flag)))
-        yield (name, f"{name}=", value) if named else ("" if word.startswith("-") else flag, "", word)
+        if sign and _FLAG.fullmatch(name) and (word.startswith("-") or not is_secret(flag)):
+            yield name if _is_told(name, value) else "", f"{name}=", value
+        else:
+            yield flag if not word.startswith("-") and _is_told(flag, word) else "", "", word
         flag = word if word.startswith("-") and not sign else ""
+
+
+def _is_told(name: str, value: str) -> bool:
+    """Whether a name in a command line, where numbers are texts, tells that its value is secret.
+
+    Without a dash, the name is a key of a configuration, such as `token_pooling`, and only its end counts.
+    """
+    if _EMPTY.fullmatch(value):
+        return False
+    if _PLAIN.fullmatch(value):
+        return is_secret(name, 0)
+    *_, before, last = ["", "", *map(str.lower, _WORD.findall(name.rpartition(".")[2]))]
+    end = f"{before}_{last}" if last in ("key", "keys", "token", "tokens") else last
+    return is_secret(name if name.startswith("-") else end)
