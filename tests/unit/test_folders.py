@@ -26,6 +26,7 @@ from stoker.data import DecodeImage, read_any, read_images
 from stoker.entry.main import read_configuration
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import open_store
+from stoker.train.resume import locate
 
 HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 SMALL = PHOTO.crop((0, 0, 16, 16))
@@ -340,6 +341,11 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
         UsageError, match=f"own.csv: could be {elsewhere}/own.csv or {project}/own.csv; write"
     ):
         found("own.csv")
+    for above in (".", "", "..", "../logs"):
+        (code / above).mkdir(exist_ok=True)
+        assert Path(found(above)) == elsewhere / above, "the copy has one, too"
+    (elsewhere / "step-00000004").mkdir()
+    assert locate("step-00000004")[0].where == str(elsewhere)
 
 
 STEMS, SUFFIXES = (

@@ -274,9 +274,10 @@ def _absolute(path: str) -> Path:
         os.environ.get(SOURCE_DIR_VARIABLE),
     )
     there = Path(launched or "", path)
-    if not launched or (here.exists() and not there.exists()):
+    named = Path(path).parts[:1] not in ((), ("..",))  # "." and what is above exist beside the copy, too
+    if not launched or (named and here.exists() and not there.exists()):
         return here
-    if source and here.exists() and (own := Path(source, path)).resolve() != there.resolve():
+    if source and named and here.exists() and (own := Path(source, path)).resolve() != there.resolve():
         raise UsageError(f"{path}: could be {there} or {own}; write the whole path of the one you mean")
     return there
 

@@ -20,6 +20,7 @@ from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL, host_name
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import CheckpointStore, complete, open_store, step_of, verify
+from stoker.storage.filesystems import filesystem_of
 from stoker.train.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.layer_decay", "train.scheduler", "data.shuffle")
@@ -103,6 +104,7 @@ def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
 
 def locate(path: str) -> tuple[CheckpointStore, str]:
     """Resolve a path to resume from: (store, checkpoint name or "" for the newest)."""
+    path = path if "://" in path else filesystem_of(path)[1]
     parent, _, last = path.rstrip("/").rpartition("/")
     if last.startswith("step-") and last[5:].isdigit():
         store = open_store(parent or ".")
