@@ -318,15 +318,20 @@ class TestHosts:
 
 def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
     found = {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
-    return found | {"optimizer_steps": 0, "after_batch": 0}
+    return found | {"optimizer_steps": 0, "before_batch": 0, "after_batch": 0}
 
 
 @pytest.mark.parametrize(
     ("batches", "steps", "grads", "rounds", "judged"),
     [
         (100, 2000, True, 1, False),
+        (50, 50, True, 20, False),
         (50, 200, False, 20, False),
-        (0, 30, True, 1, False),
+        (0, 30, True, 1, True),
+        (50, 200, False, 1, True),
+        (64, 1, True, 12, True),
+        (1, 10, True, 50, True),
+        (1, 200, True, 50, True),
         (60, 1, True, 2, True),
         (60, 2, True, 2, True),
         (1, 1, False, 50, True),
@@ -334,8 +339,13 @@ def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
     ],
     ids=[
         "trained from memory",
+        "trained from memory, which each epoch fills",
         "validated only",
-        "validated only, at the end",
+        "steps by which a state is loaded",
+        "features, then a probe of them",
+        "steps of 64 batches",
+        "ten steps with each batch",
+        "an optimizer for each parameter",
         "steps of many batches",
         "of two optimizers",
         "gradients by hand",

@@ -130,7 +130,10 @@ def checked(
             f" ({place}), so the time in next() is not the time that training waits; run check"
             " without that thread"
         )
-    if not loaders[main].trains and seen["after_batch"] < TRAINS * seen["optimizer_steps"]:
+    # Features may be read without gradients, and a probe trained from memory afterwards.
+    grads = loaders[main].with_grad
+    steps = seen["optimizer_steps" if grads else "before_batch"]
+    if steps >= LEAST_STEPS and seen["after_batch"] < TRAINS * min(steps, grads or steps):
         raise UsageError(
             f"{script}: its optimizer steps do not follow batches of a DataLoader (iterated most: {place});"
             " `check` needs a training loop that takes its batches from one"

@@ -87,8 +87,9 @@ class Watch:
         self.rounds = 0
         self.begun: dict[int, int] = {}
         """Round in which the first batch of each loader was trained."""
-        self.optimizer_steps = self.after_batch = 0
-        """All optimizer steps, and those that directly follow a batch, with or without gradients."""
+        self.optimizer_steps = self.before_batch = self.after_batch = 0
+        """Optimizer steps from the first batch on (before it, loading a state may make some), those before the
+        last batch, and those that directly follow a batch, with or without gradients."""
         self.fresh = False
         self.over = False
         self.next_look = time.monotonic()
@@ -180,7 +181,7 @@ class Watch:
             if ended:
                 return
             loader.batches += 1
-            self.fresh = True
+            self.fresh, self.before_batch = True, self.optimizer_steps
             if torch.is_grad_enabled():
                 loader.with_grad += 1
                 self.since_step[number] = threading.get_ident()
@@ -189,7 +190,8 @@ class Watch:
 
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
-        self.optimizer_steps, self.after_batch = self.optimizer_steps + 1, self.after_batch + self.fresh
+        self.after_batch += self.fresh
+        self.optimizer_steps += self.after_batch > 0
         self.fresh = False
         self.rounds += bool(self.since_step)
         for number, thread in self.since_step.items():
@@ -266,6 +268,7 @@ class Watch:
             "loaders": [asdict(loader) for loader in self.loaders],
             "takes": [asdict(take) for take in self.resolved(wait=True)],
             "optimizer_steps": self.optimizer_steps,
+            "before_batch": self.before_batch,
             "after_batch": self.after_batch,
             "gpu": self.clock.name if self.clock else None,
             "cpus": cpus(),
