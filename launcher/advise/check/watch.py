@@ -88,8 +88,8 @@ class Watch:
         self.begun: dict[int, int] = {}
         """Round in which the first batch of each loader was trained."""
         self.optimizer_steps = self.before_batch = self.after_batch = 0
-        """Optimizer steps from the first batch on (before it, loading a state may make some), those before the
-        last batch, and those that directly follow a batch, with or without gradients."""
+        """Optimizer steps from the first batch on (loading a state may make some before it), those until
+        the last one, and those that directly follow a batch, with or without gradients."""
         self.fresh = False
         self.over = False
         self.next_look = time.monotonic()
