@@ -57,6 +57,9 @@ class Everything(Recipe):
     rates: dict[str, float] = Field({})
     ids: dict[int, str] = Field({})
     options: dict[str, Any] = Field({})
+    pretrained: int | Literal[True] = 0
+    lr: float | Literal["auto", True] = 0.1
+    loose: int | Any = 0
     mode: Literal["none", "flip", 2] = "none"
     augment: Literal["none", "flip"] | None = None
     late: float | Literal["never"] = 0.0
@@ -261,6 +264,9 @@ def test_a_yes_of_yaml_is_no_number(tmp_path: Path, params: str) -> None:
     assert (recipe.flag, recipe.both, recipe.options, recipe.bare, recipe.any, recipe.number) == (
         *(True, True, {"a": True}, [True], True, 0),
     )
+    job.write_text("params: {pretrained: true, lr: yes, loose: true}\n")
+    recipe = read(file=job)
+    assert recipe.pretrained is recipe.lr is recipe.loose is True
 
 
 def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:

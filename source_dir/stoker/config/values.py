@@ -81,7 +81,9 @@ def true_as_number(value: Any, kind: Any) -> bool:
 
 def _true_as_number(value: Any, kinds: list[Any]) -> bool:
     if value is True:
-        return bool not in kinds and (int in kinds or float in kinds)
+        choices = [choice for kind in kinds for choice in _choices(kind)]
+        means_true = any(kind in (bool, Any, object) for kind in kinds) or any(one is True for one in choices)
+        return not means_true and (int in kinds or float in kinds)
     if any(hasattr(kind, "_says_something") for kind in kinds):
         return False
     if isinstance(value, dict):
