@@ -90,7 +90,8 @@ class Change(RecordTransform):
 
 
 class Own(RecordTransform):
-    """Differs at each call by `how`: "rarely" for one record of three alone, by "memory" not at all."""
+    """Differs at each call by `how`: "rarely" for one record of three alone, by "raises" later, by
+    "memory" not at all."""
 
     def __init__(self, how: str) -> None:
         self.how, self.rng, self.calls, self.drawn = how, np.random.default_rng(0), 0, dict[str, float]()
@@ -99,6 +100,10 @@ class Own(RecordTransform):
         self.calls += 1
         if self.how == "memory":
             return {**record, "own": self.drawn.setdefault(record["key"], rng.random())}
+        if self.how == "raises" and self.calls > 6:
+            raise ValueError("too often")
+        if self.how == "raises":
+            return record
         own = {"counter": self.calls, "time": time.perf_counter(), "rarely": self.rng.random() < 1 / 3}
         return {**record, "own": float(own.get(self.how, self.rng.random()))}
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.probing import fix_schemas
-from stoker.data import DecodeImage, Drop, Joint, RecordTransform, read_torch
+from stoker.data import DecodeImage, Drop, Joint, RecordTransform, Rename, read_torch
 from stoker.errors import UsageError
 
 SIZE = (40, 60)
@@ -54,16 +54,12 @@ PLACES: dict[str, Any] = {
     "gtBboxes_xyxy": BOXES.tolist(),
     "bbox": BOXES[0],
     "keypoints": np.ones((17, 3), np.float32),
-    "landmarks": np.ones(10, np.float32),
-    "corners": np.ones((4, 2), np.float32),
-    "points": np.ones((5, 2), np.float32),
-    "polygons": [[1.0, 2.0, 3.0, 4.0]],
+    "polygons": [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]],
+    "segmentation": [[np.float32(1)]],
     "damaged": np.zeros(SIZE, bool),
-    "depth": np.ones(SIZE, np.float32),
-    "lesionMask": np.ones((9, 9), np.float32),
-    "depth_plane": np.ones((1, *SIZE), np.float16),
+    "plane": np.zeros((1, *SIZE), np.uint8),
+    "lesionMask": np.ones(SIZE, np.float32),
     "masks": np.zeros((2, *SIZE), bool),
-    "normals": np.ones((*SIZE, 3), np.float32),
     "classes": torch.zeros(SIZE, dtype=torch.int64),
 }
 
@@ -81,20 +77,30 @@ def test_what_is_about_places_in_the_image_does_not_stay_where_a_random_flip_mov
     assert note_of(record, DecodeImage(), Drop(name), FLIP) == ""
 
 
-def test_four_corners_in_columns_of_their_own_are_a_box() -> None:
-    corners = {"xmin": 1, "ymin": 2, "x_max": 3, "y_max": 4}
-    with pytest.raises(UsageError, match="not those of xmin, ymin, x_max, y_max; put it into Joint"):
-        note_of({"image": photo(), **corners}, DecodeImage(), FLIP)
-    assert note_of({"image": photo(), "x_max": 3}, DecodeImage(), FLIP) == ""
+BOTH = np.zeros((*SIZE, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "size"),
     [
-        ("other", np.zeros((*SIZE, 3), np.uint8), SIZE),
+        ("other", BOTH, SIZE),
+        ("other", BOTH.transpose(2, 0, 1), SIZE),
+        ("other", BOTH.astype(np.float32), SIZE),
+        ("frames", np.zeros((5, 3, *SIZE), np.uint8), SIZE),
+        ("spectrogram", np.zeros((128, 128), np.float32), (128, 128)),
         ("features", np.ones((32, 32), np.float32), (32, 32)),
+        ("depth", np.ones(SIZE, np.float32), SIZE),
+        ("normals", np.ones((*SIZE, 3), np.float32), SIZE),
+        ("landmarks", np.ones(10, np.int64), SIZE),
+        ("corners", np.ones((4, 2), np.float32), SIZE),
+        ("points", np.ones((5, 2), np.float32), SIZE),
+        ("joints", np.ones((5, 2), np.float32), SIZE),
         ("loss_mask", np.ones(77, bool), SIZE),
+        ("mask", np.zeros((14, 14), bool), SIZE),
+        ("causal_mask", np.zeros((7, 7), bool), SIZE),
+        ("text_mask", np.zeros((1, 77), bool), SIZE),
         ("mask", [1, 2, 3], SIZE),
+        ("num_boxes", np.array([3]), SIZE),
         ("box_labels", np.ones(4, np.int64), SIZE),
     ],
 )
@@ -102,6 +108,13 @@ def test_what_may_be_about_something_else_is_only_noted(name: str, value: Any, s
     line = f"chain: RandomHorizontalFlip moves the pixels of the image only, not those of {name}; put it into"
     note = note_of({"image": photo(size), name: value}, DecodeImage(), FLIP)
     assert note.startswith(line) and note.endswith("unless it shows something else")
+
+
+def test_four_corners_in_columns_of_their_own_may_be_a_box() -> None:
+    for corners in (("xmin", "ymin", "x_max", "y_max"), ("x1", "y1", "x2", "y2")):
+        record = {"image": photo(), **dict.fromkeys(corners, 8.5)}
+        assert f"not those of {', '.join(corners)}; put" in note_of(record, DecodeImage(), FLIP)
+    assert note_of({"image": photo(), "x_max": 3}, DecodeImage(), FLIP) == ""
 
 
 @pytest.mark.parametrize(
@@ -112,6 +125,9 @@ def test_what_may_be_about_something_else_is_only_noted(name: str, value: Any, s
         ("pose", np.ones(6, np.float32)),
         ("tokens", np.ones((77, 16), np.float32)),
         ("boxes", 3),
+        ("points", torch.tensor(87.0)),
+        ("landmark", np.array(3)),
+        ("boxes", ["cereal", "shoe"]),
         ("caption", "a box"),
         ("image_size", np.array(SIZE)),
     ],
@@ -126,8 +142,12 @@ class Wrap(RecordTransform):
     random = False
 
     def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
-        points = tv_tensors.KeyPoints(record["keypoints"], canvas_size=SIZE)
-        return {**record, "keypoints": points}
+        made = dict(record)
+        if "keypoints" in record:
+            made["keypoints"] = tv_tensors.KeyPoints(record["keypoints"], canvas_size=SIZE)
+        if "classes" in record:
+            made["classes"] = tv_tensors.Mask(record["classes"])
+        return made
 
 
 class Own(v2.RandomHorizontalFlip):
@@ -143,12 +163,17 @@ class Made(RecordTransform):
 
 def test_what_joint_or_a_transform_of_the_users_own_moves_is_not_left_behind() -> None:
     record = {"image": photo(), "found": BOXES, "keypoints": np.ones((17, 2), np.float32)}
+    record["classes"] = np.zeros(SIZE, np.uint8)
     for entries in (
         [Wrap(), Joint(FLIP, boxes=["found"])],
+        [v2.Resize(SIZE), Wrap(), Joint(FLIP, masks=[])],
+        [Joint(v2.Resize(SIZE), boxes=["found"]), Wrap(), Joint(FLIP, boxes=["found"])],
+        [Joint(v2.Compose([v2.Compose([Own(1.0)])]), boxes=["found"])],
         [Joint(Own(1.0), boxes=["found"])],
         [Joint(v2.Compose([v2.Lambda(lambda each: each), Own(1.0), FLIP]), boxes=["found"])],
     ):
-        assert note_of(record, DecodeImage(), *entries) == ""
+        left = {} if "found" in str([getattr(e, "boxes", "") for e in entries]) else {"found"}
+        assert note_of({n: v for n, v in record.items() if n not in left}, DecodeImage(), *entries) == ""
     wrapped = as_stages([DecodeImage(), Wrap(), Joint(FLIP, boxes=["found"])])
     columns, _ = Chain(wrapped, seed=0).run([{"key": "a", **record}], 0)
     assert columns["keypoints"][0, 0].tolist() == [58, 1]
@@ -158,6 +183,44 @@ def test_boxes_that_are_made_after_a_joint_need_not_be_in_it() -> None:
     record = {"image": photo(), "mask": np.zeros(SIZE, np.uint8)}
     later = [Made(), v2.Resize(8), Joint(v2.Identity(), masks=[], boxes=["boxes"])]
     assert note_of(record, DecodeImage(), Joint(FLIP, masks=["mask"]), *later) == ""
+
+
+class Keep(RecordTransform):
+    random = False
+
+    def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
+        return {name: record[name] for name in ("key", "image", "label")}
+
+
+def test_what_does_not_reach_training_is_no_reason_to_refuse_the_run() -> None:
+    record = {"image": photo(), "label": 1, "depth": np.ones(SIZE, np.float32)}
+    assert note_of(record, DecodeImage(), FLIP, Keep()) == ""
+    record["mask"] = np.zeros(SIZE, np.uint8)
+    assert "not those of mask" in note_of(record, DecodeImage(), FLIP, Keep()), "it may be the label now"
+    with pytest.raises(UsageError, match="not those of mask"):
+        note_of(record, DecodeImage(), FLIP, Rename(classes="mask"))
+
+
+class DecodeOwn(RecordTransform):
+    random = False
+
+    def __call__(self, record: dict[str, Any], rng: Any) -> dict[str, Any]:
+        return {**record, "seg": np.array(Image.open(io.BytesIO(record["seg"])))}
+
+
+def test_a_mask_that_a_stage_of_the_users_own_decodes_after_a_resize_is_known() -> None:
+    seg = io.BytesIO()
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(seg, "PNG")
+    with pytest.raises(UsageError, match="not those of seg;"):
+        note_of(
+            {"image": photo(), "seg": seg.getvalue()}, DecodeImage(), v2.Resize((8, 8)), DecodeOwn(), FLIP
+        )
+
+
+def test_a_record_without_the_column_does_not_hide_it() -> None:
+    records = [{"image": photo(), "label": 1}, *[{"image": photo(), "label": 1, "boxes": BOXES}] * 3]
+    with pytest.raises(UsageError, match="not those of boxes;"):
+        note_of(records, DecodeImage(), FLIP)
 
 
 def test_a_struct_that_boxes_were_made_of_may_still_be_there() -> None:
@@ -191,27 +254,40 @@ def counted(*counts: int, **constant: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_rows_that_stay_where_boxes_are_removed_are_refused() -> None:
-    left = "SanitizeBoundingBoxes in Joint removes boxes, but not their rows of iscrowd"
-    crop = v2.Compose([v2.RandomCrop(9), v2.SanitizeBoundingBoxes()])
-    for joint in (crop, v2.SanitizeBoundingBoxes()):
-        with pytest.raises(UsageError, match=f"train: chain: {left}; return"):
-            note_of(counted(1, 2, 3, 0), DecodeImage(), Joint(joint, boxes=["boxes"]))
-    both = v2.SanitizeBoundingBoxes(labels_getter=lambda record: (record["labels"], record["iscrowd"]))
-    for fine in (both, v2.RandomCrop(9)):
-        assert note_of(counted(1, 2, 3, 0), DecodeImage(), Joint(fine, boxes=["boxes"])) == ""
-    joint = Joint(crop, boxes=["boxes"])
-    assert note_of(counted(2, 2, 2), DecodeImage(), joint, Drop("iscrowd")) == ""
-    assert note_of(counted(1, 2, 3), DecodeImage(), joint, Drop("iscrowd")) == ""
-    assert note_of(counted(2, 2, 2), DecodeImage(), joint) == "", "they may be two by chance"
+def removed(joint: Joint, *records: dict[str, Any]) -> list[str]:
+    """The reasons for which records are quarantined."""
+    keyed = [{"key": str(number), **record} for number, record in enumerate(records)]
+    chain = Chain(as_stages([DecodeImage(), joint]), seed=0)
+    chain.collate = lambda records: {}  # takes lists, too
+    return [bad.reason for bad in chain.run(keyed, 0)[1].bad]
+
+
+class OwnSanitize(v2.SanitizeBoundingBoxes):
+    pass
+
+
+@pytest.mark.parametrize("flags", [np.zeros(3, np.int64), [0, 0, 0], ["a", "b", "c"], torch.zeros(3, 2)])
+def test_rows_that_stay_where_boxes_are_removed_are_refused(flags: Any) -> None:
+    """Also where all records have as many boxes."""
+    (record,) = counted(3)
+    record |= {"boxes": np.concatenate([BOXES, BOXES, 0 * BOXES]), "iscrowd": flags}
+    sanitize = v2.SanitizeBoundingBoxes()
+    for transform in (sanitize, v2.Compose([v2.Compose([sanitize])]), OwnSanitize()):
+        (reason,) = removed(Joint(transform, boxes=["boxes"]), record)
+        assert "removes boxes, but not their rows of iscrowd; return these" in reason
+    joint = Joint(sanitize, boxes=["boxes"])
+    assert removed(joint, {**record, "boxes": np.repeat(BOXES, 3, axis=0)}) == [], "none is removed"
+    chance = {"labels": np.arange(2), "boxes": record["boxes"][1:]}  # as many as an image has sides
+    assert removed(joint, {**record, **chance, "iscrowd": 0}) == []
+    if isinstance(flags, np.ndarray):
+        both = v2.SanitizeBoundingBoxes(labels_getter=lambda record: (record["labels"], record["iscrowd"]))
+        assert removed(Joint(both, boxes=["boxes"]), record) == []
 
 
 def test_boxes_are_not_removed_by_what_those_of_another_column_are() -> None:
-    twice = Joint(v2.SanitizeBoundingBoxes(labels_getter=None), boxes=["boxes", "found"])
-    records = [{"key": str(n), "found": BOXES, **each} for n, each in enumerate(counted(1, 2, 0))]
-    columns, report = Chain(as_stages([DecodeImage(), twice]), seed=0).run(records, 0)
-    assert [bad.key for bad in report.bad] == ["1", "2"] and len(columns["found"]) == 1
-    assert "goes by boxes, and there are not as many found" in report.bad[0].reason
+    for transform in (v2.SanitizeBoundingBoxes(), v2.Compose([v2.Compose([OwnSanitize()])])):
+        with pytest.raises(UsageError, match="goes by boxes, also for found; give each a Joint"):
+            Joint(transform, boxes=["boxes", "found"])
 
 
 def test_a_mask_of_as_many_rows_as_there_are_boxes_keeps_them() -> None:
@@ -225,4 +301,4 @@ def test_a_mask_of_as_many_rows_as_there_are_boxes_keeps_them() -> None:
     _, report = chain.run([{"key": "a", **record}, {"key": "b", **whole}], 0)
     assert [bad.key for bad in report.bad] == ["a"]
     assert not chain.run([{"key": "c", **instances}], 0)[1].bad
-    assert "mask has size (2, 60), its image (3, 60), after the transform" in report.bad[0].reason
+    assert "mask has 2 rows after the transform, its image does not" in report.bad[0].reason

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pytest
 import torch
 from damage import checked
-from draws import Augmenting, Lazy, Listed, Plain, Unsteady
+from draws import Augmenting, Lazy, Listed, Own, Plain, Unsteady
 from pyarrow import parquet
 from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
+from stoker.chain import probing
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key
@@ -141,7 +142,7 @@ def saved(data: Data, order: str) -> Plan:
 
 
 @pytest.mark.parametrize("recipe", ["Chained", "Collated"])
-@pytest.mark.parametrize("where", ["generator", "counter", "time", "rarely", "own batch"])
+@pytest.mark.parametrize("where", ["generator", "counter", "time", "rarely", "raises", "lambda", "own batch"])
 def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(recipe: str, where: str) -> None:
     data = open_data(job(recipe, params={"where": where}))
     assert [note.partition(";")[0] for note in data.notes()] == [
@@ -154,9 +155,21 @@ def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(recipe: s
     refuse_other_data(free, free.plan)
 
 
-def test_a_chain_whose_stages_cannot_be_compared_is_named_as_a_whole() -> None:
-    data = open_data(job("Chained", params={"where": "lambda"}))
-    assert data.unstable == "the chain gives another result for the same records each time"
+def test_looking_at_a_chain_leaves_its_stages_as_one_look_leaves_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They go to other processes."""
+    runs: list[int] = []
+    made = probing._made
+    monkeypatch.setattr(probing, "_made", lambda *given: (runs.append(0), made(*given))[1])
+    for slow in (True, False):
+        monkeypatch.setattr(probing, "SLOW_S", 0.0 if slow else 600.0)
+        data, _ = open_data(job("Chained", params={"where": "counter"})), runs.append(1)
+        stage = data.chains["train"].stages[1].apply
+        assert isinstance(stage, Own) and stage.calls == 4
+        assert bool(data.unstable) is not slow
+    assert runs.index(1) == 2, "once for each split, where that is slow"
+    assert len(runs) <= 2 + 2 + 2 * 4
 
 
 @pytest.mark.parametrize("recipe", ["Chained", "Collated"])
@@ -190,7 +203,7 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is looked at must not depend on the machine."""
-    for name in ("read.identity.BUDGET_S", "chain.probing.AGAIN_S", "chain.probing.SLOW_S"):
+    for name in ("read.identity.BUDGET_S", "chain.probing.SLOW_S"):
         monkeypatch.setattr(f"stoker.{name}", 600.0)
 
 

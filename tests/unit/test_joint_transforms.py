@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torchvision.transforms.v2 import _geometry
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.joint import _DRAWN, _STILL, moved_alone
+from stoker.chain.joint import _DRAWN, _STILL, moved_alone, noting_places
 from stoker.data import (
     DecodeImage,
     DecodeMask,
@@ -112,10 +113,7 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
     [
         ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask has size (20, 29), its image (20, 30)"),
         ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
-        (
-            {"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")},
-            "a JPEG of mode L and a lossy compression",
-        ),
+        ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "the format JPEG is not among BMP,"),
         ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
         ({"mask": b"<html>404"}, "mask: not an image (first bytes b'<html>40')"),
         ({"mask": np.zeros((20, 30), np.uint8)}, "mask is a ndarray, neither an encoded mask nor"),
@@ -354,8 +352,10 @@ def test_a_tensor_is_height_by_width_by_channels_if_its_channels_cannot_be_first
     assert not report.bad and columns["image"].shape[1:] == ((3, 64, 48) if last else shape)
     assert columns["boxes"][0, 0].tolist() == [wide - 1, 10, wide, 20]
     plain = {"key": "a", "image": record["image"], "classes": record["mask"]}
-    (line, _), *_ = moved_alone(as_stages([v2.RandomHorizontalFlip()]), {"RandomHorizontalFlip": [plain]})
-    assert "not those of classes;" in line
+    reached: dict[str, dict[str, int]] = {}
+    stages = as_stages([v2.RandomHorizontalFlip()])
+    Chain(noting_places(stages, reached), seed=0).run([plain], 0)
+    assert "not those of classes;" in moved_alone(stages, reached)[0][0]
 
 
 def test_a_decoder_of_ones_own_need_not_call_the_constructor_of_stokers() -> None:
@@ -385,6 +385,8 @@ def boxed(*boxes: Any, dtype: Any = np.float32, width: int = 60) -> dict[str, An
         ([np.nan, 20, 10, 15], "XYWH", False),
         ([30, 20, 10, 15], "cxcywh", True),
         ([30, 20, 30, 20], "xyxy", True),
+        ([30.0, 5, 29.99998, 9], "XYXY", True),
+        ([30, 5, 29, 9], "XYXY", False),
         ([-1, -1, -1, -1], "XYXY", True),
         ([-3, 20, 70, 45], "XYXY", True),
     ],
@@ -395,7 +397,10 @@ def test_boxes_that_are_none_in_their_format_are_quarantined(box: Any, format: s
     columns, report = Chain(chain, seed=0).run([record], 0)
     assert bool(columns) is fits
     if not fits:
-        assert "is not a box of the format" in report.bad[0].reason
+        why = "set `format`" if np.isfinite(box).all() else "padding; leave such rows out, `pad` adds them"
+        assert (
+            f"{np.float32(box).tolist()} is not a box of the format {format}: {why}" in report.bad[0].reason
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64, np.float16, np.float64])
@@ -422,6 +427,7 @@ def test_a_mask_whose_checksum_is_wrong_is_quarantined(kind: str) -> None:
     ("kind", "options", "fits"),
     [
         ("AVIF", {}, False),
+        ("DDS", {}, False),
         ("TIFF", {"compression": "jpeg"}, False),
         ("TIFF", {"compression": "tiff_lzw"}, True),
         ("TIFF", {"compression": "tiff_adobe_deflate"}, True),
@@ -441,10 +447,11 @@ def test_masks_of_lossy_formats_hold_no_class_numbers(kind: str, options: Any, f
     if fits:
         assert (columns["mask"][0] == numbers).all()
     else:
-        assert "lossy" in report.bad[0].reason
+        why = "a lossy compression" if kind == "TIFF" else f"the format {kind} is not among BMP,"
+        assert why in report.bad[0].reason
 
 
-@pytest.mark.parametrize("given", ["bytes", "path", "file", "open"])
+@pytest.mark.parametrize("given", ["bytes", "path", "file", "open", "closed", "pickled"])
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {"bits": b}) for b in (2, 4, 8)] + [("TIFF", {})])
 def test_the_numbers_of_a_mask_are_those_of_the_file_also_once_pillow_has_read_it(
     tmp_path: Any, given: str, kind: str, options: Any
@@ -452,16 +459,37 @@ def test_the_numbers_of_a_mask_are_those_of_the_file_also_once_pillow_has_read_i
     numbers = np.kron([[0, 1], [2, 3]], np.ones((8, 8))).astype(np.uint8)
     path = tmp_path / "mask"
     Image.fromarray(numbers).save(path, kind, **options)
-    if given == "file":
-        with path.open("rb") as file:
-            mask = Image.open(file)
+    if given in ("file", "closed"):
+        with path.open("rb") if given == "file" else Image.open(path) as file:
+            mask = Image.open(file) if given == "file" else file
             mask.load()
     else:
-        mask = Image.open(path if given == "path" else io.BytesIO(path.read_bytes()))
+        mask = Image.open(io.BytesIO(path.read_bytes()) if given == "bytes" else path)
         if given != "open":
             mask.load()
-    record = {"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}
-    assert (run([record])[0]["mask"][0] == numbers).all()
+    mask = pickle.loads(pickle.dumps(mask)) if given == "pickled" else mask  # noqa: S301
+    assert (masked(mask)[0]["mask"][0] == numbers).all()
+
+
+def masked(mask: Any) -> tuple[dict[str, Any], BlockReport]:
+    return run([{"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}])
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_mask_whose_numbers_pillow_has_stretched_unnoticed_is_quarantined(bits: int, tmp_path: Any) -> None:
+    whole = np.arange(2**bits, dtype=np.uint8)[:, None].repeat(8, 1)
+    Image.fromarray(whole).save(tmp_path / "mask", "PNG", bits=bits)
+    gone = Image.open(tmp_path / "mask")
+    gone.load()
+    (tmp_path / "mask").unlink()
+    for mask in (gone, gone.copy(), gone.crop((0, 0, 4, len(whole)))):
+        assert "are stretched from 2 or 4 bits; give its bytes" in masked(mask)[1].bad[0].reason
+
+
+@pytest.mark.parametrize("classes", [(0, 255), (0, 17), (0, 17, 255), (0, 17, 34), (0, 17, 18, 255)])
+def test_classes_that_might_be_stretched_by_their_numbers_are_classes(classes: Any) -> None:
+    numbers = np.resize(np.array(classes, np.uint8), (16, 16))
+    assert (masked(Image.fromarray(numbers))[0]["mask"][0] == numbers).all()
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -472,8 +500,7 @@ def test_a_tiff_whose_numbers_pillow_inverts_holds_no_class_numbers(loaded: bool
     assert mask.tile[0].args[0] == "L;I", "white is zero"
     if loaded:
         mask.load()
-    record = {"key": "a", "image": encoded(np.zeros((16, 16, 3), np.uint8)), "mask": mask}
-    assert "inverted" in run([record])[1].bad[0].reason
+    assert "inverted" in masked(mask)[1].bad[0].reason
 
 
 @pytest.mark.parametrize("size", [(20, 40), (48, 64), (33, 45)])

@@ -199,11 +199,8 @@ _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PLACES = re.compile(
     r"(?<![a-z])(?<!attention_)(?<!padding_)"
-    r"((bounding|bnd)?b?box(es)?|masks?|polygons?|(key)?points?|landmarks?|corners?|segmentation)(?![a-z])"
-    r"(?P<alone>(_[cxywh]+)?$)?"
+    r"(b?box(es)?|masks?|polygons?|keypoints?|landmarks?|segmentation)(?![a-z])"
 )
-_CORNER = re.compile(r"(?<![a-z])[xy]_?(min|max)(?![a-z])", re.IGNORECASE)
-PERHAPS, SURELY = 1, 2
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 _of_thread = threading.local()
@@ -300,28 +297,24 @@ def orientation_of(image: Any) -> int:
     return value if isinstance(value, int) and 2 <= value <= 8 else 1
 
 
-def places_in(record: Record) -> dict[str, int]:
+def places_in(record: Record) -> list[str]:
     """Columns that by their names tell where something is in the image, also inside structs; PNG files."""
-    found = {n: _place(str(n), value) for n, value in record.items() if n not in ("image", "key")}
-    if len(corners := [n for n in record if _CORNER.search(str(n))]) >= 4:
-        found |= dict.fromkeys(corners, SURELY)
-    return {name: degree for name, degree in found.items() if degree}
+    return [n for n, value in record.items() if n not in ("image", "key") and _is_place(str(n), value)]
 
 
-def _place(name: str, value: Any) -> int:
+def _is_place(name: str, value: Any) -> bool:
     first = value[0] if isinstance(value, list) and value else None
-    struct = first if isinstance(first, dict) else value
-    if isinstance(struct, dict) and (inner := max(places_in(struct).values(), default=0)):
-        return inner
-    if isinstance(value, str) or not (hasattr(value, "__len__") or hasattr(value, "getexif")):
-        return 0  # such as a number of boxes
-    words = _PLACES.search(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-    if words is None:
-        return PERHAPS * (isinstance(value, bytes) and value.startswith(PNG))
-    # Masks of text have one dimension, and so have run lengths.
-    flat = getattr(value, "ndim", 0) == 1 or (isinstance(value, list) and not hasattr(first, "__len__"))
-    unsure = words["alone"] is None or (flat and words[1].startswith(("mask", "point")))
-    return PERHAPS if unsure else SURELY
+    value = first if isinstance(first, dict) else value
+    if isinstance(value, dict) and any(_is_place(str(inner), each) for inner, each in value.items()):
+        return True
+    one = isinstance(value, str) or not (hasattr(value, "__len__") or hasattr(value, "getexif"))
+    if one or isinstance(first, str) or getattr(value, "ndim", 1) == 0:
+        return False  # such as the number or the names of boxes
+    return bool(_PLACES.search(words_of(name)) or (isinstance(value, bytes) and value.startswith(PNG)))
+
+
+def words_of(name: str) -> str:
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:

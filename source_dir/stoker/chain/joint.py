@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import PERHAPS, PNG, SURELY, Layout, as_stored, check_png, orientation_of, places_in
+from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, places_in, words_of
 from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
-from stoker.chain.transforms import Compose, Drop, ImageTransform
+from stoker.chain.transforms import Compose, Drop, ImageTransform, Rename
 from stoker.errors import UsageError
 from stoker.protocol import Record
 
@@ -61,30 +63,46 @@ class DecodeMask(RecordTransform):
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
-            lossy = mask.format not in _LOSSLESS or "jpeg" in str(mask.info.get("compression"))
+            if mask.format not in _LOSSLESS:
+                known = ", ".join(sorted(filter(None, _LOSSLESS)))
+                raise ValueError(f"{name}: the format {mask.format} is not among {known}; write it as PNG")
+            lossy = "jpeg" in str(mask.info.get("compression"))
             if mask.mode not in ("L", "P", "1") or lossy or changed:
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
                 how += " and a lossy compression" if lossy else ""
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
             orientation = orientation_of(mask) if self.exif is False else 1
             numbers = as_stored(np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation)
+            if raw == _UNKNOWN and not (numbers % 17).any():
+                there = np.unique(numbers)
+                if len(there) >= 4 and there[-1] == 255:  # fewer may be a class and what is ignored
+                    raise ValueError(
+                        f"{name}: {there.tolist()} are stretched from 2 or 4 bits; give its bytes"
+                    )
             # Pillow stretches 2 or 4 bits to 0 … 255.
             found[name] = numbers // {"2": 85, "4": 17}.get(grey[:1], 1)
         return {**record, **found}
 
 
+_UNKNOWN = "unknown"
+
+
 def _raw_of(mask: Any) -> str:
     """How the file has the numbers of a grey image that is read: Pillow has stretched or inverted them."""
-    if mask.format == "TIFF":
-        layout = Layout.of(mask.tag_v2)
-        return f"L;{layout.bits}{'I' * layout.white_is_zero}"
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # it may be gone
-        file = mask._fp
-        file = io.BytesIO(Path(mask.filename or file.name).read_bytes()) if file.closed else file
+    # It may be closed, gone, or not of a file.
+    with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
+        if mask.mode != "L":
+            return ""
+        if mask.format == "TIFF":
+            layout = Layout.of(mask.tag_v2)
+            return f"L;{layout.bits}{'I' * layout.white_is_zero}"
+        path = mask.filename or (mask._fp.closed and mask._fp.name)
+        file = io.BytesIO(Path(path).read_bytes()) if path else mask._fp
         file.seek(0)
         head = file.read(25)
-        return f"L;{head[24]}" if head.startswith(PNG) else ""
-    return ""
+        if head.startswith(PNG):
+            return f"L;{head[24]}"
+    return _UNKNOWN
 
 
 class Joint(RecordTransform):
@@ -114,9 +132,14 @@ class Joint(RecordTransform):
         self.masks = ("mask",) if masks is None else tuple(masks)
         self.needs_masks = masks is not None or not boxes
         self.columns = {*self.masks, *self.boxes}
-        parts = (transform, *getattr(transform, "transforms", ()))
+        parts = [*_parts(transform)]
         self.random = any(map(may_draw, parts))
-        self.removes: Any = next((p for p in parts if type(p).__name__ == "SanitizeBoundingBoxes"), None)
+        names = {kind.__name__ for part in parts for kind in type(part).__mro__}
+        if "SanitizeBoundingBoxes" in names and len(self.boxes) > 1:
+            raise UsageError(
+                f"Joint: SanitizeBoundingBoxes goes by {self.boxes[0]}, also for {self.boxes[1]}; give each a"
+                " Joint with that alone"
+            )
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -145,37 +168,38 @@ class Joint(RecordTransform):
             if values.dtype not in (torch.float32, torch.float64):
                 values = values.float()  # others overflow or lose fractions
             sides = values[:, 2:] - (values[:, :2] if "XYXY" in str(self.format).upper() else 0)
-            if len(wrong := values[~(values.isfinite() & (sides >= 0).repeat(1, 2)).all(dim=1)]):
-                box = [round(each, 2) for each in wrong[0].tolist()]
-                raise ValueError(f"{name}: {box} is not a box of the format {self.format}; set `format`")
+            fits = sides >= -1e-3 * max(size)  # they are rounded
+            if len(wrong := values[~(values.isfinite() & fits.repeat(1, 2)).all(dim=1)]):
+                box = wrong[0].tolist()
+                padding = not wrong[0].isfinite().all() or (wrong[0] == -1).all()
+                why = "padding; leave such rows out, `pad` adds them" if padding else "set `format`"
+                raise ValueError(f"{name}: {box} is not a box of the format {self.format}: {why}")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
-            if self.removes and len(parts[name]) != len(parts[self.boxes[0]]):
-                why = f"SanitizeBoundingBoxes goes by {self.boxes[0]}, and there are not as many {name}"
-                raise ValueError(f"{why}; give each a Joint with that alone")
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
-        for name in self.masks if self.removes else ():
-            # With as many rows as there are boxes, it lost some with them.
-            if name in parts and (after := out[name].shape[-2:]) != (size := out["image"].shape[-2:]):
-                raise ValueError(f"{name} has size {(*after,)}, its image {(*size,)}, after the transform")
+        for before, after in [(len(parts[name]), len(out[name])) for name in self.boxes]:
+            for name, value in out.items() if before != after else ():
+                # With as many rows as there are boxes, a mask lost some with them.
+                if name in self.masks and value.ndim == 2 and len(value) == after != out["image"].shape[-2]:
+                    raise ValueError(f"{name} has {after} rows after the transform, its image does not")
+                # One or two may be so by chance, such as the sides of the image.
+                if name not in parts and _rows(record.get(name)) == _rows(value) == before > 2:
+                    raise ValueError(
+                        f"the transform removes boxes, but not their rows of {name}; return these in its"
+                        f" labels_getter, too, drop {name}, or write it as 1 × {before} if it is not of boxes"
+                    )
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
 
-    def unpaired(self, records: Sequence[Record]) -> list[str]:
-        """Columns with a row for each box that keep them where the transform removes boxes."""
-        import torch
-        from torchvision import tv_tensors
 
-        first = self.boxes[0] if self.removes and self.boxes else ""
-        lengths = [{n: len(v) for n, v in each.items() if getattr(v, "shape", ())} for each in records]
-        if len({length.get(first) for length in lengths}) < 2:
-            return []  # as many by chance
-        paired = [n for n in lengths[0] if all(each.get(n) == each.get(first) for each in lengths)]
-        record = max(records, key=lambda each: len(each[first]))
-        none = torch.zeros(len(record[first]), 4)
-        boxes = tv_tensors.BoundingBoxes(none, format="XYXY", canvas_size=(9, 9))
-        out = self.removes({**{n: _tensor(v) for n, v in record.items()}, first: boxes})
-        return [n for n in paired if n not in self.columns and len(out[n])]
+def _rows(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0)) else 0
+
+
+def _parts(transform: Any) -> Iterator[Any]:
+    yield transform
+    for part in getattr(transform, "transforms", ()):
+        yield from _parts(part)
 
 
 def _has_channels_last(image: Any) -> bool:
@@ -204,6 +228,15 @@ _DRAWN = {
 }
 _POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
 """Transforms that may rotate and shear; torchvision does not apply them to masks."""
+LAST = ""
+"""Stands for the end of a chain among its stages."""
+_MOVES_TOO, PERHAPS, SURELY = -1, 1, 2
+_SURE = re.compile(
+    r"(?<![a-z])(?<!\bnum_)(?<!\bn_)"
+    r"(((bounding|bnd)?b?box(es)?|polygons?|keypoints?|segmentation)|masks?)(_[cxywh]+)?$"
+)
+_UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|joints?|kpt?s)(?![a-z])")
+_CORNER = re.compile(r"(?<![a-z])[xy]_?(min|max|[012])(?![a-z0-9])")
 
 
 def refuse_image_alone(chains: Iterable[Chain]) -> None:
@@ -213,26 +246,27 @@ def refuse_image_alone(chains: Iterable[Chain]) -> None:
 
 
 def moved_alone(
-    stages: list[Stage], reached: Mapping[str, list[Record]] | None = None, degree: int = SURELY
+    stages: list[Stage], reached: Mapping[str, Mapping[str, int]] | None = None, degree: int = SURELY
 ) -> list[tuple[str, bool]]:
     """A line per transform of the image alone in a chain for masks or boxes, and whether it is random.
 
     A deterministic one may be meant: masks can be stored as the image is afterwards.
 
     Args:
-        reached: the records that reached each stage, which show what lies beside the image.
-        degree: how surely columns of these records are about places in the image.
+        reached: by stage, how surely columns of the records that reached it are about places in the image.
+        degree: of the columns to name.
     """
     lines, known, dropped = [], dict[str, int](), _dropped(stages)
+    reached = reached or {LAST: {}}
+    renamed = {o for s in stages if isinstance(s.apply, Rename) for o in s.apply.columns.values()}
     for stage in stages:
         joint = stage.apply if isinstance(stage.apply, Joint) else None
-        records = (reached or {}).get(stage.name, [])
-        known = _beside(stage, records) | known  # what had the image's size before it was resized, too
-        there = {name for record in records for name in record} - dropped
-        seen = [name for name, surely in known.items() if surely == degree and name in there]
-        if joint and (rows := ", ".join(n for n in joint.unpaired(records) if n in there)):
-            what = f"SanitizeBoundingBoxes in {stage.name} removes boxes, but not their rows of {rows}"
-            lines.append((f"chain: {what}; return these in its labels_getter, too", degree == SURELY))
+        now = reached.get(stage.name, {})
+        # What had the image's size before it was resized is a mask, too.
+        known = {n: max(s, known.get(n, 0)) for n, s in {**known, **now}.items() if now.get(n) != _MOVES_TOO}
+        # Only the stage that leaves out a column knows whether it used it.
+        left_out = {*known} - renamed - {*reached[LAST]}
+        seen = [n for n, s in known.items() if s - (n in left_out) == degree and n not in dropped]
         beside = [n for n in seen if n not in joint.columns] if joint else beside_the_image(stages, seen)
         left = ", ".join(beside)
         for name, random in _moved_by(stage) if left else ():
@@ -244,56 +278,72 @@ def moved_alone(
     return lines
 
 
-def noting_records(stages: list[Stage], reached: dict[str, list[Record]], most: int) -> list[Stage]:
-    """The stages of a chain, which add to `reached` what the first records are before they move."""
+def noting_places(stages: list[Stage], reached: dict[str, dict[str, int]]) -> list[Stage]:
+    """The stages of a chain, which add to `reached` what `moved_alone` needs."""
 
-    def note(stage: Stage) -> Stage:
-        there = reached.setdefault(stage.name, [])
+    def note(stage: Stage | None) -> Stage:
+        there = reached.setdefault(stage.name if stage else LAST, {})
+        joint = stage is not None and isinstance(stage.apply, Joint)
 
         def apply(record: Record, rng: np.random.Generator) -> Record:
-            there.extend([dict(record)] * (len(there) < most))
+            with contextlib.suppress(Exception):  # of values that nobody expects
+                for name, surely in _places(record, joint).items():
+                    there[name] = max(surely, there.get(name, surely))
             return record
 
         return Stage("masks", "record", apply, random=False)
 
     moves = [stage for stage in stages if isinstance(stage.apply, Joint) or _moved_by(stage)]
-    return [each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])]
+    noted = [each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])]
+    return [*noted, note(None)] if moves else noted
 
 
-def _beside(stage: Stage, records: Iterable[Record]) -> dict[str, int]:
-    """Columns that are about places in the image, and how surely."""
-    found: dict[str, int] = {}
-    joint = isinstance(stage.apply, Joint)
-    for record in records:
-        for name, known in (*places_in(record).items(), *_of_its_size(record).items()):
-            value = record[name]
-            if joint and type(value).__module__.startswith(("torchvision.", "PIL.")):
-                continue  # it moves these too
-            raw = joint and isinstance(value[0] if isinstance(value, list) and value else value, dict)
-            # Its boxes were perhaps made of the struct.
-            found[name] = max(PERHAPS if raw else known, found.get(name, 0))
-    return found
-
-
-def _of_its_size(record: Record) -> dict[str, int]:
-    """Columns with a value for each pixel of the image."""
-    import numpy as np
-
+def _places(record: Record, joint: bool) -> dict[str, int]:
+    """How surely each column is about places in the image."""
     image: Any = record.get("image")
-    image = image if hasattr(image, "shape") else np.asarray(image)
-    shape = tuple(image.shape)
-    if len(shape) < 2:
-        return {}  # encoded
-    last = min(shape[0], shape[-1]) <= 4 and _has_channels_last(image)
-    size = shape[:2] if last else shape[-2:]
-    found = {}
-    for name, value in record.items():
-        there, kind = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
-        if name != "image" and size in (there[:2], there[-2:]):
-            picture = there == shape and len(shape) > 2 and 1 not in (shape[0], shape[-1])
-            chance = "float" in kind and size[0] == size[1] <= 64
-            found[name] = PERHAPS if chance or (picture and kind == str(image.dtype)) else SURELY
+    size = _shape(image)
+    if len(size) > 2:
+        size = size[:2] if _has_channels_last(image) else size[-2:]
+    found = {name: _place(str(name), value, size) for name, value in record.items() if name != "image"}
+    corners = [name for name in record if _CORNER.search(str(name).lower())]
+    unsure = [*places_in(record), *(corners if len(corners) >= 4 else ())]
+    found |= {name: PERHAPS for name in unsure if not found[name]}
+    for name in found if joint else ():
+        value: Any = record[name]
+        if type(value).__module__.startswith(("torchvision.", "PIL.")):
+            found[name] = _MOVES_TOO
+        elif isinstance(value[0] if isinstance(value, list) and value else value, dict):
+            found[name] = min(found[name], PERHAPS)  # its boxes were perhaps made of the struct
     return found
+
+
+def _place(name: str, value: Any, size: tuple[int, ...]) -> int:
+    struct = value[0] if isinstance(value, list) and value else value
+    if isinstance(struct, dict):
+        return max((_place(str(inner), each, size) for inner, each in struct.items()), default=0)
+    if not (shape := _shape(value)):
+        return 0
+    of_its_size = len(size) == 2 and size in (shape[:2], shape[-2:])
+    whole = str(getattr(value, "dtype", "")).removeprefix("torch.").startswith(("int", "uint", "bool"))
+    words = words_of(name)
+    sure = _SURE.search(words)
+    if (sure and (sure[2] or of_its_size)) or (
+        of_its_size and whole and shape in (size, (1, *size), (*size, 1))
+    ):
+        return SURELY
+    return PERHAPS * bool(of_its_size or _UNSURE.search(words))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of an array or a Pillow image, or of lists by their first elements; empty: it holds no numbers."""
+    if isinstance(value, list | tuple):
+        number = bool(value) and isinstance(value[0], Number)
+        inner = () if number or not value else _shape(value[0])
+        return (len(value), *inner) if number or inner else ()
+    if hasattr(value, "getbands"):
+        return (value.height, value.width)
+    kind = str(getattr(value, "dtype", ""))
+    return () if kind.startswith(("object", "<U", "|S")) else tuple(getattr(value, "shape", ()))
 
 
 def beside_the_image(stages: list[Stage], seen: Iterable[str] = ()) -> list[str]:
@@ -315,7 +365,7 @@ def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
     transform = stage.apply
     if isinstance(transform, Joint):
         transform = transform.transform
-        if not all(map(is_plain, (transform, *getattr(transform, "transforms", ())))):
+        if not all(map(is_plain, _parts(transform))):
             return []  # it gets the whole record
     return list(_moves(getattr(transform, "module", transform), stage))
 

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from copy import copy
-from itertools import accumulate, islice
+from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain
 from stoker.chain.collating import all_of, collated
-from stoker.chain.decode import PERHAPS, SURELY, depth_of
-from stoker.chain.joint import moved_alone, noting_records
+from stoker.chain.decode import depth_of
+from stoker.chain.joint import LAST, PERHAPS, SURELY, moved_alone, noting_places
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
@@ -29,9 +30,8 @@ SYSTEMATIC = re.compile(
     r"(column [^:]+|[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError|ValueError)): "
 )
 """Reasons that the columns and the chain may give for every record, unlike a read that fails."""
-AGAIN, AGAIN_S, SLOW_S = 8, 0.25, 4.0
-"""How often the chain runs again, the time for that after the first repetition, and when it is too slow for
-that, or for naming the stage: all of it must end before `PROBE_S`."""
+SLOW_S = 1.0
+"""A chain that takes longer for these records does not run again to compare what it gives."""
 MANY_RECORDS = 256
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
@@ -72,13 +72,13 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
-    stages, reached = chain.stages, dict[str, list[Record]]()
-    chain = chain.of(noting_records(stages, reached, PROBE_RECORDS))
+    stages, reached = chain.stages, {LAST: dict[str, int]()}
+    chain = chain.of(noting_places(stages, reached))
     started = time.monotonic()
     try:
         records = _first(source, shard)
         note = remarks(records, stages)
-        columns, report, content = _made(chain, records)
+        columns, report, batch = _made(chain, records)
     except (SchemaError, UsageError) as error:
         return ProbeResult(_moved(stages, reached) or str(error))
     except Exception:
@@ -88,7 +88,7 @@ def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
     if perhaps := _moved(stages, reached, PERHAPS):
         note = "; ".join(filter(None, (note, f"{perhaps}, unless it shows something else")))
     quick = time.monotonic() - started < SLOW_S
-    unstable = _unstable(source, shard, chain, content) if quick else ""
+    unstable = _unstable(source, shard, chain, batch) if quick else ""
     return ProbeResult(None, report.schemas, note, unstable, (columns, report) if columns else None)
 
 
@@ -97,41 +97,49 @@ def _first(source: Source, shard: Shard) -> list[Record | BadRecord]:
         return list(islice(source.read(shard, None), PROBE_RECORDS))
 
 
-def _made(chain: Chain, records: Iterable[Record | BadRecord]) -> tuple[dict[str, Any], BlockReport, bytes]:
+def _made(chain: Chain, records: Iterable[Record | BadRecord]) -> tuple[dict[str, Any], BlockReport, Any]:
     with drawing("probe"):
         columns, report = chain.run(records, 0)
         batch = columns
         if chain.collate and report.rows:
             batch = collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
-    return columns, report, content_digest(batch, whole=True)
+    return columns, report, batch
 
 
-def _unstable(source: Source, shard: Shard, chain: Chain, content: bytes) -> str:
+def _unstable(source: Source, shard: Shard, chain: Chain, batch: Any) -> str:
     """Why the records cannot be made again: the chain does not give the same for the same records."""
+    from ray import cloudpickle
 
     def again(chain: Chain) -> bytes:
-        return _made(chain, _first(source, shard))[-1]
+        try:
+            return content_digest(_made(chain, _first(source, shard))[-1], whole=True)
+        except Exception:
+            return b""  # the first time, there was none
 
-    why = ""
-    with contextlib.suppress(Exception):  # the run reports it, or a stage makes what cannot be compared
-        until = time.monotonic() + AGAIN_S
-        for number in range(AGAIN):
-            if number and time.monotonic() > until:
-                break
-            if again(chain) == content:
-                continue
-            why = "the chain gives another result for the same records each time"
-            for stages in accumulate(([stage] for stage in chain.stages), initial=list[Stage]()):
-                part = chain.of(stages)
-                if time.monotonic() > until + SLOW_S:
-                    break
-                part.collate = lambda records: {"all": records}  # which may have any shape between stages
-                if again(part) != again(part):
-                    # Of records that are read differently, their source's identity tells.
-                    last = stages[-1].name if stages else ""
-                    return f"stage {last} gives another result for the same record each time" if last else ""
-            break
-    return why
+    with contextlib.suppress(Exception):  # it cannot be copied, read or compared
+        chain = pickle.loads(cloudpickle.dumps(chain))  # noqa: S301 # which leaves the stages as they are
+        if content_digest(batch, whole=True) == again(chain):
+            return ""
+        first, second = ({"": [content_digest(_first(source, shard))]} for _ in range(2))
+        for found in (first, second):
+            again(chain.of([_noting_content(stage, found) for stage in chain.stages]))
+        if first[""] != second[""]:
+            return ""  # its source's identity tells
+        odd = [n for n in first if first[n] != second.get(n)] or [n for n in first if b"" in first[n]]
+        name = f"stage {odd[0]}" if odd else "the chain"
+        return f"{name} gives another result for the same record each time"
+    return ""
+
+
+def _noting_content(stage: Stage, found: dict[str, list[bytes]]) -> Stage:
+    def apply(*given: Any) -> Any:
+        there = found.setdefault(stage.name, [])
+        there.append(b"")  # it may raise
+        made = stage.apply(*given)
+        there[-1] = content_digest(made, whole=True)
+        return made
+
+    return replace(stage, apply=apply)
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
@@ -161,12 +169,10 @@ def _kind(value: Any) -> str:
     return str(getattr(value, "dtype", "text" if isinstance(value, str) else type(value).__name__))
 
 
-def _moved(stages: list[Stage], reached: dict[str, list[Record]], degree: int = SURELY) -> str:
+def _moved(stages: list[Stage], reached: dict[str, dict[str, int]], degree: int = SURELY) -> str:
     """Why image and masks would no longer show the same, unless the chain itself says so."""
-    with contextlib.suppress(Exception):  # the run reports values that nobody expects
-        known, found = moved_alone(stages), moved_alone(stages, reached, degree)
-        return "; ".join(text for text, random in found if random and (text, random) not in known)
-    return ""
+    known, found = moved_alone(stages), moved_alone(stages, reached, degree)
+    return "; ".join(text for text, random in found if random and (text, random) not in known)
 
 
 def _in_tasks(asked: dict[str, tuple[Source, Shard, Chain]]) -> dict[str, ProbeResult]:
