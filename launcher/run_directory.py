@@ -159,6 +159,19 @@ class PastRun:
                 return None
         return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
 
+    def is_copy(self) -> bool:
+        """Whether its process lives, and writes to the folder that this one is a copy of, or was before."""
+        name = os.fsencode(f"{RUN_DIR_VARIABLE}=")
+        with contextlib.suppress(OSError, ValueError):
+            number, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
+            variables = Path(f"/proc/{int(number)}/environ").read_bytes().split(b"\0")
+            folders = [Path(os.fsdecode(v.removeprefix(name))) for v in variables if v.startswith(name)]
+            started = [PastRun(folder).summary().get("started") for folder in folders if folder.exists()]
+            return (
+                bool(folders) and machine in ("", MACHINE) and {*started} <= {self.summary().get("started")}
+            )
+        return False
+
     def _is_owners(self, number: int, machine: str) -> bool:
         """Whether a process of another user is the run's, as far as that can be told."""
         with contextlib.suppress(OSError):
@@ -250,7 +263,7 @@ class PastRun:
 def is_lost(run_dir: Path) -> bool:
     """Whether a run's process on this machine is gone, although its summary says that it runs."""
     run = PastRun(run_dir.resolve())
-    if not (run.run_dir / PROCESS_FILE).is_file() or run.process_id() or run.elsewhere():
+    if not (run.run_dir / PROCESS_FILE).is_file() or run.process_id() or run.elsewhere() or run.is_copy():
         return False
     return run.summary().get("status") == "running"  # read last, as it may have ended meanwhile
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from launcher.advise.advice import (
     BINDS,
     MAX_CPU_HOSTS,
@@ -28,10 +30,11 @@ from launcher.job import Job, open_job
 from launcher.places.local import environment, started
 from launcher.places.remote import HostGroup, training_group
 from launcher.places.sagemaker.training_job import groups_of
-from launcher.run_directory import PastRun
+from launcher.run_directory import PastRun, is_lost
 from stoker.config.loading import Resolved, load
 from stoker.config.redaction import redact
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
+from stoker.config.values import Text, read_yaml
 from stoker.errors import UsageError, nearest
 from stoker.events import kinds, prices
 from stoker.events.bottleneck import MIN_STEPS
@@ -274,18 +277,32 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
 
 def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
     """Notes on a run that failed, or whose recipe or parameters are others than the job's."""
-    if summary.status == "failed":
+    if summary.status == "failed" or is_lost(file.parent):
         yield f"the run failed: {summary.error or 'it ended without a result'}"
     try:
         run = flat_config(file.parent)
     except UsageError:  # its summary alone was copied
         return
-    job = flat(config.model_dump(mode="json"))
+    texts = {name: value for name, value in config.params.items() if isinstance(value, Text)}
+    read = config.params | {name: _read(text) for name, text in texts.items()}
+    given, job = (
+        flat(to_jsonable_python({"recipe": config.recipe, "params": params}))
+        for params in (config.params, read)
+    )
     for key in sorted(key for key in {**run, **job} if key == "recipe" or key.startswith("params.")):
-        there, here = (redact(values[key], key) if key in values else "not set" for values in (run, job))
+        shown = [redact(values[key], key) if key in values else "not set" for values in (run, job, given)]
         # The same folder may have another path elsewhere.
-        if str(there).rpartition("/")[2] != str(here).rpartition("/")[2]:
-            yield f"the run's job differs: {key} is {there} there, {here} here"
+        there, *here = (str(value).rpartition("/")[2] for value in shown)
+        if shown[0] != shown[1] and there not in here:
+            yield f"the run's job differs: {key} is {shown[0]} there, {shown[1]} here"
+
+
+def _read(text: str) -> Any:
+    """What a text means if its field is not of text, which only the recipe knows."""
+    try:
+        return read_yaml(text)
+    except ValueError:
+        return text
 
 
 def _uncounted(summary: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from launcher.advise.compare import metric_columns
 from launcher.commands import last_progress
-from launcher.run_directory import MACHINE
+from launcher.run_directory import MACHINE, is_lost
 from launcher.submit import app
 from stoker import runs_dataframe
 from stoker.config.loading import load, resolved_yaml
@@ -379,7 +380,8 @@ def test_numbers_of_a_configuration_are_shown_whole(tmp_path: Path) -> None:
     steps = [f"train.max_steps={text}" for text in ("123456", "–", "7")]
     for text in ("train.lr=0.12345", "train.lr=0.12346", *steps):
         assert text in shown.split(), shown
-    assert runs_dataframe(runs)["config/train.lr"].dtype == float
+    (runs[0] / "config.yaml").write_text("train: {max_steps: 7}\n")
+    assert runs_dataframe(runs)["config/train.lr"].dtype == float, "also beside a run that has none"
 
 
 @pytest.mark.parametrize("alive", [True, False, None])
@@ -401,6 +403,13 @@ def test_a_killed_run_is_not_shown_as_running(tmp_path: Path, alive: bool | None
         page = (run / "report.html").read_text()
         assert ("the process exited without a result" in page) == (alive is False)
         assert ("✗ failed" in page) == (alive is False) == ("… running" not in page)
+        copy = shutil.copytree(run, tmp_path / "copies" / run.name)
+        assert is_lost(copy) == (alive is False)
+        run.rename(tmp_path / "renamed")
+        assert is_lost(tmp_path / "renamed") == (alive is False)
+        run.mkdir()
+        (run / "summary.json").write_text(json.dumps(content | {"started": "2026-01-01T00:00:00+00:00"}))
+        assert is_lost(copy) == (alive is not None), "the process of this number is another run's"
     finally:
         process.kill()
         process.wait()

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
 from launcher.advise.sizing import job_samples
+from launcher.run_directory import MACHINE
 from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 from stoker.events.summary import read_summary
+from stoker.place import PROCESS_FILE
 
 BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
 POST = Measured(
@@ -220,11 +222,20 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
         "the run's job differs: params.size is 64 there, 32 here",
         "the run's job differs: params.token is (redacted) there, not set here",
     ]
+    same = "{lr: 0.001, flag: true, sizes: [1, 2], most: .inf, at: {x: 5.0}, text: '1e-3', day: 2024-01-01}"
+    (run / "config.yaml").write_text(f"recipe: {recipe}\nparams: {same}\n")
+    words = ("lr=1e-3", "flag=True", "sizes=[1,2]", "most=.inf", "at={x: 5}", "text=1e-3", "day=2024-01-01")
+    told = size(job, "--gpu-samples-per-s", "900", "--json", *(f"params.{word}" for word in words))
+    assert "differs" not in told.stdout, "the same job in other words"
     summary = read_summary(run / "summary.json")
     summary.status, summary.error = "failed", "disk full"
     summary.write(run)
     (run / "config.yaml").unlink()
     assert notes("{size: 32}") == ["the run failed: disk full"]
+    summary.status, summary.error = "running", None
+    summary.write(run)
+    (run / PROCESS_FILE).write_text(f"{2**22 + 1} {MACHINE}")
+    assert notes("{size: 32}") == ["the run failed: it ended without a result"], "it was killed"
 
 
 def test_as_json_for_programs(job: Path) -> None:

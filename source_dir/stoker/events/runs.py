@@ -74,8 +74,9 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
     rows = [run_row(run) for run in runs]
     frame = pandas.DataFrame(rows, index=[run.name for run in runs])
     for column in [name for name in frame if name.startswith(CONFIG) and frame[name].isna().any()]:
-        # Beside a null, integers would become floats.
-        frame[column] = pandas.Series([row.get(column) for row in rows], frame.index, dtype=object)
+        values = [row.get(column) for row in rows]
+        if int in map(type, values):  # beside a null, these would become floats
+            frame[column] = pandas.Series(values, frame.index, dtype=object)
     frame.index.name = "run"
     return frame
 
