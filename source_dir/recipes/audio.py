@@ -54,10 +54,13 @@ class Spectrogram(RecordTransform):
         with wave.open(io.BytesIO(record["wav"])) as file:
             if (file.getsampwidth(), file.getnchannels(), file.getframerate()) != (2, 1, RATE):
                 raise ValueError(f"not a 16-bit mono file at {RATE} Hz")
-            sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
-            if len(sound) < file.getnframes() < 2**29:  # a stream has a higher number
-                raise ValueError(f"truncated: {len(sound)} of {file.getnframes()} samples are there")
-        size = 2 * self.bands
+            content, count, size = file.readframes(file.getnframes()), file.getnframes(), 2 * self.bands
+        samples = len(content) // 2
+        if samples < count < 2**29:  # a stream has a higher number
+            raise ValueError(f"truncated: {samples} of {count} samples are there")
+        if samples < size:
+            raise ValueError(f"too short: {samples} samples by its header, a window has {size}")
+        sound = np.frombuffer(content, "<i2", samples).astype(np.float32) / 32768
         windows = np.lib.stride_tricks.sliding_window_view(sound, size)[:: size // 2] * np.hanning(size)
         power = np.abs(np.fft.rfft(windows)[:, 1:]) ** 2
         return {

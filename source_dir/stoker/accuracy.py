@@ -43,8 +43,8 @@ class Accuracy:
 
     def compute(self) -> float:
         """On every rank; NaN if a score is: `argmax` would take it for the highest."""
-        correct, targets, unknown = self.of_all_ranks().tolist()
-        return math.nan if unknown else correct / max(1, targets)
+        correct, targets, unknown = self.of_all_ranks()
+        return math.nan if unknown else float(correct / targets.clamp(min=1))
 
     def of_all_ranks(self) -> Tensor:
         counts = self.counts.clone()

@@ -77,7 +77,10 @@ def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
 
 
 @pytest.mark.parametrize("index", [[2, 0, 1], [0, 1, 1], [1, 2, 3]])
-def test_a_series_is_refused_whose_labels_are_not_the_places_of_the_records(index: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["int64", "float64", "object", "category", "str"])
+def test_a_series_is_refused_whose_labels_are_not_the_places_of_the_records(
+    index: list[int], kind: Any
+) -> None:
     """Picked by label, its values would get to other records than by place."""
     import pandas as pd
 
@@ -85,7 +88,7 @@ def test_a_series_is_refused_whose_labels_are_not_the_places_of_the_records(inde
         chain = Chain(as_stages([lambda batch: {**batch, "y": values}]), seed=0)
         return chain.run([{"key": str(i), "x": i} for i in range(3)], epoch=0)[0]["y"].tolist()
 
-    series = pd.Series([5.0, 6.0, 7.0], index=index)
+    series = pd.Series([5.0, 6.0, 7.0], index=pd.Index(index).astype(kind))
     with pytest.raises(ChainError, match="column y is a pandas Series whose index is not 0, 1, 2"):
         run(series)
     assert run(series.reset_index(drop=True)) == run(series.to_numpy()) == [5, 6, 7]

@@ -187,3 +187,8 @@ def test_a_truncated_sound_is_refused_and_a_stream_of_unknown_length_is_not() ->
     assert frames(streamed) == frames(whole) > 0
     with pytest.raises(ValueError, match="truncated: 1500 of 2000 samples"):
         frames(whole[:-1000])
+    with pytest.raises(ValueError, match="truncated: 1999 of 2000 samples"):
+        frames(whole[:-1])
+    assert frames(streamed[:-1]) == frames(whole)
+    with pytest.raises(ValueError, match="too short: 0 samples by its header, a window has 128"):
+        frames(whole[:40] + bytes(4) + whole[44:])

@@ -369,6 +369,13 @@ def test_scores_and_classes_count_as_in_torchmetrics(more: tuple[int, ...]) -> N
     assert ours.compute() == pytest.approx(float(theirs.compute()))
 
 
+def test_an_accuracy_is_the_number_that_earlier_checkpoints_hold() -> None:
+    """Else a resumed run takes an equal model for a better one."""
+    accuracy = Accuracy()
+    accuracy.update(torch.tensor([1, 0, 0]), torch.tensor([1, 1, 1]))
+    assert accuracy.compute() == float(np.float32(1) / np.float32(3))
+
+
 def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(ValueError, match=r"preds of shape \(4, 1\) do not fit target of shape \(4, 4\)"):
         Accuracy().update(torch.zeros(4, 1), torch.zeros(4, 4))

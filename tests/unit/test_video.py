@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 
+from stoker.chain import clips
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.data import DecodeVideo
@@ -146,20 +147,38 @@ def test_files_without_the_times_at_which_frames_are_shown_never_give_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, frames: int
 ) -> None:
     """H.264 stores frames in another order, and these containers only when each is decoded."""
-    clips = dict[int, Any]()
+    made = dict[int, Any]()
     for between in (0, 3):
         options = {"crf": "1", "x264-params": f"scenecut=0:b-adapt=0:bframes={between}"}
         monkeypatch.setitem(FORMATS, suffix, ("libx264", "yuv420p", options))
-        clips[between] = run([written(tmp_path, pictures(20), suffix)] * 9, DecodeVideo(frames))
-    columns, report = clips[0]
+        made[between] = run([written(tmp_path, pictures(20), suffix)] * 9, DecodeVideo(frames))
+    columns, report = made[0]
     assert not report.bad
     for clip in columns["video"]:
         found = [round(float(frame[:6].mean()) / 4) for frame in clip]
         assert found == [*range(found[0], found[0] + frames)]
-    assert {bad.reason.partition(";")[0] for bad in clips[3][1].bad} == {
+    assert {bad.reason.partition(";")[0] for bad in made[3][1].bad} == {
         "DecodeVideo: ValueError: its times are not in order"
     }
-    assert len(clips[3][1].bad) == 9
+    assert len(made[3][1].bad) == 9
+
+
+def test_a_short_clip_of_such_a_file_is_not_decoded_to_the_files_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"crf": "1", "x264-params": "scenecut=0:bframes=0"}
+    monkeypatch.setitem(FORMATS, "avi", ("libx264", "yuv420p", options))
+    content, decoded = written(tmp_path, pictures(60), "avi"), list[Any]()
+    frames = clips._frames
+
+    def counted(*given: Any) -> Any:
+        for frame in frames(*given):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(clips, "_frames", counted)
+    clips.decode_clip(content, 2, None, 0.0, None)
+    assert len(decoded) <= 2 + 17
 
 
 def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(tmp_path: Path) -> None:

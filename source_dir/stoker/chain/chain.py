@@ -251,7 +251,7 @@ class Chain:
                     " records; a chain must keep every record"
                 )
             labels = column.index if hasattr(column, "iloc") else None
-            if labels is not None and labels.dtype.kind in "iu" and [*labels] != [*range(len(records))]:
+            if labels is not None and [*labels] != [*range(len(records))]:
                 raise ChainError(
                     f"stage {stage.name}: column {name} is a pandas Series whose index is not 0, 1, 2, …, so"
                     " its rows may not be those of the records; return an array in the order of the records"

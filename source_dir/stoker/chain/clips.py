@@ -161,15 +161,17 @@ def _decode(
     left = set(wanted)
     # These say when a frame is decoded, not when it is shown, and the order may differ behind the clip alone.
     untimed = stream.container.format.name in ("avi", "asf")
-    untimed = untimed and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3")
+    more = 16 * (untimed and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3"))
     for frame in _frames(stream, packets[first:]):
         if frame.pts in left:
             if frame.is_corrupt:
                 raise ValueError("cannot be decoded: damaged")
             found[frame.pts] = _pixels(frame, size)
             left.remove(frame.pts)
-        if not left and not untimed:
-            break
+        if not left:
+            if not more:
+                break
+            more -= 1
     return found
 
 

@@ -117,7 +117,7 @@ def _unstable(source: Source, shard: Shard, chain: Chain, batch: Any) -> str:
             return b""  # the first time, there was none
 
     with contextlib.suppress(Exception):  # it cannot be copied, read or compared
-        chain = pickle.loads(cloudpickle.dumps(chain))  # noqa: S301 # which leaves the stages as they are
+        chain = pickle.loads(cloudpickle.dumps(chain))  # noqa: S301 - the stages stay as they are
         if content_digest(batch, whole=True) == again(chain):
             return ""
         first, second = ({"": [content_digest(_first(source, shard))]} for _ in range(2))

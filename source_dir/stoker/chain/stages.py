@@ -114,12 +114,15 @@ def refuse_other_colours(image: Any, module: Any) -> None:
     """Refuse a Pillow image that a torchvision transform would give other colours than it has."""
     import numpy as np
 
-    if image.mode[0] not in "PIF":
+    if image.mode in ("1", "L", "LA", "RGB", "RGBA"):
         return
     first, values, wrong = _first_conversion(module), np.asarray(image), False
-    if image.mode[0] == "P" and first in ("", "ToImage", "PILToTensor", "ToTensor"):
+    numbers = ("", "ToImage", "PILToTensor", "ToTensor")
+    if image.mode[0] == "P" and first in numbers:
         # The numbers are places in a palette, which may by chance be greys.
         wrong = image.mode == "PA" or bool((np.asarray(image.convert("RGB")) != values[..., None]).any())
+    elif image.mode[0] not in "PIF":  # of a file, not converted on purpose
+        wrong = (image.mode == "CMYK" or bool(image.format)) and first in numbers
     elif image.mode[0] != "P" and first in ("RGB", "Grayscale"):  # which clip
         with np.errstate(invalid="ignore"):  # NaN, which is wrong, too
             wrong = bool((values != values.clip(0, 255).astype(np.uint8)).any())
