@@ -390,7 +390,16 @@ def losses_of(
     store = open_store(where)
     # The complete checkpoint nearest to the start of the step; the earlier one of two.
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))
-    name = next((name for name in names if verify(store, name) is None), None)
+    written = [*kinds.read_events(run_dir / "events.jsonl", (kinds.CheckpointWritten, kinds.Resumed))]
+    named = {Path(str(getattr(event, "path", ""))).name for event in written}
+    runs = {run for event in written if (run := getattr(event, "run", None))}
+
+    def is_own(name: str) -> bool:
+        """Other runs may write to a checkpoint.dir, too, also under the same name."""
+        by_name = name in named or not config.checkpoint.dir
+        return load_meta(store, name, with_history=False).meta.get("run") in runs if runs else by_name
+
+    name = next((name for name in names if verify(store, name) is None and is_own(name)), None)
     if name is None:
         return None, "no losses: the run has no checkpoint"
     try:

@@ -163,6 +163,8 @@ class CheckpointWritten(Event, kind="checkpoint"):
     step: int
     seconds: float | None = None
     paused_s: float | None = None
+    run: str | None = None
+    """As in its meta: several runs may write to one folder."""
 
 
 class Resumed(Event, kind="resumed"):

@@ -200,6 +200,7 @@ class CheckpointManager:
                 path=saved.path,
                 seconds=round(time.perf_counter() - started, 4),
                 paused_s=round(paused_s, 4),
+                run=self.run,
             )
         )
 
