@@ -41,7 +41,11 @@ def job_of(keys: dict[str, str], source_dir: Path | None = None) -> Job:
 
 def full(key: str, place: str) -> str:
     """The keys of a table are those of the place's section, unless they name another."""
-    return key if key.partition(".")[0] in ("cluster", "data", "params", "train") else f"{place}.{key}"
+    return (
+        key
+        if key.partition(".")[0] in ("checkpoint", "cluster", "data", "params", "train")
+        else f"{place}.{key}"
+    )
 
 
 def changes_of(text: str, place: str) -> dict[str, str]:

@@ -499,6 +499,11 @@ def shared_problems(
     for name in config.data.preprocess_on:
         if len(names) > 1 and name not in names:
             yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
+    if (where := config.checkpoint.dir) and "://" not in where and not where.startswith("/"):
+        yield (
+            f"checkpoint.dir: {where} would be in the job's copy of your code, which is lost with its hosts;"
+            " leave it out, as the service keeps the default folder"
+        )
     if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
         yield (
             f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"

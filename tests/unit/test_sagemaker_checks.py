@@ -83,6 +83,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("cluster.min_cpu_hosts=3", "cluster.min_cpu_hosts", "raise sagemaker.cpu.count"),
     ("data.preprocess_on=[data_group]", "data.preprocess_on", "no such group"),
     ("train.workers=2", "train.workers", "one train worker per GPU"),
+    ("checkpoint.dir=ckpt", "checkpoint.dir", "leave it out"),
     # times
     ("max_wait_s=90000", "max_wait_s", "only spot jobs wait"),
     ("spot=true; max_wait_s=60", "max_wait_s", "at least max_runtime_s"),

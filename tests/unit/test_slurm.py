@@ -92,6 +92,21 @@ def test_a_written_request_is_staged_for_sbatch(tmp_path: Path, login_node: Path
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
 
 
+def test_a_relative_checkpoint_folder_is_that_of_the_command(
+    tmp_path: Path, login_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, meant in (
+        ("kept", str(tmp_path / "kept")),
+        ("/shared/kept", "/shared/kept"),
+        ("s3://b/k",) * 2,
+    ):
+        request = planned(tmp_path, f"checkpoint.dir={given}")
+        assert (f"checkpoint.dir = {meant} must be shared" in request.render()) == (given == "kept")
+        staged = request.stage().run_dir / "code/job.yaml"
+        assert load(staged).config.checkpoint.dir == meant
+
+
 def started(script: str, run_dir: Path, job_id: int, **variables: str) -> subprocess.CompletedProcess[str]:
     head = script.partition("\nsrun ")[0]
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job_id), **variables}

@@ -80,6 +80,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("train.workers=3", "train.workers", "more than the 1 GPUs"),
     ("cluster.min_cpu_hosts=3", "cluster.min_cpu_hosts", "has 2 CPU hosts"),
     ("data.preprocess_on=[feeders]", "data.preprocess_on", "the job has gpu, cpu"),
+    ("checkpoint.dir=ckpt", "checkpoint.dir", "leave it out"),
     # limits
     ("max_runtime_s=100", "cluster.join_timeout_s", "not below vertex.max_runtime_s"),
     ("spot=true; persistent_resource=mine", "spot", "remove one of the two"),

@@ -66,6 +66,10 @@ class SlurmRequest:
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
     config = job.resolved.config
+    if (where := config.checkpoint.dir) and "://" not in where:  # else it would be in the staged code
+        at = config.checkpoint.model_copy(update={"dir": str(Path(where).absolute())})
+        config = config.model_copy(update={"checkpoint": at})
+        job = replace(job, resolved=replace(job.resolved, config=config))
     problems = [*slurm_problems(config.slurm, config.output_dir)]
     if not offline:
         known = collected(problems, slurm_commands.partitions, None)
@@ -77,6 +81,8 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
     else:
         run_dir = run_directory.new_run_dir(job)
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
+    if where and "://" not in where and where != config.checkpoint.dir:
+        notes.append(f"checkpoint.dir = {config.checkpoint.dir} must be shared by the nodes")
     if config.slurm.max_runtime_s is None:
         notes.append(
             "without slurm.max_runtime_s, the partition's time limit ends the job without a checkpoint"
