@@ -284,6 +284,24 @@ def test_rows_that_stay_where_boxes_are_removed_are_refused(flags: Any) -> None:
         assert removed(Joint(both, boxes=["boxes"]), record) == []
 
 
+class Consume(v2.Transform):
+    """Makes something else of boxes, as a transform of the user's own may."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, record: dict[str, Any]) -> dict[str, Any]:
+        boxes = record.pop("boxes")
+        return {**record, **({"boxes": boxes.repeat(self.kept, 1)} if self.kept else {})}
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_boxes_that_a_transform_uses_up_or_adds_are_not_removed(kept: int) -> None:
+    (record,) = counted(3)
+    assert removed(Joint(Consume(kept), boxes=["boxes"]), record) == []
+
+
 def test_boxes_are_not_removed_by_what_those_of_another_column_are() -> None:
     for transform in (v2.SanitizeBoundingBoxes(), v2.Compose([v2.Compose([OwnSanitize()])])):
         with pytest.raises(UsageError, match="goes by boxes, also for found; give each a Joint"):

@@ -76,11 +76,7 @@ class Layout(NamedTuple):
     @property
     def inverted(self) -> bool:
         """Whether Pillow leaves black and white exchanged."""
-        return self.white_is_zero and self.bits > 8
-
-    @property
-    def white_is_zero(self) -> bool:
-        return self.photometric == _WHITE_IS_ZERO
+        return self.photometric == _WHITE_IS_ZERO and self.bits > 8
 
     def __str__(self) -> str:
         return f"a TIFF of {self.channels} channel{'s'[: self.channels > 1]} of {self.bits} bits"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stoker.chain.chain import Chain
 
-_LOSSLESS = {None, "BMP", "DIB", "GIF", "PCX", "PNG", "PPM", "PSD", "SGI", "SUN", "TGA", "TIFF", "XBM"}
+_LOSSLESS = ("BMP", "DIB", "GIF", "PCX", "PNG", "PPM", "PSD", "SGI", "SUN", "TGA", "TIFF", "XBM")
 
 
 class DecodeMask(RecordTransform):
@@ -63,10 +63,10 @@ class DecodeMask(RecordTransform):
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
-            if mask.format not in _LOSSLESS:
-                known = ", ".join(sorted(filter(None, _LOSSLESS)))
+            if mask.format not in (None, *_LOSSLESS):
+                known = ", ".join(_LOSSLESS)
                 raise ValueError(f"{name}: the format {mask.format} is not among {known}; write it as PNG")
-            lossy = "jpeg" in str(mask.info.get("compression"))
+            lossy = "jpeg" in str(mask.info.get("compression"))  # of a TIFF
             if mask.mode not in ("L", "P", "1") or lossy or changed:
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
                 how += " and a lossy compression" if lossy else ""
@@ -95,7 +95,7 @@ def _raw_of(mask: Any) -> str:
             return ""
         if mask.format == "TIFF":
             layout = Layout.of(mask.tag_v2)
-            return f"L;{layout.bits}{'I' * layout.white_is_zero}"
+            return f"L;{layout.bits}{'I' * (layout.photometric == 0)}"
         path = mask.filename or (mask._fp.closed and mask._fp.name)
         file = io.BytesIO(Path(path).read_bytes()) if path else mask._fp
         file.seek(0)
@@ -132,9 +132,8 @@ class Joint(RecordTransform):
         self.masks = ("mask",) if masks is None else tuple(masks)
         self.needs_masks = masks is not None or not boxes
         self.columns = {*self.masks, *self.boxes}
-        parts = [*_parts(transform)]
-        self.random = any(map(may_draw, parts))
-        names = {kind.__name__ for part in parts for kind in type(part).__mro__}
+        self.random = may_draw(transform)
+        names = {kind.__name__ for part in _parts(transform) for kind in type(part).__mro__}
         if "SanitizeBoundingBoxes" in names and len(self.boxes) > 1:
             raise UsageError(
                 f"Joint: SanitizeBoundingBoxes goes by {self.boxes[0]}, also for {self.boxes[1]}; give each a"
@@ -178,10 +177,11 @@ class Joint(RecordTransform):
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
-        for before, after in [(len(parts[name]), len(out[name])) for name in self.boxes]:
-            for name, value in out.items() if before != after else ():
+        for before, after in [(len(parts[name]), _rows(out[name])) for name in self.boxes if name in out]:
+            for name, value in out.items() if after < before else ():
+                plane = name in self.masks and getattr(value, "ndim", 0) == 2
                 # With as many rows as there are boxes, a mask lost some with them.
-                if name in self.masks and value.ndim == 2 and len(value) == after != out["image"].shape[-2]:
+                if plane and len(value) == after != out["image"].shape[-2]:
                     raise ValueError(f"{name} has {after} rows after the transform, its image does not")
                 # One or two may be so by chance, such as the sides of the image.
                 if name not in parts and _rows(record.get(name)) == _rows(value) == before > 2:
@@ -236,6 +236,7 @@ _SURE = re.compile(
     r"(((bounding|bnd)?b?box(es)?|polygons?|keypoints?|segmentation)|masks?)(_[cxywh]+)?$"
 )
 _UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|joints?|kpt?s)(?![a-z])")
+_WHOLE = re.compile(r"(torch\.)?(u?int|bool)")
 _CORNER = re.compile(r"(?<![a-z])[xy]_?(min|max|[012])(?![a-z0-9])")
 
 
@@ -256,8 +257,7 @@ def moved_alone(
         reached: by stage, how surely columns of the records that reached it are about places in the image.
         degree: of the columns to name.
     """
-    lines, known, dropped = [], dict[str, int](), _dropped(stages)
-    reached = reached or {LAST: {}}
+    lines, known, dropped, reached = [], dict[str, int](), _dropped(stages), reached or {LAST: {}}
     renamed = {o for s in stages if isinstance(s.apply, Rename) for o in s.apply.columns.values()}
     for stage in stages:
         joint = stage.apply if isinstance(stage.apply, Joint) else None
@@ -304,32 +304,25 @@ def _places(record: Record, joint: bool) -> dict[str, int]:
     size = _shape(image)
     if len(size) > 2:
         size = size[:2] if _has_channels_last(image) else size[-2:]
-    found = {name: _place(str(name), value, size) for name, value in record.items() if name != "image"}
-    corners = [name for name in record if _CORNER.search(str(name).lower())]
+    found = {n: _place(str(n), value, size, joint) for n, value in record.items() if n != "image"}
+    corners = [name for name in found if _CORNER.search(str(name).lower())]
     unsure = [*places_in(record), *(corners if len(corners) >= 4 else ())]
-    found |= {name: PERHAPS for name in unsure if not found[name]}
-    for name in found if joint else ():
-        value: Any = record[name]
-        if type(value).__module__.startswith(("torchvision.", "PIL.")):
-            found[name] = _MOVES_TOO
-        elif isinstance(value[0] if isinstance(value, list) and value else value, dict):
-            found[name] = min(found[name], PERHAPS)  # its boxes were perhaps made of the struct
-    return found
+    return found | {name: PERHAPS for name in unsure if not found[name]}
 
 
-def _place(name: str, value: Any, size: tuple[int, ...]) -> int:
+def _place(name: str, value: Any, size: tuple[int, ...], joint: bool) -> int:
+    if joint and type(value).__module__.startswith(("torchvision.", "PIL.")):
+        return _MOVES_TOO
     struct = value[0] if isinstance(value, list) and value else value
     if isinstance(struct, dict):
-        return max((_place(str(inner), each, size) for inner, each in struct.items()), default=0)
+        most = max((_place(str(inner), each, size, joint) for inner, each in struct.items()), default=0)
+        return min(most, PERHAPS) if joint else most  # its boxes were perhaps made of the struct
     if not (shape := _shape(value)):
         return 0
+    whole, sure = _WHOLE.match(str(getattr(value, "dtype", ""))), _SURE.search(words := words_of(name))
     of_its_size = len(size) == 2 and size in (shape[:2], shape[-2:])
-    whole = str(getattr(value, "dtype", "")).removeprefix("torch.").startswith(("int", "uint", "bool"))
-    words = words_of(name)
-    sure = _SURE.search(words)
-    if (sure and (sure[2] or of_its_size)) or (
-        of_its_size and whole and shape in (size, (1, *size), (*size, 1))
-    ):
+    plane = of_its_size and shape in (size, (1, *size), (*size, 1))
+    if (plane and whole) or (sure and (sure[2] or of_its_size)):
         return SURELY
     return PERHAPS * bool(of_its_size or _UNSURE.search(words))
 
@@ -337,9 +330,8 @@ def _place(name: str, value: Any, size: tuple[int, ...]) -> int:
 def _shape(value: Any) -> tuple[int, ...]:
     """Of an array or a Pillow image, or of lists by their first elements; empty: it holds no numbers."""
     if isinstance(value, list | tuple):
-        number = bool(value) and isinstance(value[0], Number)
-        inner = () if number or not value else _shape(value[0])
-        return (len(value), *inner) if number or inner else ()
+        inner = _shape(value[0]) if value else ()
+        return (len(value), *inner) if inner or (value and isinstance(value[0], Number)) else ()
     if hasattr(value, "getbands"):
         return (value.height, value.width)
     kind = str(getattr(value, "dtype", ""))
