@@ -55,6 +55,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ("class_token", True, False),
         ("pad_token", "<pad>", False),
         ("api_tokens", "12345678", True),
+        ("class_api_token", "x", True),
         ("MAX_TOKENS", "12345678", False),
         ("tokenizer", "bert", False),
         ("key", "image", False),
@@ -151,11 +152,12 @@ def test_an_honest_word_of_a_command_line_stays(word: str, tmp_path: Path) -> No
 def test_a_secret_in_a_mapping_of_a_command_line_or_before_further_hosts_is_redacted() -> None:
     words = ["trainer.logger={api_key:abc123456,on:{db_password: 'x y9'}}", "a=[{token:S3cr3t9}]"]
     words += ["x.auth_token=12345678", "api_tokens=[S3cr3t1,S3cr3t2]"]
+    words += ["api_tokens=12345678", "db.credentials=[me,hunter]", "--password=1e8"]
     assert redact(words, "args") == [
         f"trainer.logger={{api_key:{REDACTED},on:{{db_password: {REDACTED}}}}}",
         f"a=[{{token:{REDACTED}}}]",
         f"x.auth_token={REDACTED}",
-        f"api_tokens={REDACTED}",
+        *(f"{name}={REDACTED}" for name in ("api_tokens", "api_tokens", "db.credentials", "--password")),
     ]
     addresses = ["amqp://u:S3cretpw9@h?notify=me@x.org", "registry://u:pw@h:5000,mirror@other"]
     addresses += ["db://u:p#Ss,w0rd8@h/x"]

@@ -39,10 +39,10 @@ _FLAG = re.compile(r"-.*|[+~]*[\w.-]+")
 """What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`. With
 a slash it is Hydra's name of a file, or a path."""
 _EMPTY = re.compile(r"true|false|null|none|~|", re.I)
-_NUMBER = r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?"
+_NUMBER = r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
 _ITEM = rf"\s*({_NUMBER}|['\"]?[A-Za-z_<>/ -]{{,16}}['\"]?)\s*"
 _PLAIN = re.compile(rf"{_NUMBER}|\[{_ITEM}(,{_ITEM})*\]")
-_PAIR = re.compile(r"([\w.-]+)([\"']?\s*:\s*)(\"[^\"]*\"|'[^']*'|[^,{}\[\]]+)")
+_PAIR = re.compile(r"(?<![\w.-])([\w.-]+)([\"']?\s*:\s*)(\"[^\"]*\"|'[^']*'|[^,{}\[\]]+)")
 """A key and its value in a mapping as Hydra takes it: `{api_key:x}`."""
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
 _known: set[str] = set()
@@ -54,10 +54,9 @@ def is_secret(name: str, value: Any = "") -> bool:
     A number is only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
-    marks = {"token", "tokens"} if _MARKS & {*words} else set()
-    if str(value).isdecimal() and not {"api", "access", "auth", "bot"} & {*words}:  # also as a text
-        marks.add("tokens")
-    words = [word for word in words if word not in marks]
+    if not {"api", "access", "auth", "bot"} & {*words}:
+        plain = ("token", "tokens") if _MARKS & {*words} else ("tokens",) if str(value).isdecimal() else ()
+        words = [word for word in words if word not in plain]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
     found += [first in _KEYS and second in ("key", "keys") for first, second in pairwise(words)]
     if value is None or isinstance(value, bool):
@@ -181,8 +180,8 @@ def _is_told(name: str, value: str) -> bool:
     """
     if _EMPTY.fullmatch(value):
         return False
-    if _PLAIN.fullmatch(value):
-        return is_secret(name, 0)
     *_, before, last = ["", "", *map(str.lower, _WORD.findall(name.rpartition(".")[2]))]
     end = f"{before}_{last}" if last in ("key", "keys", "token", "tokens") else last
+    if _PLAIN.fullmatch(value):
+        return is_secret(end, "0")
     return is_secret(name if name.startswith("-") else end)
