@@ -55,6 +55,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ("class_token", True, False),
         ("pad_token", "<pad>", False),
         ("api_tokens", "12345678", True),
+        ("hf_tokens", "12345678", True),
         ("class_api_token", "x", True),
         ("MAX_TOKENS", "12345678", False),
         ("tokenizer", "bert", False),
@@ -136,6 +137,20 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
         *("tokenizer.special_tokens=[cls,sep]", "data.tokens=[1,2]", "model.token_pooling=average-of-all"),
         *("tokenizer={pad_token:<pad>,name:large-vocabulary}", "--token-dim=768", "db/secret=production-2"),
         "https://h:8080?notify-me",
+        *(
+            "model.max_token=512",
+            "n_token=5",
+            "loss.weight_per_token=0.5",
+            "cost_per_token=1e-6",
+            "x={max_token:5}",
+        ),
+        *(
+            "model.image_token=<image_placeholder>",
+            "--start-token=<|startoftranscript|>",
+            "stop_token='</s>'",
+        ),
+        *("model.patch_token=mean", "model.token=first", "pool.token=cls", "model.tokens=[p16,p32]"),
+        *('{"image_token": "<image>"}', '{"a":"http://h:80","b":"me@x"}'),
     ],
 )
 def test_an_honest_word_of_a_command_line_stays(word: str, tmp_path: Path) -> None:
@@ -152,22 +167,38 @@ def test_an_honest_word_of_a_command_line_stays(word: str, tmp_path: Path) -> No
 def test_a_secret_in_a_mapping_of_a_command_line_or_before_further_hosts_is_redacted() -> None:
     words = ["trainer.logger={api_key:abc123456,on:{db_password: 'x y9'}}", "a=[{token:S3cr3t9}]"]
     words += ["x.auth_token=12345678", "api_tokens=[S3cr3t1,S3cr3t2]"]
-    words += ["api_tokens=12345678", "db.credentials=[me,hunter]", "--password=1e8"]
+    words += ['[{"token": "abc\\"def12345"}]', " {api_key:abc{def12345}", "--hf-tokens", "12345678"]
+    words += [
+        "--github-tokens=12345678",
+        "hub.token=1234",
+        "api_token=abcdef",
+        "api_tokens=12345678",
+        "db.credentials=[me,hunter]",
+        "--password=1e8",
+    ]
     assert redact(words, "args") == [
         f"trainer.logger={{api_key:{REDACTED},on:{{db_password: {REDACTED}}}}}",
         f"a=[{{token:{REDACTED}}}]",
         f"x.auth_token={REDACTED}",
-        *(f"{name}={REDACTED}" for name in ("api_tokens", "api_tokens", "db.credentials", "--password")),
+        *(f"api_tokens={REDACTED}", f'[{{"token": {REDACTED}}}]', f" {{api_key:{REDACTED}}}"),
+        *(
+            "--hf-tokens",
+            REDACTED,
+            f"--github-tokens={REDACTED}",
+            f"hub.token={REDACTED}",
+            f"api_token={REDACTED}",
+        ),
+        *(f"{name}={REDACTED}" for name in ("api_tokens", "db.credentials", "--password")),
     ]
     addresses = ["amqp://u:S3cretpw9@h?notify=me@x.org", "registry://u:pw@h:5000,mirror@other"]
-    addresses += ["db://u:p#Ss,w0rd8@h/x"]
+    addresses += ["db://u:p#Ss,w0rd8@h/x", "db://u:pa'ss99word@h/x", 'db://u:pa"ss99word@h/x']
     assert redact(addresses) == [
         f"amqp://{REDACTED}@h?notify=me@x.org",
         f"registry://{REDACTED}@h:5000,mirror@other",
-        f"db://{REDACTED}@h/x",
+        *[f"db://{REDACTED}@h/x"] * 3,
     ]
     redaction.learn(addresses)
-    assert redaction.scrub("S3cretpw9 p#Ss,w0rd8") == f"{REDACTED} {REDACTED}"
+    assert redaction.scrub("S3cretpw9 p#Ss,w0rd8 pa'ss99word") == f"{REDACTED} {REDACTED} {REDACTED}"
 
 
 def test_a_list_with_a_secret_keeps_what_json_has_no_type_for(tmp_path: Path) -> None:

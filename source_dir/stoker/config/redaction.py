@@ -22,10 +22,14 @@ SHORTEST = 6
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
 _WORDS |= {"authorization"}
 _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption", "openai", "wandb"}
+_HOLDERS = {"api", "access", "auth", "bot", "hf", "github", "gitlab", "telegram", "slack"}
+"""Before `token`, they tell that it is not one of a vocabulary."""
 _MARKS = {"bos", "class", "cls", "eos", "mask", "pad", "sep", "special", "unk"}
 """Tokens of a vocabulary."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
+_PIECES = re.compile(r"</?[^<>]*>|\[[^,]{,5}(,[^,]{,5})*\]")
+"""Values of tokens of a vocabulary."""
 _VALUE = re.compile(
     r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z0-9]{30,}|-----BEGIN"
     r"|\bsk-(\w{20,}|(proj|ant|svcacct|admin|or-v1)-[\w-]{20,})|\bglpat-[\w-]{20,}|\bxox[abeprs]-\d[\w-]{9,}"
@@ -33,7 +37,9 @@ _VALUE = re.compile(
 )
 """Credentials recognized by their form, whatever the name of their key."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_USER = re.compile(r"(?<=://)([^/?#\s\"'@]+|[^/?#\s\"'@:]+:[^/\s\"'@]+)(@[^/?#,\s\"'@]+)*(?=@)")
+_USER = re.compile(
+    r"(?<=://)([^/?#\s\"'@]+|[^/?#\s\"'@:]+:([^/\s\"'@]|[\"'](?![]},:]))+)(@[^/?#,\s\"'@]+)*(?=@)"
+)
 """The user of an address, with a password that may have an `@`; not the name of a further host."""
 _FLAG = re.compile(r"-.*|[+~]*[\w.-]+")
 """What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`. With
@@ -42,7 +48,10 @@ _EMPTY = re.compile(r"true|false|null|none|~|", re.I)
 _NUMBER = r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
 _ITEM = rf"\s*({_NUMBER}|['\"]?[A-Za-z_<>/ -]{{,16}}['\"]?)\s*"
 _PLAIN = re.compile(rf"{_NUMBER}|\[{_ITEM}(,{_ITEM})*\]")
-_PAIR = re.compile(r"(?<![\w.-])([\w.-]+)([\"']?\s*:\s*)(\"[^\"]*\"|'[^']*'|[^,{}\[\]]+)")
+_PAIR = re.compile(
+    r"(?<![\w.-])([\w.-]+)([\"']?\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
+    r"|[^\s,{}\[\]][^,}\[\]]*)"
+)
 """A key and its value in a mapping as Hydra takes it: `{api_key:x}`."""
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
 _known: set[str] = set()
@@ -54,7 +63,7 @@ def is_secret(name: str, value: Any = "") -> bool:
     A number is only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
-    if not {"api", "access", "auth", "bot"} & {*words}:
+    if not _HOLDERS & {*words}:
         plain = ("token", "tokens") if _MARKS & {*words} else ("tokens",) if str(value).isdecimal() else ()
         words = [word for word in words if word not in plain]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
@@ -91,9 +100,7 @@ def redact(
         # In a script's command line, a flag names the next argument.
         if name == "args" and all(isinstance(word, str) for word in value):
             found = [(flag, redact(below, key, secret, hide)) for key, flag, below in _arguments(value)]
-            return [
-                flag + (_mapping(below, hide) if below[:1] in ("{", "[") else below) for flag, below in found
-            ]
+            return [flag + _mapping(below, hide) for flag, below in found]
         return [redact(below, name, secret, hide) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
         return hide(str(value))
@@ -158,7 +165,7 @@ def _mapping(text: str, hide: Callable[[str], str]) -> str:
         plain = found[3].strip().strip("'\"")
         return f"{found[1]}{found[2]}{hide(plain)}" if _is_told(found[1], plain) else found[0]
 
-    return _PAIR.sub(value, text) if text[:1] in ("{", "[") else text
+    return _PAIR.sub(value, text) if text.lstrip()[:1] in ("{", "[") else text
 
 
 def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -182,6 +189,12 @@ def _is_told(name: str, value: str) -> bool:
         return False
     *_, before, last = ["", "", *map(str.lower, _WORD.findall(name.rpartition(".")[2]))]
     end = f"{before}_{last}" if last in ("key", "keys", "token", "tokens") else last
+    if last in ("token", "tokens") and before not in _HOLDERS:
+        plain = value.strip("'\"")
+        short = before and re.fullmatch(_NUMBER, plain) and sum(map(str.isdigit, plain)) < 8
+        named = not name.startswith("-") and (short or _ORDINARY.fullmatch(plain))
+        if named or _PIECES.fullmatch(plain):
+            return False
     if _PLAIN.fullmatch(value):
         return is_secret(end, "0")
     return is_secret(name if name.startswith("-") else end)
