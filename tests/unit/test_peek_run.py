@@ -223,7 +223,10 @@ def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
     run.train(1)
     weights = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
     save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": 3}))
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
     assert "no losses: the run wrote to ckpt in another folder" in run.peek("--step", "4").output
+    monkeypatch.chdir(tmp_path)
     for step, writer in ((3, "own"), (4, "other")):
         save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": step, "run": writer}))
     whole = f"checkpoint.dir={tmp_path}/ckpt"
@@ -233,6 +236,9 @@ def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
     run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000003", epoch=0, step=3, run="own")
     run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000004", epoch=0, step=4, run="own")
     assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output, "replaced"
+    assert "losses with the weights of step-00000003" in run.peek("--step", "5").output, (
+        "in the command's folder"
+    )
 
 
 def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:

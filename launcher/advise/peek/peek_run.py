@@ -385,7 +385,8 @@ def losses_of(
     run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[RankBatch]
 ) -> tuple[list[list[float]] | None, str]:
     where = config.checkpoint.dir or str(run_dir / "checkpoints")
-    if "://" not in where and not Path(where).is_absolute():  # of an earlier version's run
+    # Of an earlier version's run, and not in the folder of this command.
+    if "://" not in where and not Path(where).is_absolute() and not Path(where).is_dir():
         return None, f"no losses: the run wrote to {where} in another folder; add checkpoint.dir=/…/{where}"
     store = open_store(where)
     # The complete checkpoint nearest to the start of the step; the earlier one of two.
