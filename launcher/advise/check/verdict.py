@@ -133,7 +133,8 @@ def checked(
     # Features may be read without gradients, and a probe trained from memory afterwards.
     grads = loaders[main].with_grad
     steps = seen["optimizer_steps" if grads else "before_batch"]
-    if steps >= LEAST_STEPS and seen["after_batch"] < TRAINS * min(steps, grads or steps):
+    # Loops may take several batches, then train with them.
+    if steps >= LEAST_STEPS and seen["after_batch"] < TRAINS / 4 * min(steps, grads or steps):
         raise UsageError(
             f"{script}: its optimizer steps do not follow batches of a DataLoader (iterated most: {place});"
             " `check` needs a training loop that takes its batches from one"
