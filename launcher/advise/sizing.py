@@ -286,7 +286,7 @@ def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
     texts = {name: value for name, value in config.params.items() if isinstance(value, Text)}
     read = config.params | {name: _read(text) for name, text in texts.items()}
     given, job = (
-        flat(to_jsonable_python({"recipe": config.recipe, "params": params}))
+        flat(to_jsonable_python({"recipe": config.recipe, "params": params}, bytes_mode="base64"))
         for params in (config.params, read)
     )
     for key in sorted(key for key in {**run, **job} if key == "recipe" or key.startswith("params.")):

@@ -222,9 +222,19 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
         "the run's job differs: params.size is 64 there, 32 here",
         "the run's job differs: params.token is (redacted) there, not set here",
     ]
-    same = "{lr: 0.001, flag: true, sizes: [1, 2], most: .inf, at: {x: 5.0}, text: '1e-3', day: 2024-01-01}"
+    same = "{lr: 0.001, flag: true, sizes: [1, 2], most: .inf, at: {x: 5.0}, text: '1e-3', day: 2024-01-01"
+    same += ", raw: !!binary /w==}"
     (run / "config.yaml").write_text(f"recipe: {recipe}\nparams: {same}\n")
-    words = ("lr=1e-3", "flag=True", "sizes=[1,2]", "most=.inf", "at={x: 5}", "text=1e-3", "day=2024-01-01")
+    words = (
+        "lr=1e-3",
+        "flag=True",
+        "sizes=[1,2]",
+        "most=.inf",
+        "at={x: 5}",
+        "text=1e-3",
+        "day=2024-01-01",
+        "raw=!!binary /w==",
+    )
     told = size(job, "--gpu-samples-per-s", "900", "--json", *(f"params.{word}" for word in words))
     assert "differs" not in told.stdout, "the same job in other words"
     summary = read_summary(run / "summary.json")

@@ -285,7 +285,14 @@ def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
     assert flat_config(tmp_path)["params.any.2024-01-31"] == '["2024-01-31", "2024-01-31T10:00:00"]'
     assert math.isnan(again.pop("rate")) and math.isnan(first.config.params.pop("rate"))
     assert set(again.pop("bag")) == first.config.params.pop("bag") and again == first.config.params
-    objects = {"any": Path("/a"), "rate": np.float64("inf"), "colour": Colour.RED, "pair": (1, "b")}
+    objects = {
+        "any": Path("/a"),
+        "rate": np.float64("inf"),
+        "colour": Colour.RED,
+        "pair": (1, "b"),
+        "raw": enum.Enum("Raw", {"X": b"\xff"}).X,
+        "bytes": b"\xff",
+    }
     (tmp_path / "job.secrets.json").unlink()
     breaks = "a\x85b\u2028c \u2029\nd"
     objects |= {"text": breaks, breaks: 1}
@@ -297,6 +304,8 @@ def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
         "rate": math.inf,
         "colour": "red",
         "pair": [1, "b"],
+        "raw": "_w==",
+        "bytes": b"\xff",
     }
 
 

@@ -48,7 +48,9 @@ Delay = Annotated[NonNegativeFloat | Literal["never"], _must_be("a number of sec
 class Section(BaseModel):
     """A frozen section of the configuration that rejects unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, ser_json_bytes="base64"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -208,7 +208,9 @@ def _scalar(dumper: Any, value: str) -> Any:
 
 
 Dumper.add_representer(str, _scalar)
-Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
+Dumper.add_multi_representer(
+    object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value, bytes_mode="base64"))
+)
 
 
 def _number(loader: Any, node: Any) -> Any:

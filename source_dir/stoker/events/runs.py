@@ -119,7 +119,7 @@ def shape_of(summary: Summary) -> str:
 def flat_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     try:
-        content = to_jsonable_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+        content = to_jsonable_python(yaml.safe_load(path.read_text(encoding="utf-8")), bytes_mode="base64")
     except (OSError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{path}: cannot be read: {why}") from None
