@@ -113,7 +113,7 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
     [
         ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask has size (20, 29), its image (20, 30)"),
         ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
-        ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "the format JPEG is not among BMP,"),
+        ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a lossy compression"),
         ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
         ({"mask": b"<html>404"}, "mask: not an image (first bytes b'<html>40')"),
         ({"mask": np.zeros((20, 30), np.uint8)}, "mask is a ndarray, neither an encoded mask nor"),
@@ -409,8 +409,12 @@ def test_boxes_of_any_type_are_exact(dtype: Any) -> None:
     enlarge = v2.Compose([v2.RandomHorizontalFlip(1), v2.Resize((90, 3000))])
     chain = as_stages([DecodeImage(), Joint(enlarge, boxes=["boxes"])])
     columns, _ = Chain(chain, seed=0).run([record], 0)
-    assert columns["boxes"][0].tolist() == [[2700, 11.25, 2900, 47.25]]
-    assert columns["boxes"].dtype == (np.float64 if dtype is np.float64 else np.float32)
+    kept = dtype if dtype in (np.float64, np.int64) else np.float32
+    assert (
+        columns["boxes"][0].tolist()
+        == np.round([[2700, 11.25, 2900, 47.25]], 0 if kept is np.int64 else 2).tolist()
+    )
+    assert columns["boxes"].dtype == kept
 
 
 @pytest.mark.parametrize("kind", ["PNG", "memory"])
@@ -427,8 +431,9 @@ def test_a_mask_whose_checksum_is_wrong_is_quarantined(kind: str) -> None:
     ("kind", "options", "fits"),
     [
         ("AVIF", {}, False),
-        ("DDS", {}, False),
+        ("WEBP", {}, False),
         ("TIFF", {"compression": "jpeg"}, False),
+        ("DDS", {}, True),
         ("TIFF", {"compression": "tiff_lzw"}, True),
         ("TIFF", {"compression": "tiff_adobe_deflate"}, True),
         ("TIFF", {}, True),
@@ -447,8 +452,7 @@ def test_masks_of_lossy_formats_hold_no_class_numbers(kind: str, options: Any, f
     if fits:
         assert (columns["mask"][0] == numbers).all()
     else:
-        why = "a lossy compression" if kind == "TIFF" else f"the format {kind} is not among BMP,"
-        assert why in report.bad[0].reason
+        assert "a lossy compression" in report.bad[0].reason
 
 
 @pytest.mark.parametrize("given", ["bytes", "path", "file", "open", "closed", "pickled"])
@@ -482,8 +486,8 @@ def test_a_mask_whose_numbers_pillow_has_stretched_unnoticed_is_quarantined(bits
     gone = Image.open(tmp_path / "mask")
     gone.load()
     (tmp_path / "mask").unlink()
-    for mask in (gone, gone.copy(), gone.crop((0, 0, 4, len(whole)))):
-        assert "are stretched from 2 or 4 bits; give its bytes" in masked(mask)[1].bad[0].reason
+    assert "are stretched from 2 or 4 bits; give its bytes" in masked(gone)[1].bad[0].reason
+    assert not masked(gone.copy())[1].bad, "it may be of any file"
 
 
 @pytest.mark.parametrize("classes", [(0, 255), (0, 17), (0, 17, 255), (0, 17, 34), (0, 17, 18, 255)])

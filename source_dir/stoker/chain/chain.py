@@ -241,7 +241,7 @@ class Chain:
         cost.cpu_s += time.thread_time() - started
         try:
             # Ray Data preprocessors return Arrow or pandas tables.
-            out = out if isinstance(out, dict) else columns_of(out)
+            out = {**(out if isinstance(out, dict) else columns_of(out))}
         except TypeError:
             raise ChainError(f"stage {stage.name}: did not return a dict of columns") from None
         for name, column in out.items():
@@ -250,12 +250,14 @@ class Chain:
                     f"stage {stage.name}: column {name} has {len(column)} values for {len(records)}"
                     " records; a chain must keep every record"
                 )
-            labels = column.index if hasattr(column, "iloc") else None
-            if labels is not None and [*labels] != [*range(len(records))]:
-                raise ChainError(
-                    f"stage {stage.name}: column {name} is a pandas Series whose index is not 0, 1, 2, …, so"
-                    " its rows may not be those of the records; return an array in the order of the records"
-                )
+            if hasattr(column, "iloc"):
+                rows = {label: row for row, label in enumerate(column.index)}
+                if rows.keys() != {*range(len(records))}:
+                    raise ChainError(
+                        f"stage {stage.name}: column {name} is a pandas Series whose index has other labels"
+                        " than 0, 1, 2, …; return an array in the order of the records"
+                    )
+                out[name] = column.iloc[[rows[i] for i in range(len(records))]].reset_index(drop=True)
         cost.bytes_out += sum(getattr(column, "nbytes", 0) for column in out.values())
         return [
             {"key": record["key"], **{name: column[i] for name, column in out.items()}}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, places_in, words_of
 from stoker.chain.picture import is_hwc
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from stoker.chain.chain import Chain
 
-_LOSSLESS = ("BMP", "DIB", "GIF", "PCX", "PNG", "PPM", "PSD", "SGI", "SUN", "TGA", "TIFF", "XBM")
+_LOSSY = ("AVIF", "JPEG", "JPEG2000", "MPO", "WEBP")
 
 
 class DecodeMask(RecordTransform):
@@ -63,17 +64,15 @@ class DecodeMask(RecordTransform):
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
-            if mask.format not in (None, *_LOSSLESS):
-                known = ", ".join(_LOSSLESS)
-                raise ValueError(f"{name}: the format {mask.format} is not among {known}; write it as PNG")
-            lossy = "jpeg" in str(mask.info.get("compression"))  # of a TIFF
+            of_tiff = str(mask.info.get("compression"))
+            lossy = mask.format in _LOSSY or "jpeg" in of_tiff or "webp" in of_tiff
             if mask.mode not in ("L", "P", "1") or lossy or changed:
                 how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
                 how += " and a lossy compression" if lossy else ""
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
             orientation = orientation_of(mask) if self.exif is False else 1
             numbers = as_stored(np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation)
-            if raw == _UNKNOWN and not (numbers % 17).any():
+            if raw == _UNKNOWN and mask.format in ("PNG", "PPM") and not (numbers % 17).any():
                 there = np.unique(numbers)
                 if len(there) >= 4 and there[-1] == 255:  # fewer may be a class and what is ignored
                     raise ValueError(
@@ -134,11 +133,7 @@ class Joint(RecordTransform):
         self.columns = {*self.masks, *self.boxes}
         self.random = may_draw(transform)
         names = {kind.__name__ for part in _parts(transform) for kind in type(part).__mro__}
-        if "SanitizeBoundingBoxes" in names and len(self.boxes) > 1:
-            raise UsageError(
-                f"Joint: SanitizeBoundingBoxes goes by {self.boxes[0]}, also for {self.boxes[1]}; give each a"
-                " Joint with that alone"
-            )
+        self.by_first = "SanitizeBoundingBoxes" in names
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -176,20 +171,36 @@ class Joint(RecordTransform):
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
+        agreed = _AGREED.setdefault(self, {})
+        for boxes, name in [(boxes, name) for boxes in self.boxes for name in record]:
+            rows, before = _rows(record[name]), len(parts[boxes])
+            agreed.setdefault((boxes, name), set()).add(before if rows == before else -1)
         out = self.transform({**others, **parts})
-        for before, after in [(len(parts[name]), _rows(out[name])) for name in self.boxes if name in out]:
+        for boxes in [boxes for boxes in self.boxes if boxes in out]:
+            before, after = len(parts[boxes]), _rows(out[boxes])
             for name, value in out.items() if after < before else ():
                 plane = name in self.masks and getattr(value, "ndim", 0) == 2
                 # With as many rows as there are boxes, a mask lost some with them.
                 if plane and len(value) == after != out["image"].shape[-2]:
                     raise ValueError(f"{name} has {after} rows after the transform, its image does not")
-                # One or two may be so by chance, such as the sides of the image.
-                if name not in parts and _rows(record.get(name)) == _rows(value) == before > 2:
+                if self.by_first and name in self.boxes and -1 in agreed[boxes, name]:
+                    raise ValueError(
+                        f"SanitizeBoundingBoxes goes by {self.boxes[0]}, also for the other boxes"
+                    )
+                # Where the numbers always agree, the rows are those of the boxes, unless all have as many.
+                counts = agreed.get((boxes, name), {-1})
+                if name not in parts and _rows(value) == before and -1 not in counts and len(counts) > 1:
                     raise ValueError(
                         f"the transform removes boxes, but not their rows of {name}; return these in its"
-                        f" labels_getter, too, drop {name}, or write it as 1 × {before} if it is not of boxes"
+                        f" labels_getter, too, or drop {name}"
                     )
+            if (given := _tensor(record[boxes]).dtype) in (torch.int32, torch.int64):
+                out[boxes] = out[boxes].round().to(given)
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
+
+
+_AGREED = WeakKeyDictionary[Joint, dict[tuple[str, str], set[int]]]()
+"""Of a column beside boxes: the numbers of rows that were also those of boxes, and -1 if any was not."""
 
 
 def _rows(value: Any) -> int:
@@ -233,8 +244,9 @@ LAST = ""
 _MOVES_TOO, PERHAPS, SURELY = -1, 1, 2
 _SURE = re.compile(
     r"(?<![a-z])(?<!\bnum_)(?<!\bn_)"
-    r"(((bounding|bnd)?b?box(es)?|polygons?|keypoints?|segmentation)|masks?)(_[cxywh]+)?$"
+    r"(?:((?:bounding|bnd)?b?box(?:es)?)|(polygons?|keypoints?|segmentation)|(masks?))(_[cxywh]+)?$"
 )
+_OF_TOKENS = re.compile(r"(?<![a-z])(attention|attn|causal|padding|text|token)s?_?mask")
 _UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|joints?|kpt?s)(?![a-z])")
 _WHOLE = re.compile(r"(torch\.)?(u?int|bool)")
 _CORNER = re.compile(r"(?<![a-z])[xy]_?(min|max|[012])(?![a-z0-9])")
@@ -281,13 +293,15 @@ def moved_alone(
 def noting_places(stages: list[Stage], reached: dict[str, dict[str, int]]) -> list[Stage]:
     """The stages of a chain, which add to `reached` what `moved_alone` needs."""
 
+    boxed = any(isinstance(stage.apply, Joint) and stage.apply.boxes for stage in stages)
+
     def note(stage: Stage | None) -> Stage:
         there = reached.setdefault(stage.name if stage else LAST, {})
         joint = stage is not None and isinstance(stage.apply, Joint)
 
         def apply(record: Record, rng: np.random.Generator) -> Record:
             with contextlib.suppress(Exception):  # of values that nobody expects
-                for name, surely in _places(record, joint).items():
+                for name, surely in _places(record, joint, boxed).items():
                     there[name] = max(surely, there.get(name, surely))
             return record
 
@@ -298,33 +312,40 @@ def noting_places(stages: list[Stage], reached: dict[str, dict[str, int]]) -> li
     return [*noted, note(None)] if moves else noted
 
 
-def _places(record: Record, joint: bool) -> dict[str, int]:
+def _places(record: Record, joint: bool, boxed: bool) -> dict[str, int]:
     """How surely each column is about places in the image."""
     image: Any = record.get("image")
     size = _shape(image)
     if len(size) > 2:
         size = size[:2] if _has_channels_last(image) else size[-2:]
-    found = {n: _place(str(n), value, size, joint) for n, value in record.items() if n != "image"}
+    found = {n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"}
     corners = [name for name in found if _CORNER.search(str(name).lower())]
     unsure = [*places_in(record), *(corners if len(corners) >= 4 else ())]
     return found | {name: PERHAPS for name in unsure if not found[name]}
 
 
-def _place(name: str, value: Any, size: tuple[int, ...], joint: bool) -> int:
+def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: bool) -> int:
     if joint and type(value).__module__.startswith(("torchvision.", "PIL.")):
         return _MOVES_TOO
     struct = value[0] if isinstance(value, list) and value else value
     if isinstance(struct, dict):
-        most = max((_place(str(inner), each, size, joint) for inner, each in struct.items()), default=0)
+        inner = {n: each if struct is value else [each] for n, each in struct.items()}  # a row for each
+        most = max((_place(str(n), each, size, joint, boxed) for n, each in inner.items()), default=0)
         return min(most, PERHAPS) if joint else most  # its boxes were perhaps made of the struct
     if not (shape := _shape(value)):
         return 0
-    whole, sure = _WHOLE.match(str(getattr(value, "dtype", ""))), _SURE.search(words := words_of(name))
+    kind = str(getattr(value, "dtype", getattr(value, "mode", "")))
+    whole, sure = _WHOLE.match(kind), _SURE.search(words := words_of(name))
+    box, points, mask = sure.groups()[:3] if sure else ("", "", "")
     of_its_size = len(size) == 2 and size in (shape[:2], shape[-2:])
-    plane = of_its_size and shape in (size, (1, *size), (*size, 1))
-    if (plane and whole) or (sure and (sure[2] or of_its_size)):
+    numbers = (whole and shape in (size, (1, *size), (*size, 1))) or (
+        mask and (whole or kind in ("1", "L", "P"))
+    )
+    masks = of_its_size and numbers and not _OF_TOKENS.search(words)
+    of_boxes = box and not boxed and shape[-1] == 4
+    if masks or (len(shape) > 1 and (of_boxes or points)):
         return SURELY
-    return PERHAPS * bool(of_its_size or _UNSURE.search(words))
+    return PERHAPS * bool(of_its_size or box or points or _UNSURE.search(words))
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -364,6 +385,8 @@ def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
 
 def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[str, bool]]:
     """The geometric parts of a transform, and whether they or what contains them is random."""
+    if getattr(transform, "p", 1) == 0:
+        return
     if isinstance(transform, ImageTransform):
         if isinstance(transform, Compose):
             for part in transform.parts:
