@@ -91,13 +91,15 @@ class Change(RecordTransform):
 
 class Own(RecordTransform):
     """Differs at each call by `how`: "rarely" for one record of three alone, by "raises" later, by
-    "memory" not at all."""
+    "memory" and "model", which it does not take along to other processes, not at all."""
 
     def __init__(self, how: str) -> None:
         self.how, self.rng, self.calls, self.drawn = how, np.random.default_rng(0), 0, dict[str, float]()
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         self.calls += 1
+        if self.how == "model":
+            return {**record, "own": self.drawn.setdefault("", time.perf_counter())}
         if self.how == "memory":
             return {**record, "own": self.drawn.setdefault(record["key"], rng.random())}
         if self.how == "raises" and self.calls > 6:
@@ -106,6 +108,11 @@ class Own(RecordTransform):
             return record
         own = {"counter": self.calls, "time": time.perf_counter(), "rarely": self.rng.random() < 1 / 3}
         return {**record, "own": float(own.get(self.how, self.rng.random()))}
+
+
+class Loads(Own):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "drawn": {}}
 
 
 class Between(RecordTransform):
@@ -121,7 +128,9 @@ class Chained(Draws):
         if self.where in ("dataset", "source", "transform", "batch"):
             return [Change(), *super().preprocess(split)]
         rng = np.random.default_rng(0)
-        stage = Own("generator" if self.where == "lambda" else self.where)
+        stage = (Loads if self.where == "model" else Own)(
+            "generator" if self.where == "lambda" else self.where
+        )
         if self.where == "lambda":  # nothing that can be pickled stands between the stages
             return [Between(), ("odd", stage), Drop("function")]
         if self.where == "own batch":

@@ -169,11 +169,11 @@ def test_looking_at_a_chain_leaves_its_stages_as_one_look_leaves_them(
         assert isinstance(stage, Own) and stage.calls == 4
         assert bool(data.unstable) is not slow
     assert runs.index(1) == 2, "once for each split, where that is slow"
-    assert len(runs) <= 2 + 2 + 2 * 4
+    assert len(runs) <= 2 + 2 + 2 * 5
 
 
 @pytest.mark.parametrize("recipe", ["Chained", "Collated"])
-@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch", "memory"])
+@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch", "memory", "model"])
 def test_seeded_draws_and_what_a_stage_remembers_can_be_made_again(recipe: str, where: str) -> None:
     data = open_data(job(recipe, params={"where": where}))
     exact = DataCursor(epoch=0, rows=5, plan=saved(data, "exact"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import av
 import numpy as np
@@ -161,6 +163,13 @@ def test_files_without_the_times_at_which_frames_are_shown_never_give_others(
         "DecodeVideo: ValueError: its times are not in order"
     }
     assert len(made[3][1].bad) == 9
+
+
+def test_only_files_without_those_times_are_refused_for_their_order() -> None:
+    packets = [SimpleNamespace(decode=lambda pts=pts: [SimpleNamespace(pts=pts)]) for pts in (1, 0)]
+    stream = SimpleNamespace(codec_context=MagicMock(), container=MagicMock())
+    stream.container.format.name = "mpegts"
+    assert [frame.pts for frame in clips._frames(stream, packets)] == [1, 0]
 
 
 def test_a_short_clip_of_such_a_file_is_not_decoded_to_the_files_end(

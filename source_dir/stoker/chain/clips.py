@@ -160,8 +160,7 @@ def _decode(
     found: dict[int, NDArray[Any]] = {}
     left = set(wanted)
     # These say when a frame is decoded, not when it is shown, and the order may differ behind the clip alone.
-    untimed = stream.container.format.name in ("avi", "asf")
-    more = 16 * (untimed and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3"))
+    more = 16 * (_untimed(stream) and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3"))
     for frame in _frames(stream, packets[first:]):
         if frame.pts in left:
             if frame.is_corrupt:
@@ -179,13 +178,18 @@ def _keys(packets: list[Any]) -> list[int]:
     return [i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None] or [0]
 
 
+def _untimed(stream: Any) -> bool:
+    return stream.container.format.name in ("avi", "asf")
+
+
 def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:
     """In the order in which they are shown, which is the decoder's."""
     stream.codec_context.flush_buffers()
+    untimed = _untimed(stream)
     last: int | None = None
     for packet in packets:
         for frame in packet.decode():
-            if None not in (last, frame.pts) and frame.pts < last:
+            if untimed and None not in (last, frame.pts) and frame.pts < last:
                 raise ValueError(
                     "its times are not in order; write it as .mp4 or .mkv, which hold those of frames"
                 )

@@ -72,13 +72,18 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
+    from ray import cloudpickle
+
     stages, reached = chain.stages, {LAST: dict[str, int]()}
     chain = chain.of(noting_places(stages, reached))
     started = time.monotonic()
+    packed = b""
+    with contextlib.suppress(Exception):  # it cannot be copied
+        packed = cloudpickle.dumps(chain)  # before a stage changes
     try:
         records = _first(source, shard)
         note = remarks(records, stages)
-        columns, report, batch = _made(chain, records)
+        columns, report, _ = _made(chain, records)
     except (SchemaError, UsageError) as error:
         return ProbeResult(_moved(stages, reached) or str(error))
     except Exception:
@@ -88,7 +93,7 @@ def probe(source: Source, shard: Shard, chain: Chain) -> ProbeResult:
     if perhaps := _moved(stages, reached, PERHAPS):
         note = "; ".join(filter(None, (note, f"{perhaps}, unless it shows something else")))
     quick = time.monotonic() - started < SLOW_S
-    unstable = _unstable(source, shard, chain, batch) if quick else ""
+    unstable = _unstable(source, shard, packed) if quick else ""
     return ProbeResult(None, report.schemas, note, unstable, (columns, report) if columns else None)
 
 
@@ -106,19 +111,18 @@ def _made(chain: Chain, records: Iterable[Record | BadRecord]) -> tuple[dict[str
     return columns, report, batch
 
 
-def _unstable(source: Source, shard: Shard, chain: Chain, batch: Any) -> str:
+def _unstable(source: Source, shard: Shard, packed: bytes) -> str:
     """Why the records cannot be made again: the chain does not give the same for the same records."""
-    from ray import cloudpickle
 
     def again(chain: Chain) -> bytes:
         try:
             return content_digest(_made(chain, _first(source, shard))[-1], whole=True)
         except Exception:
-            return b""  # the first time, there was none
+            return b""
 
     with contextlib.suppress(Exception):  # it cannot be copied, read or compared
-        chain = pickle.loads(cloudpickle.dumps(chain))  # noqa: S301 - the stages stay as they are
-        if content_digest(batch, whole=True) == again(chain):
+        chain = pickle.loads(packed)  # noqa: S301 - the stages stay as they are
+        if again(chain) == again(chain):
             return ""
         first, second = ({"": [content_digest(_first(source, shard))]} for _ in range(2))
         for found in (first, second):
