@@ -324,11 +324,19 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
 
 
 def refuse_others(place: Place, config: Config) -> None:
-    """A new run directory on this machine is a new run; a service starts the same run again."""
+    """A new run directory on this machine is a new run; a service starts the same run again.
+
+    On Slurm, a relative folder is that of all launches from here.
+    """
     given, newest = config.checkpoint, ""
-    if place.checkpoints in ("folders", "copies") and config.script is None:
+    where = given.dir or ""
+    relative = place.name == "slurm" and "://" not in where and not where.startswith("/")
+    if config.script is None and (place.checkpoints in ("folders", "copies") or relative):
         newest = kept_outside(config, place)
-    if newest.startswith("step-") and given.resume not in ("never", given.dir):
+    elif relative and where:
+        newest = next((path.name for path in Path(where).glob("*")), "")
+    found = newest.startswith("step-") or (newest and config.script is not None)
+    if found and given.resume not in ("never", given.dir):
         raise UsageError(
             f"checkpoint.dir: {given.dir} has checkpoints of another run ({newest}), which this new run"
             " would continue; set another folder, or continue that run with --resume auto or --resume RUN"

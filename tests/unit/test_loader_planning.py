@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from torch.utils.data import IterableDataset, default_collate
 
@@ -320,7 +321,7 @@ def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pas
     monkeypatch.setattr("ray.get_runtime_context", lambda: me)
     monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
     passes = Passes(loaders, folder)
-    ChainWorker(passes, "run")(None)
+    ChainWorker(passes, "run")(pa.table({"lease": [0]}))
     batches = [made.batch.tolist() for made in passes.found if isinstance(made, MadeBatch) and not made.ended]
     first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
     assert batches == [first] * loaders + [second] * loaders

@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from launcher import run_directory
 from launcher.job import open_job
-from launcher.places import EXIT_CODES, attach, slurm
+from launcher.places import EXIT_CODES, Resume, attach, slurm
 from launcher.places.slurm import SlurmRun, slurm_commands
 from launcher.places.slurm.batch_script import clock
+from stoker.checkpoints.format import Content, save
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.services import slurm as service
+from stoker.storage.checkpoint_store import open_store
 from tests.command_line import type_command
 from tests.fakes.slurm import commands_in, fake
 
@@ -105,6 +109,22 @@ def test_a_relative_checkpoint_folder_is_that_of_the_command(
         assert (f"checkpoint.dir = {meant} must be shared" in request.render()) == (given == "kept")
         staged = request.stage().run_dir / "code/job.yaml"
         assert load(staged).config.checkpoint.dir == meant
+
+
+@pytest.mark.parametrize(
+    ("first", "entry"), [("recipe=rows:Counting", "step-00000001"), ("script=t.py", "a.pt")]
+)
+def test_a_second_launch_does_not_continue_the_run_in_a_relative_checkpoint_folder(
+    first: str, entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(None, ["name=probe", first, "checkpoint.dir=kept"]).config
+    assert run_directory.resolve_resume(None, slurm.PLACE, config) == Resume()
+    save(open_store("kept"), Content({"w": torch.zeros(1)}, {}, {"step": 1}))
+    (tmp_path / "kept" / entry).mkdir(exist_ok=True)
+    with pytest.raises(UsageError, match=r"kept has checkpoints of another run \("):
+        run_directory.resolve_resume(None, slurm.PLACE, config)
+    assert run_directory.resolve_resume("auto", slurm.PLACE, config) == Resume("auto")
 
 
 def started(script: str, run_dir: Path, job_id: int, **variables: str) -> subprocess.CompletedProcess[str]:
