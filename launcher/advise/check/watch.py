@@ -188,6 +188,9 @@ class Watch:
             if not self.cpu:
                 self.cpu.append(cpu_times())
 
+    def observe_steps(self, module: Any) -> None:
+        module.register_optimizer_step_post_hook(self.stepped)
+
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
         self.after_batch += self.fresh
@@ -364,8 +367,7 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))
     sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
-    count = lambda module: module.register_optimizer_step_post_hook(watch.stepped)  # noqa: E731
-    sys.meta_path.insert(0, AfterImport(OPTIMIZERS, count))
+    sys.meta_path.insert(0, AfterImport(OPTIMIZERS, watch.observe_steps))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     code = 0
