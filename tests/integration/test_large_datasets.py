@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from stoker import DataLoader
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -32,19 +33,38 @@ class Holds(Dataset[Any]):
         raise AssertionError("memory without a mapping")
 
 
-def test_processes_map_one_file_and_what_one_writes_no_other_sees() -> None:
-    seen: dict[int, int] = {}
+class HoldsForTwo(Holds):
+    """Its records wait until two processes read: else one alone may read all before the other has begun."""
+
+    def __init__(self, readers: Path) -> None:
+        super().__init__()
+        self.readers = readers
+
+    def __getitem__(self, index: int) -> Any:
+        (self.readers / str(os.getpid())).touch()
+        until(lambda: len([*self.readers.iterdir()]) == 2)
+        return super().__getitem__(index)
+
+
+def test_processes_map_one_file_and_what_one_writes_no_other_sees(tmp_path: Path) -> None:
+    reads: dict[int, list[int]] = {}
     files, last = set(), set()
     loader = DataLoader(
-        Holds(), batch_size=1, collate_fn=lambda records: records[0], persistent_workers=True, num_workers=2
+        HoldsForTwo(tmp_path),
+        batch_size=1,
+        collate_fn=lambda records: records[0],
+        persistent_workers=True,
+        num_workers=2,
     )
     for _ in range(2):
-        for pid, inode, file, reads, end in loader:
-            seen[pid] = seen.get(pid, 0) + 1
-            assert reads == seen[pid]
+        for pid, inode, file, nth, end in loader:
+            reads.setdefault(pid, []).append(nth)
             files.add((inode, file))
             last.add(end)
-    assert len(seen) == 2 and last == {(1 << 20) - 1}
+    assert [sorted(each) for each in reads.values()] == [
+        [*range(1, len(each) + 1)] for each in reads.values()
+    ]
+    assert len(reads) == 2 and last == {(1 << 20) - 1}
     assert len(files) == 1, "one copy for all processes of the host"
 
 

@@ -96,6 +96,17 @@ def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -
     assert found.count("val") >= 6
 
 
+def test_batches_are_made_in_their_order_though_calls_of_a_script_overtake_each_other() -> None:
+    head = TwoHosts(budget=10**9, trains=False)
+    with head.attempt.changed:
+        head.attempt.open("train", "s", 0, 60.0)
+        for numbers in ((4, 5), (0, 1), (2, 3)):
+            head.attempt.submit("train", [(n, Shard(f"batch {n}"), 0) for n in numbers], 6)
+        head.planner.advance()
+        made = [at(head.given(worker))[0] for worker in ("a", "b")]
+    assert made == [0, 1]
+
+
 def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
     head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:

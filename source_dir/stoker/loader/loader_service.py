@@ -10,10 +10,12 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import attrgetter
 from typing import Any, cast
 
 import ray
@@ -60,7 +62,7 @@ class LoaderPass(Pass):
     failed: dict[BlockPlace, str] = field(default_factory=dict)
     next: BlockPlace = (0, 0)
     known: int = 0
-    """Number of submitted shards; calls of a script can overtake each other."""
+    """Number of submitted shards."""
     total: int | None = None
     stall_key: str = "stall_timeout_s"
     readers: dict[int, str] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class LoaderPass(Pass):
         self.work += [
             Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards
         ]
+        if not self.streams:  # calls of a script can overtake each other
+            self.work = deque(sorted(self.work, key=attrgetter("number")))
         self.known += len(shards)
         self.total = self.total if total is None else total
         self.listing = self.total is None or self.known < self.total
