@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
 import pytest
+import ray
 from running import run_job
 
 
@@ -16,9 +15,8 @@ def test_the_ranks_of_a_recipe_open_no_port_to_the_rest_of_the_network(
 ) -> None:
     train = {"epochs": 1, "batch_size": 8, "workers": workers, "threads": 1}
     outcome = run_job(tmp_path, recipe="rows:Listening", train=train)
-    ended = time.time()
     assert outcome.code == 0, outcome.summary.error
     # Ray Train alone waits 12 s for an actor that looks for the dashboard, where there is none.
-    lines = (outcome.run_dir / "events.jsonl").read_text().splitlines()
-    [complete] = [event["time"] for event in map(json.loads, lines) if event["event"] == "complete"]
-    assert ended - complete < 10
+    classes = {actor["ActorClassName"] for actor in ray._private.state.actors().values()}
+    assert "TrainController" in classes
+    assert "PlacementGroupCleaner" not in classes
