@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,14 +312,24 @@ def test_a_watcher_survives_an_unreachable_service(
         submitted = sagemaker.submit(sagemaker.plan(make_job()), quiet)
     port = int(leaving["AWS_ENDPOINT_URL"].rpartition(":")[2])
     returning = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    timer = threading.Timer(1.0, returning.start)
-    timer.start()
+    ask, failures = submitted.ask, list[UsageError]()
+
+    def ask_until_it_fails_twice() -> Any:
+        try:
+            return ask()
+        except UsageError as error:
+            failures.append(error)
+            if len(failures) == 2:
+                returning.start()
+            raise
+
+    monkeypatch.setattr(submitted, "ask", ask_until_it_fails_twice)
     try:
         submitted.patiently.poll_s = 0.05
         assert submitted.wait() == 0
+        assert len(failures) >= 2
         assert "asking again for up to 600 s" in capsys.readouterr().err
     finally:
-        timer.join()
         returning.stop()
         monkeypatch.setenv("AWS_ENDPOINT_URL", server["AWS_ENDPOINT_URL"])
 
