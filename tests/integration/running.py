@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from stoker.chain import probing
 from stoker.config.loading import load
 from stoker.entry import driver
 from stoker.entry import job_checks as checks
@@ -22,6 +23,7 @@ from stoker.hosts import forks, raynode
 from stoker.hosts.raynode import OWN_DEADLINE_S, STARTS
 from stoker.place import RunPlace
 from stoker.ray_compat import fork_workers
+from stoker.serve import opening
 
 NO_PROGRESS_S = 6.0
 
@@ -32,6 +34,8 @@ def one_cluster() -> Iterator[None]:
     os.environ["RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S"] = str(NO_PROGRESS_S)
     # As local runs have it.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    # A run goes on without what takes longer to find out; on a busy machine, it would be another run.
+    probing.PROBE_S = opening.DEADLINE_S = 300.0
     folder = raynode.private_folder()
     server = forks.started(forks.FOR_TRAINING, folder)
     if server:  # Ray 2.56 or newer

@@ -86,10 +86,7 @@ def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: N
     assert set(found["more"]) == {1} and len(found["more"]) + len(bad) == 101
 
 
-def test_a_first_record_that_ends_its_process_does_not_end_the_head(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stoker.chain.probing.PROBE_S", 300.0)
+def test_a_first_record_that_ends_its_process_does_not_end_the_head(ray_cluster: None) -> None:
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
     assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]
