@@ -75,4 +75,4 @@ def test_what_a_changed_dataset_held_before_is_removed() -> None:
         dataset.table += epoch
         names.append({Path(file) for _, _, file, _, _ in loader}.pop())
     assert len({*names}) == 4 and all(name.parent == names[0].parent for name in names)
-    assert sum(name.exists() for name in names) <= 2
+    until(lambda: sum(name.exists() for name in names) <= 2)  # hosts remove theirs when they are asked next

@@ -55,7 +55,7 @@ if mode == "wait":
         sys.exit(143)
     signal.signal(signal.SIGTERM, term)
     print("waiting", flush=True)
-    time.sleep(120)
+    time.sleep(600)
 """
 
 

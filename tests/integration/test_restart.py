@@ -55,11 +55,12 @@ def test_train_workers_wait_for_a_host_as_long_as_hosts_may_take_to_join(
 def test_a_rank_that_validates_for_longer_than_data_may_stall_holds_up_the_others(
     ray_cluster: None, tmp_path: Path
 ) -> None:
+    """Three batches of 11 s, against 30 s: no more than the start of processes may take on a busy machine."""
     outcome = run_job(
         tmp_path,
         recipe="rows:SlowFirstRank",
-        params={"train_records": 32, "val_records": 24, "seconds": 7.0},
-        data={"stall_timeout_s": 12},
+        params={"train_records": 32, "val_records": 24, "seconds": 11.0},
+        data={"stall_timeout_s": 30},
         train={"epochs": 1, "batch_size": 4, "workers": 2},
     )
     assert outcome.code == 0, outcome.summary.error

@@ -50,7 +50,7 @@ class Answers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         for number in range(4):
             if number:
-                until(lambda number=number: (self.folder / str(number)).exists(), 30)
+                until(lambda number=number: (self.folder / str(number)).exists())
             yield number
 
 

@@ -131,7 +131,8 @@ def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
     run_dir = tmp_path / "run"
     job: dict[str, Any] = {
         "recipe": "interrupted:Interrupted",
-        "params": {"train_records": 203, "val_records": 4, "trace": str(tmp_path), "pause_s": 0.05},
+        # All of them would take a minute, so the stop comes before the end of the epoch.
+        "params": {"train_records": 1203, "val_records": 4, "trace": str(tmp_path), "pause_s": 0.05},
         "train": {"epochs": 1, "batch_size": 1, "lr": 0.01, "threads": 1},
     }
     events = run_dir / "events.jsonl"
@@ -145,11 +146,11 @@ def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
         stopped.summary.records,
         checkpoint.newest_valid(open_store(str(run_dir / "checkpoints"))),
     )
-    assert steps is not None and 0 < steps.meta["step"] == stopped.summary.steps < 203
+    assert steps is not None and 0 < steps.meta["step"] == stopped.summary.steps < 1203
     assert (records.read, records.trained, records.remainder) == (
-        203,
+        1203,
         steps.meta["step"],
-        203 - records.trained,
+        1203 - records.trained,
     )
 
     monkeypatch.setattr(driver, "_stop_reason", "")
