@@ -20,11 +20,16 @@ class Takes(RecordTransform):
     One of them is as slow as many others together.
     """
 
-    def __init__(self, ms: float, slow: int, slow_until: int, count: str, kb: int, random: bool) -> None:
+    def __init__(
+        self, ms: float, slow: int, slow_until: int, count: str, kb: int, random: bool, meet: str
+    ) -> None:
         self.ms, self.slow, self.slow_until, self.count = ms, slow, slow_until, count
-        self.kb, self.random = kb, random
+        self.kb, self.random, self.meet = kb, random, meet
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        if self.meet:
+            wait_for_all_hosts(Path(self.meet))
+            self.meet = ""
         time.sleep(self.ms / 1000)
         if record["index"] == self.slow:
             while Path(self.count).stat().st_size < self.slow_until:
@@ -40,6 +45,16 @@ class Takes(RecordTransform):
         }
 
 
+def wait_for_all_hosts(folder: Path) -> None:
+    import ray
+
+    own = folder / ray.get_runtime_context().get_node_id()
+    if own.exists():  # not where only the first records are tried
+        (own / "begun").touch()
+        while not all((host / "begun").exists() for host in folder.iterdir()):
+            time.sleep(0.05)
+
+
 class Timed(Recipe):
     records: int
     ms: float = 0.0
@@ -50,6 +65,8 @@ class Timed(Recipe):
     """A file that counts them."""
     kb: int = 0
     random: bool = True
+    meet: str = ""
+    """A folder with one for each of some nodes; no record is made there before all of them have begun."""
 
     pad = {"tail": -1}  # noqa: RUF012 - as recipes declare it
 
@@ -57,7 +74,7 @@ class Timed(Recipe):
         return read_range(self.records) if split == "train" else None
 
     def preprocess(self, split: str) -> list[Any]:
-        return [Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random)]
+        return [Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random, self.meet)]
 
 
 class Range(Source):
