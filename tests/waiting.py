@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):

@@ -190,7 +190,7 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
 ) -> None:
     monkeypatch.setattr(mlflow, "SEND_EVERY_S", 0.2)
     monkeypatch.setattr(mlflow, "RETRY_EVERY_S", 0.5)
-    settings = MlflowConfig(uri=server.uri, run_name="restarted")
+    settings = MlflowConfig(uri=server.uri, run_name="restarted", close_timeout_s=500)
     said: list[str] = []
     sink = MlflowSink(settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append)
     train(sink, range(1, 301))
