@@ -77,8 +77,13 @@ with starting:
     assert ray.get(first[1].about.remote())["pid"] == b["pid"], "another's end is not its own"
 
     os.kill(SERVER, 9)
-    c = ray.get(Worker.remote().about.remote())
-    assert not c["imported"], "where nobody forks, a worker starts as Ray starts it"
+    later = []
+    for _ in range(10):  # Ray may have some that were forked before
+        later.append(Worker.remote())
+        if not ray.get(later[-1].about.remote())["imported"]:
+            break
+    else:
+        raise AssertionError("where nobody forks, a worker starts as Ray starts it")
 """
 
 

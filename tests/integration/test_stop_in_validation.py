@@ -103,7 +103,12 @@ def test_a_stop_may_last_where_nobody_kills(
     run_dir = tmp_path / "run"
     job: dict[str, Any] = {
         "recipe": "rows:SlowSteps",
-        "params": {"train_records": 40, "val_records": 4, "began": str(tmp_path / "began"), "seconds": 5},
+        "params": {
+            "train_records": 40,
+            "val_records": 4,
+            "began": str(tmp_path / "began"),
+            "seconds": 60 if reason else 5,
+        },
         "data": {"order": "exact", "prefetch_s": 0.001},
         "train": {"epochs": 1, "batch_size": 1, "lr": 0.01, "threads": 1},
     }
