@@ -42,7 +42,7 @@ print("then they were let go")
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
-FAST_MS, SLOW_MS = "250", "1500"
+FAST_MS, SLOW_MS = "250", "3000"
 
 
 class Scene:
@@ -89,9 +89,10 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
             environment,
             tmp_path,
             recipe="phases:Phases",
-            # 128 records/s need 5 CPUs, of which the head has 2; later one is enough. Hosts leave once their
-            # ready blocks are taken: large ones are few.
-            params={"records": 1_000_000, "ms": 40, "kb": 300},
+            # 128 records/s need 10 CPUs, of which the head and each host have 2: two hosts are needed also
+            # where training is half as fast, on a busy machine. Later one CPU is enough. Hosts leave once
+            # their ready blocks are taken: large ones are few.
+            params={"records": 1_000_000, "ms": 80, "kb": 300},
             train={"epochs": 1, "batch_size": 32},
             cluster={"cpu_hosts": {"max": 2, "release_after_s": 5, **PRICES}},
         )
