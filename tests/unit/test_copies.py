@@ -27,7 +27,7 @@ def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Pat
             (run / "tensorboard" / "events.out").write_text("scalars")
             (run / ".summary.json").write_text("a draft")
             until(lambda: (board / "events.out").is_file() and (copy / "events.jsonl").is_file())
-            assert (copy / "events.jsonl").read_text() == "first\n"
+            until(lambda: (copy / "events.jsonl").read_text() == "first\n")
             events.write("last\n")
         return Outcome(0)
 

@@ -86,7 +86,7 @@ def test_modules_are_imported_ahead_from_any_folder(
     (folder / "ahead.py").write_text(f"import stoker; open({str(tmp_path / 'imported')!r}, 'w')")
     monkeypatch.syspath_prepend(str(folder))
     serve("ahead")
-    until((tmp_path / "imported").exists, seconds=30)
+    until((tmp_path / "imported").exists)
 
 
 def test_workers_are_forked_where_the_job_began_with_signals_of_children_ignored(

@@ -23,6 +23,7 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.console import closing_rows
 from stoker.events.summary import Summary
+from tests.waiting import until
 
 
 def job(*overrides: str, data: dict[str, str] | None = None) -> Job:
@@ -94,7 +95,7 @@ UNSHARE = """#!/bin/bash
 eval "echo > /dev/fd/${@: -1}"
 exec {fd}>&-
 echo "epoch 1"
-sleep 3 & wait
+bash -c 'until [ -e "$OVER" ]; do sleep 0.1; done' & wait
 """
 
 
@@ -105,6 +106,8 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    over = tmp_path / "over"
+    monkeypatch.setenv("OVER", str(over))
 
     def rehearse(*faults: str) -> tuple[int, str]:
         request = plan(job("rehearsal.hosts=gpu=2", f"rehearsal.faults={json.dumps(faults)}"))
@@ -112,12 +115,19 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
         (request.run_dir / "logs").mkdir(parents=True)
         (request.run_dir / "hosts").mkdir()
         hosts = [{"name": h.name, "delay_s": 0, "port": "v", "link": "h", "rate": []} for h in request.hosts]
-        times = {"linger_s": 9, "timeout_s": 9, "stop_grace_s": 9, "ray_port": 1, "head": request.head}
+        times = {"linger_s": 90, "timeout_s": 90, "stop_grace_s": 90, "ray_port": 1, "head": request.head}
         spec = {"hosts": hosts, "faults": [asdict(fault) for fault in request.faults], **times}
         (request.run_dir / "world.json").write_text(json.dumps(spec))
         command = [sys.executable, "-m", "launcher.rehearsal.world", str(request.run_dir / "world.json")]
         world = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
-        return running.RehearsalRun(request, world, True).wait(), capsys.readouterr().out
+        run = running.RehearsalRun(request, world, True)
+        # Whatever is due at the first line is injected before the end of a host is looked for.
+        logs = [request.run_dir / "logs" / f"{host.name}.log" for host in request.hosts]
+        until(lambda: all(log.exists() and "epoch 1\n" in log.read_text() for log in logs))
+        over.touch()
+        code = run.wait()
+        over.unlink()
+        return code, capsys.readouterr().out
 
     stranger = subprocess.Popen([sys.executable, "-c", "input()", "train.py"], stdin=PIPE)
     code, shown = rehearse("slow:algo-2@/epoch 1/")

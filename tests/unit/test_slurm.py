@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -456,6 +457,12 @@ def test_the_run_directory_of_a_job_that_may_be_queued_stays(
 ) -> None:
     monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 1)
     fake(login_node, "sbatch", "exec sleep 60")
+    run = subprocess.run  # the other commands answer in time, however busy the machine is
+
+    def answers(command: tuple[str, ...], **given: Any) -> Any:
+        return run(command, **given | ({} if command[0] == "sbatch" else {"timeout": 60}))
+
+    monkeypatch.setattr(subprocess, "run", answers)
     code, (told,), _ = type_job(tmp_path, [], capsys)
     (run_dir,) = (tmp_path / "shared").iterdir()
     assert code == 2 and (run_dir / "code/train.py").is_file()
