@@ -238,15 +238,16 @@ class World:
 
     def _commands(self) -> None:
         while select.select([sys.stdin], [], [], 0)[0]:
-            command = sys.stdin.readline()
-            if not command or command.strip() == "kill":
+            # `readline` would keep back what came together with a line.
+            commands = os.read(sys.stdin.fileno(), 2**16).decode().splitlines()
+            if not commands or "kill" in commands:
                 os._exit(0)  # the launcher is gone or asked to kill
-            word, *rest = command.split()
-            if word == "fault":
-                self._apply(*rest)
-            for host in self._hosts:
-                if word == "stop" and host.running:
-                    self.do("term", host)
+            for word, *rest in map(str.split, commands):
+                if word == "fault":
+                    self._apply(*rest)
+                for host in self._hosts:
+                    if word == "stop" and host.running:
+                        self.do("term", host)
 
     def _event(self, host: str, event: str, **more: Any) -> None:
         with contextlib.suppress(BrokenPipeError):

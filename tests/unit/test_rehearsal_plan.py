@@ -124,6 +124,9 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
         # Whatever is due at the first line is injected before the end of a host is looked for.
         logs = [request.run_dir / "logs" / f"{host.name}.log" for host in request.hosts]
         until(lambda: all(log.exists() and "epoch 1\n" in log.read_text() for log in logs))
+        for action in ("slow", "fast"):  # also together
+            run.inject(action, "algo-1")
+        until(lambda: [note.split()[0] for note in run.results["algo-1"].notes] == ["slow", "fast"])
         over.touch()
         code = run.wait()
         over.unlink()
