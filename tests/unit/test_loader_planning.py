@@ -159,8 +159,16 @@ def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int,
     assert min(taken) >= 15, taken
 
 
-def test_each_pass_has_the_deadline_of_its_loader() -> None:
-    head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
+@pytest.fixture
+def began(monkeypatch: pytest.MonkeyPatch) -> float:
+    """When all of a test happens."""
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    return now
+
+
+def test_each_pass_has_the_deadline_of_its_loader(began: float) -> None:
+    head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:
         patient, hasty = head.open("patient", 0, 600.0), head.open("hasty", 0, 40.0)
         assert head.given("a") and head.given("b")
@@ -188,7 +196,7 @@ def test_a_stream_may_pause_for_half_as_long_as_its_loader_waits() -> None:
         assert head.planner.look(began + 310) == ["a"] and not (stream.failed or batches.failed)
 
 
-def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves() -> None:
+def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves(began: float) -> None:
     head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:
         train = head.open("train", 2)
@@ -201,8 +209,8 @@ def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves() -> N
                 item.stuck_since -= 50
             made = Made(BlockReport(nth=7), "")
             assert head.planner.reported(Process("a", "a", "1"), claim.number, made)
-            assert head.planner.look(time.monotonic()) == [] and not train.failed
-        head.planner.look(time.monotonic() + 60)
+            assert head.planner.look(began) == [] and not train.failed
+        head.planner.look(began + 60)
         assert "no result for 60 s" in train.failed[train.next], "it hangs"
 
 
