@@ -116,5 +116,5 @@ def test_the_tables_behind_the_charts_open_by_keyboard(browser: Any, report: Pat
     first = page.locator("figure details").first
     first.locator("summary").focus()
     page.keyboard.press("Enter")
-    assert first.locator("table").is_visible()
+    first.locator("table").wait_for()  # until it is visible
     page.close()
