@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsals import CHEAP, Rehearse, Rehearsed, StandInJob, new_name, processes_left
+from rehearsals import CHEAP, LINGER_S, Rehearse, Rehearsed, StandInJob, new_name, processes_left
 
 from launcher.places import rehearsal
 from launcher.rehearsal.running import RehearsalRun
@@ -41,6 +41,12 @@ def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
         return Rehearsed(run, code)
 
     return whole
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts leave within seconds, but on a busy machine."""
+    monkeypatch.setattr(rehearsal, "LINGER_S", LINGER_S)
 
 
 @pytest.fixture(autouse=True)

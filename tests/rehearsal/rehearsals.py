@@ -25,6 +25,14 @@ CHEAP = (
 RAY_ALONE = "\nFOR_CHAINS = FOR_TRAINING = ('ray._private.workers.default_worker',)\n"
 """What hosts import ahead: the workers of a stand-in need no more."""
 
+LINGER_S = 120.0
+"""In place of 30 s, which leaving may take on a busy machine."""
+PATIENT = (
+    f"from launcher.places import rehearsal\nrehearsal.LINGER_S = {LINGER_S}\n"
+    "from launcher.submit import main\nmain()\n"
+)
+"""The launcher with it."""
+
 NAMES: list[str] = []
 """Of all rehearsals that this test process started: their hosts are told apart by the job's name."""
 

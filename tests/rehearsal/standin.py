@@ -7,11 +7,11 @@ and the bootstrap are real.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from stoker.place import Outcome
@@ -53,22 +53,21 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
         os.kill(os.getpid(), signal.SIGKILL)
 
     @ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=5)
-    def work(number: int, seconds: float) -> tuple[int, str]:
+    def work(number: int, seconds: float) -> tuple[int, str, str]:
         import socket
 
         time.sleep(seconds)
-        return number, socket.gethostname()
+        return number, socket.gethostname(), ray.get_runtime_context().get_node_id()
 
     task_s, number = params.get("task_s", 0.1), params.get("tasks", 12)
     tasks = [work.remote(i, task_s) for i in range(number)]
-    done: list[tuple[int, str]] = []
+    done: list[tuple[int, str, str]] = []
     while tasks:
         ready, tasks = ray.wait(tasks, timeout=0.5)
         done += ray.get(ready)
         if ready:
             print(f"driver: task {len(done)} done", flush=True)
-        used = len({host for _, host in done})
-        if not tasks and used < params.get("until_hosts", 0):
+        if not tasks and _awaited(params, {node for *_, node in done}):
             tasks = [work.remote(number + i, task_s) for i in range(12)]
             number += 12
         if _stop:
@@ -77,8 +76,6 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
             return Outcome(143, f"stopped: {_stop}")
     until = time.monotonic() + params.get("then_s", 0)
     while time.monotonic() < until and not _stop:
-        time.sleep(0.2)
-    while sum(node["Alive"] for node in ray.nodes()) > params.get("until_left", math.inf):
         time.sleep(0.2)
     hosts = [
         {
@@ -90,8 +87,8 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
         for n in ray.nodes()
     ]
     result = {
-        "numbers": sorted(number for number, _ in done),
-        "tasks_by_host": {h: sum(1 for _, g in done if g == h) for h in {g for _, g in done}},
+        "numbers": sorted(number for number, *_ in done),
+        "tasks_by_host": dict(Counter(host for _, host, _ in done)),
         "hosts": hosts,
         "expected_hosts": list(place.expected_hosts),
         "place": place.name,
@@ -105,6 +102,16 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
     place.model_dir.mkdir(parents=True, exist_ok=True)
     (place.model_dir / "weights").write_bytes(b"w")
     return Outcome(0)
+
+
+def _awaited(params: dict[str, Any], used: set[str]) -> bool:
+    """Whether hosts have still to do a task, or to be lost."""
+    import ray
+
+    nodes = ray.nodes()
+    alive = {node["NodeID"] for node in nodes if node["Alive"]}
+    working, lost = len(alive & used), len(nodes) - len(alive)
+    return working < params.get("until_hosts", 0) or lost < params.get("until_lost", 0)
 
 
 def _measure() -> dict[str, float]:

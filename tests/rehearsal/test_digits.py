@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsals import SAME_PRIORITY, new_name
+from rehearsals import PATIENT, SAME_PRIORITY, new_name
 
 from tests.summaries import EVERYWHERE, fields, trained
 
@@ -31,7 +32,7 @@ def rehearse_digits(
         "--on",
         "rehearsal",
     ]
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), DIGITS, *options]
+    command = [sys.executable, "-c", PATIENT, DIGITS, *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=560)
     print(done.stdout, done.stderr)
     run = folder / "runs" / "latest"
@@ -64,7 +65,44 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     assert "sagemaker-training-toolkit" in (tmp_path / "runs/latest/logs/algo-1.log").read_text()
 
 
+STEPS = 23
+"""Of an epoch."""
+RECIPE = """
+import socket
+
+from recipes.digits import Digits
+from stoker.data import RecordTransform
+
+
+class MadeBy(RecordTransform):
+    def __call__(self, record, rng):
+        return {**record, "host": int(socket.gethostname()[-1])}
+
+
+class Shared(Digits):
+    # Says when both CPU hosts have made records, and later, after two epochs, that it may be stopped.
+
+    def preprocess(self, split):
+        return [*super().preprocess(split), MadeBy()]
+
+    def model(self):
+        self._makers, self._steps, self._both = set(), 0, 0
+        return super().model()
+
+    def training_step(self, model, batch):
+        if model.training:
+            self._steps += 1
+            self._makers |= {*batch["host"].tolist()}
+            if not self._both and self._makers >= {2, 3}:
+                self._both = self._steps
+                print("both CPU hosts have made records", flush=True)
+            if self._both and self._steps == max(self._both + 25, 2 * {STEPS} + 5):
+                print("it may be stopped", flush=True)
+        return super().training_step(model, batch)
+"""
 OPTIONS = (
+    "recipe=shared:Shared",
+    "--source-dir=source",
     "rehearsal.entry=container",
     "data.order=exact",
     "data.block_records=32",
@@ -76,7 +114,9 @@ OPTIONS = (
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that loses a CPU host and is then stopped within an epoch, as spot capacity is."""
     folder = tmp_path_factory.mktemp("stopped")
-    lost, stopped = r"kill:algo-3@/epoch 1\/500 done/", r"term:all@/epoch 2\/500 done/"
+    shutil.copytree(ROOT / "source_dir" / "recipes", folder / "source" / "recipes")
+    (folder / "source" / "shared.py").write_text(RECIPE.replace("{STEPS}", str(STEPS)))
+    lost, stopped = "kill:algo-3@/both CPU hosts have made records/", "term:all@/it may be stopped/"
     faults = f"rehearsal.faults=['{lost}', '{stopped}']"
     code, _, summary, report = rehearse_digits(folder, "train.epochs=500", faults, *OPTIONS)
     assert code == 143
@@ -91,8 +131,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_lost_host_and_a_sigterm_cost_no_record(stopped: Path) -> None:
-    for epoch in range(2):
-        assert trained(stopped / "runs/latest", epoch) == 1437, "every record once, the lost host's too"
+    run = stopped / "runs/latest"
+    epochs = json.loads((run / "summary.json").read_text())["steps"] // STEPS
+    assert epochs >= 2
+    for epoch in range(epochs):
+        assert trained(run, epoch) == 1437, "every record once, the lost host's too"
 
 
 def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:

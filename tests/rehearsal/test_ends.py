@@ -1,7 +1,7 @@
 """However the head ends: the cause is told, every host leaves by itself, nothing stays.
 
-A host that has not left 30 s after the head's end is ended by the rehearsal, with exit code 137. A refusal is
-in test_forming.py, a failure in test_vertex.py, other ways to fail in tests/unit/test_bootstrap_parts.py.
+A host that has not left in time after the head's end is ended by the rehearsal, with exit code 137. A refusal
+is in test_forming.py, a failure in test_vertex.py, other ways to fail in tests/unit/test_bootstrap_parts.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ import sys
 sys.path.insert(0, "tests/rehearsal")
 from rehearsals import StandInJob
 from launcher.places import rehearsal
+from rehearsals import LINGER_S
 from stoker.config.loading import load
+rehearsal.LINGER_S = LINGER_S
 sys.exit(rehearsal.submit(rehearsal.plan(StandInJob(load(None, sys.argv[1:]), None, {}))).wait())
 """
 

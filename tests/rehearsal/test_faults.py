@@ -7,23 +7,50 @@ from collections.abc import Callable
 import pytest
 from rehearsals import Rehearse, Rehearsed
 
+from launcher.places import rehearsal
 from launcher.rehearsal import running
 from launcher.rehearsal.running import RehearsalRun
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
 
-def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehearse: Rehearse) -> None:
+Start = Callable[..., RehearsalRun]
+
+
+class Disturbed:
+    """A rehearsal whose faults are injected once all its hosts have joined and work is under way."""
+
+    def __init__(self, run: RehearsalRun) -> None:
+        self.run, self.inject = run, run.inject
+        for host in run.results:
+            self.wait_for(host, "driver: running" if host == "algo-1" else "joined the head")
+
+    def log(self, host: str) -> str:
+        return (self.run.run_dir / "logs" / f"{host}.log").read_text()
+
+    def wait_for(self, host: str, text: str, times: int = 1) -> None:
+        until(lambda: self.log(host).count(text) >= times or self.run.status() != "running", 450)
+
+    def end(self) -> Rehearsed:
+        code = self.run.wait()
+        print(self.log("algo-1")[-6000:], self.run.report())
+        return Rehearsed(self.run, code)
+
+
+def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long: Ray itself must declare a host lost that neither answers nor closes its connections."""
-    done = rehearse(
-        "rehearsal.hosts=gpu=1,cpu=3",
-        "rehearsal.faults=['kill:algo-2@/driver: task 4 done/', 'partition:algo-3@/driver: task 8 done/', "
-        "'pause:algo-4@/driver: task 12 done/']",
-        tasks=40,
-        task_s=0.5,
-        until_left=1,  # the head outlives the faults
-    )
-    assert done.result["numbers"] == list(range(40))
+    monkeypatch.setattr(rehearsal, "LINGER_S", 30.0)
+    hosts = ("rehearsal.hosts=gpu=1,cpu=3", "rehearsal.timeout_s=500")
+    disturbed = Disturbed(start(*hosts, tasks=40, task_s=0.5, until_lost=3))
+    disturbed.wait_for("algo-1", "driver: task 4 done")
+    for host, fault in (("algo-2", "kill"), ("algo-3", "partition"), ("algo-4", "pause")):
+        disturbed.inject(fault, host)
+    done = disturbed.end()
+    numbers = done.result["numbers"]
+    assert numbers == list(range(len(numbers))) and len(numbers) >= 40
     assert "the head is gone: Connection timed out; trying to rejoin" in done.log("algo-3")
     assert "left: cannot reach the head" in done.log("algo-3")
     # A frozen host cannot leave by itself: SageMaker would wait for it, so the rehearsal says so.
@@ -32,28 +59,29 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
     assert "was still running 30 s after the head's end" in done.run.failure_reason
 
 
-def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_link(
-    rehearse: Rehearse,
-) -> None:
+def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_link(start: Start) -> None:
     """Long: Ray itself must declare the lost machine dead before its tasks are done elsewhere."""
-    done = rehearse(
-        "rehearsal.hosts=gpu=1,cpu=2",
-        "rehearsal.faults=['kill:algo-2@/algo-2 worker. joined the head/', "
-        "'return:algo-2@/driver: task 1 done/', 'slow:algo-2@/driver: task 2 done/', "
-        "'fast:algo-2@/driver: task 4 done/', 'partition:algo-3@/algo-3 worker. joined the head/', "
-        "'heal:algo-3@/trying to rejoin/+2s']",
-        tasks=60,
-        task_s=0.5,  # longer than the host is away
-        until_hosts=3,
-    )
-    assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": 0}
+    hosts = ("rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=500")
+    disturbed = Disturbed(start(*hosts, tasks=60, task_s=0.5, until_hosts=3, until_lost=2))
+    disturbed.inject("kill", "algo-2")
+    disturbed.inject("partition", "algo-3")
+    until(lambda: disturbed.run.results["algo-2"].exit_code == 137)
+    disturbed.inject("return", "algo-2")
+    disturbed.inject("slow", "algo-2")
+    disturbed.wait_for("algo-3", "trying to rejoin")
+    disturbed.inject("heal", "algo-3")  # it looks for the head for 4 s
     for host in ("algo-2", "algo-3"):
-        assert done.log(host).count("joined the head") == 2, host
+        disturbed.wait_for(host, "joined the head", times=2)
+    disturbed.inject("fast", "algo-2")
+    done = disturbed.end()
+    assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": 0}
     assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2", "algo-3"}
-    notes = " ".join(done.run.results["algo-2"].notes)
-    assert [word for word in notes.split() if word in ("kill", "return", "slow", "fast")][:2] == [
-        "kill",
-        "return",
+    for host in ("algo-2", "algo-3"):
+        alive = [node["alive"] for node in done.result["hosts"] if node["host"] == host]
+        assert sorted(alive) == [False, True], f"{host} has joined twice"
+    notes = " ".join(done.run.results["algo-2"].notes).split()
+    assert [word for word in notes if word.isalpha() and word not in ("at", "s")] == [
+        *("kill", "return", "slow", "fast")
     ]
 
 
@@ -66,7 +94,7 @@ def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
 
 
 def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
-    start: Callable[..., RehearsalRun], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user who is not root gets the same command inside a user namespace. A client without the token is
     refused there.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsals import CHEAP, SAME_PRIORITY, new_name
+from rehearsals import CHEAP, PATIENT, SAME_PRIORITY, new_name
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = """
@@ -88,7 +88,7 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
         "rehearsal.hosts=gpu=1,cpu=1",
         "rehearsal.timeout_s=500",
     ]
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "project/train.py", *keys]
+    command = [sys.executable, "-c", PATIENT, "project/train.py", *keys]
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "words.txt").write_text("some words")
     command += ["params.words=words/", "rehearsal.entry=container", "--on", "rehearsal", "--", "an argument"]
