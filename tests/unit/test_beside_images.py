@@ -104,19 +104,12 @@ BOTH = np.zeros((*SIZE, 3), np.uint8)
         ("landmarks", np.ones(10, np.int64), SIZE),
         ("corners", np.ones((4, 2), np.float32), SIZE),
         ("points", np.ones((5, 2), np.float32), SIZE),
-        ("joints", np.ones((5, 2), np.float32), SIZE),
         ("bbox", BOXES[0], SIZE),
         ("mail_box", np.ones(4, np.int64), SIZE),
         ("segmentation", np.array([1]), SIZE),
         ("lesionMask", np.ones(SIZE, np.float32), SIZE),
         ("attention_mask", np.ones(SIZE, bool), SIZE),
-        ("loss_mask", np.ones(77, bool), SIZE),
-        ("mask", np.zeros((14, 14), bool), SIZE),
-        ("causal_mask", np.zeros((7, 7), bool), SIZE),
-        ("text_mask", np.zeros((1, 77), bool), SIZE),
-        ("mask", [1, 2, 3], SIZE),
-        ("num_boxes", np.array([3]), SIZE),
-        ("box_labels", np.ones(4, np.int64), SIZE),
+        ("json", {"face_bboxes": BOXES.tolist()}, SIZE),
     ],
 )
 def test_what_may_be_about_something_else_is_only_noted(name: str, value: Any, size: Any) -> None:
@@ -125,18 +118,20 @@ def test_what_may_be_about_something_else_is_only_noted(name: str, value: Any, s
     assert note.startswith(line) and note.endswith("unless it shows something else")
 
 
-def test_four_corners_in_columns_of_their_own_may_be_a_box() -> None:
-    for corners in (("xmin", "ymin", "x_max", "y_max"), ("x1", "y1", "x2", "y2")):
-        record = {"image": photo(), **dict.fromkeys(corners, 8.5)}
-        assert f"not those of {', '.join(corners)}; put" in note_of(record, DecodeImage(), FLIP)
-    assert note_of({"image": photo(), "x_max": 3}, DecodeImage(), FLIP) == ""
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("label", 1),
         ("attention_mask", np.ones(77, bool)),
+        ("loss_mask", np.ones(77, bool)),
+        ("patch_mask", np.zeros((14, 14), bool)),
+        ("causal_mask", np.zeros((7, 7), bool)),
+        ("text_mask", np.zeros((1, 77), bool)),
+        ("patch_masks", [1, 2, 3]),
+        ("num_boxes", np.array([3])),
+        ("box_labels", np.ones(4, np.int64)),
+        ("joint_positions", np.ones(7, np.float32)),
+        ("x_max", 3),
         ("pose", np.ones(6, np.float32)),
         ("tokens", np.ones((77, 16), np.float32)),
         ("boxes", 3),
@@ -253,52 +248,6 @@ def test_a_pillow_image_in_a_column_named_mask_is_a_mask() -> None:
         note_of(record, DecodeImage(), FLIP)
 
 
-def counted(*counts: int, **constant: Any) -> list[dict[str, Any]]:
-    """Records of so many boxes, with labels and a number for each."""
-    return [
-        {
-            "image": photo(),
-            "boxes": np.repeat(BOXES, count, axis=0),
-            "labels": np.arange(count),
-            "iscrowd": np.zeros(count, np.int64),
-            "image_id": np.array([7]),
-            "orig_size": np.array(SIZE),
-            **constant,
-        }
-        for count in counts
-    ]
-
-
-def removed(joint: Joint, *records: dict[str, Any]) -> list[str]:
-    """The reasons for which records are quarantined."""
-    keyed = [{"key": str(number), **record} for number, record in enumerate(records)]
-    chain = Chain(as_stages([DecodeImage(), joint]), seed=0)
-    chain.collate = lambda records: {}  # takes lists, too
-    return [bad.reason for bad in chain.run(keyed, 0)[1].bad]
-
-
-class OwnSanitize(v2.SanitizeBoundingBoxes):
-    pass
-
-
-@pytest.mark.parametrize("flags", [np.zeros(3, np.int64), [0, 0, 0], ["a", "b", "c"], torch.zeros(3, 2)])
-def test_rows_that_stay_where_boxes_are_removed_are_refused(flags: Any) -> None:
-    (record, fewer) = counted(3, 1)
-    record |= {"boxes": np.concatenate([BOXES, BOXES, 0 * BOXES]), "iscrowd": flags}
-    fewer["iscrowd"] = flags[:1]
-    sanitize = v2.SanitizeBoundingBoxes()
-    for transform in (sanitize, v2.Compose([v2.Compose([sanitize])]), OwnSanitize()):
-        (reason,) = removed(Joint(transform, boxes=["boxes"]), fewer, record)
-        assert "removes boxes, but not their rows of iscrowd; return these" in reason
-    joint = Joint(sanitize, boxes=["boxes"])
-    assert removed(joint, record, {**fewer, "iscrowd": flags}, record) == [], "it is not of the boxes"
-    joint = Joint(sanitize, boxes=["boxes"])
-    assert removed(joint, fewer, {**record, "boxes": np.repeat(BOXES, 3, axis=0)}) == [], "none is removed"
-    if isinstance(flags, np.ndarray):
-        both = v2.SanitizeBoundingBoxes(labels_getter=lambda record: (record["labels"], record["iscrowd"]))
-        assert removed(Joint(both, boxes=["boxes"]), fewer, record) == []
-
-
 class Consume(v2.Transform):
     """Makes something else of boxes, as a transform of the user's own may."""
 
@@ -313,17 +262,10 @@ class Consume(v2.Transform):
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_boxes_that_a_transform_uses_up_or_adds_are_not_removed(kept: int) -> None:
-    (record,) = counted(3)
-    assert removed(Joint(Consume(kept), boxes=["boxes"]), record) == []
-
-
-@pytest.mark.parametrize("others", [1, 3])
-def test_boxes_are_not_removed_by_what_those_of_another_column_are(others: int) -> None:
-    (record, fewer) = (one | {"found": one["boxes"]} for one in counted(3, 1, iscrowd=0))
-    record["boxes"] = np.concatenate([BOXES, BOXES, 0 * BOXES])
-    fewer["found"] = np.repeat(BOXES, others, axis=0)
-    reasons = removed(Joint(OwnSanitize(), boxes=["boxes", "found"]), fewer, record)
-    assert any("goes by boxes, also for the other" in each for each in reasons) == (others != 1), "a pair"
+    record = {"key": "a", "image": photo(), "boxes": np.repeat(BOXES, 3, axis=0)}
+    chain = Chain(as_stages([DecodeImage(), Joint(Consume(kept), boxes=["boxes"])]), seed=0)
+    chain.collate = lambda records: {}
+    assert not chain.run([record], 0)[1].bad
 
 
 def test_a_mask_of_as_many_rows_as_there_are_boxes_keeps_them() -> None:

@@ -409,12 +409,33 @@ def test_boxes_of_any_type_are_exact(dtype: Any) -> None:
     enlarge = v2.Compose([v2.RandomHorizontalFlip(1), v2.Resize((90, 3000))])
     chain = as_stages([DecodeImage(), Joint(enlarge, boxes=["boxes"])])
     columns, _ = Chain(chain, seed=0).run([record], 0)
-    kept = dtype if dtype in (np.float64, np.int64) else np.float32
-    assert (
-        columns["boxes"][0].tolist()
-        == np.round([[2700, 11.25, 2900, 47.25]], 0 if kept is np.int64 else 2).tolist()
+    assert columns["boxes"][0].tolist() == [[2700, 11.25, 2900, 47.25]]
+    assert columns["boxes"].dtype == (np.float64 if dtype is np.float64 else np.float32)
+
+
+class Normalized(v2.Transform):
+    """The boxes in shares of the image, as DETR takes them."""
+
+    def forward(self, record: dict[str, Any]) -> dict[str, Any]:
+        height, width = record["image"].shape[-2:]
+        return {**record, "boxes": record["boxes"] / torch.tensor([width, height, width, height])}
+
+
+def test_boxes_may_become_shares_of_the_image() -> None:
+    record = boxed([10, 5, 30, 21], dtype=np.int64, width=40)
+    chain = as_stages(
+        [DecodeImage(), Joint(v2.Compose([v2.RandomHorizontalFlip(1), Normalized()]), boxes=["boxes"])]
     )
-    assert columns["boxes"].dtype == kept
+    columns, _ = Chain(chain, seed=0).run([record], 0)
+    assert columns["boxes"][0] == pytest.approx(np.array([[0.25, 0.125, 0.75, 0.525]]))
+
+
+@pytest.mark.parametrize("none", [[], np.array([]), np.zeros((0, 4)), torch.zeros(0)])
+def test_boxes_may_be_lists_or_absent_from_an_image(none: Any) -> None:
+    chain = as_stages([DecodeImage(), Joint(v2.Identity(), boxes=["boxes"])])
+    for boxes, rows in (([[10.0, 5.0, 30.0, 21.0]], 1), (none, 0)):
+        columns, report = Chain(chain, seed=0).run([boxed() | {"boxes": boxes}], 0)
+        assert not report.bad and columns["boxes"].shape == (1, rows, 4)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "memory"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, places_in, words_of
+from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, words_of
 from stoker.chain.picture import is_hwc
 from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
 from stoker.chain.transforms import Compose, Drop, ImageTransform, Rename
@@ -132,8 +132,6 @@ class Joint(RecordTransform):
         self.needs_masks = masks is not None or not boxes
         self.columns = {*self.masks, *self.boxes}
         self.random = may_draw(transform)
-        names = {kind.__name__ for part in _parts(transform) for kind in type(part).__mro__}
-        self.by_first = "SanitizeBoundingBoxes" in names
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
@@ -156,7 +154,9 @@ class Joint(RecordTransform):
             if tuple(parts[name].shape[-2:]) != size:
                 raise ValueError(f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}")
         for name in self.boxes:
-            values = _tensor(column_value(record, name))
+            values = column_value(record, name)
+            values = torch.tensor(values) if isinstance(values, list | tuple) else _tensor(values)
+            values = values if values.numel() else values.reshape(0, 4)  # of an image without objects
             if values.ndim != 2 or values.shape[1] != 4:
                 raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
             if values.dtype not in (torch.float32, torch.float64):
@@ -171,40 +171,14 @@ class Joint(RecordTransform):
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
-        agreed = _AGREED.setdefault(self, {})
-        for boxes, name in [(boxes, name) for boxes in self.boxes for name in record]:
-            rows, before = _rows(record[name]), len(parts[boxes])
-            agreed.setdefault((boxes, name), set()).add(before if rows == before else -1)
         out = self.transform({**others, **parts})
-        for boxes in [boxes for boxes in self.boxes if boxes in out]:
-            before, after = len(parts[boxes]), _rows(out[boxes])
-            for name, value in out.items() if after < before else ():
-                plane = name in self.masks and getattr(value, "ndim", 0) == 2
-                # With as many rows as there are boxes, a mask lost some with them.
-                if plane and len(value) == after != out["image"].shape[-2]:
-                    raise ValueError(f"{name} has {after} rows after the transform, its image does not")
-                if self.by_first and name in self.boxes and -1 in agreed[boxes, name]:
-                    raise ValueError(
-                        f"SanitizeBoundingBoxes goes by {self.boxes[0]}, also for the other boxes"
-                    )
-                # Where the numbers always agree, the rows are those of the boxes, unless all have as many.
-                counts = agreed.get((boxes, name), {-1})
-                if name not in parts and _rows(value) == before and -1 not in counts and len(counts) > 1:
-                    raise ValueError(
-                        f"the transform removes boxes, but not their rows of {name}; return these in its"
-                        f" labels_getter, too, or drop {name}"
-                    )
-            if (given := _tensor(record[boxes]).dtype) in (torch.int32, torch.int64):
-                out[boxes] = out[boxes].round().to(given)
+        height = getattr(out.get("image"), "shape", size)[-2]
+        for boxes, name in itertools.product(self.boxes, self.masks):
+            left, mask = _shape(out.get(boxes))[:1], _shape(out.get(name))
+            # With as many rows as there were boxes, a mask lost some with them.
+            if len(mask) == 2 and mask[:1] == left < (len(parts[boxes]),) and mask[0] != height:
+                raise ValueError(f"{name} has {mask[0]} rows after the transform, its image does not")
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
-
-
-_AGREED = WeakKeyDictionary[Joint, dict[tuple[str, str], set[int]]]()
-"""Of a column beside boxes: the numbers of rows that were also those of boxes, and -1 if any was not."""
-
-
-def _rows(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple) or bool(getattr(value, "ndim", 0)) else 0
 
 
 def _parts(transform: Any) -> Iterator[Any]:
@@ -247,9 +221,8 @@ _SURE = re.compile(
     r"(?:((?:bounding|bnd)?b?box(?:es)?)|(polygons?|keypoints?|segmentation)|(masks?))(_[cxywh]+)?$"
 )
 _OF_TOKENS = re.compile(r"(?<![a-z])(attention|attn|causal|padding|text|token)s?_?mask")
-_UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|joints?|kpt?s)(?![a-z])")
+_UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|kpt?s)$")
 _WHOLE = re.compile(r"(torch\.)?(u?int|bool)")
-_CORNER = re.compile(r"(?<![a-z])[xy]_?(min|max|[012])(?![a-z0-9])")
 
 
 def refuse_image_alone(chains: Iterable[Chain]) -> None:
@@ -318,10 +291,7 @@ def _places(record: Record, joint: bool, boxed: bool) -> dict[str, int]:
     size = _shape(image)
     if len(size) > 2:
         size = size[:2] if _has_channels_last(image) else size[-2:]
-    found = {n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"}
-    corners = [name for name in found if _CORNER.search(str(name).lower())]
-    unsure = [*places_in(record), *(corners if len(corners) >= 4 else ())]
-    return found | {name: PERHAPS for name in unsure if not found[name]}
+    return {n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"}
 
 
 def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: bool) -> int:
@@ -330,8 +300,10 @@ def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: boo
     struct = value[0] if isinstance(value, list) and value else value
     if isinstance(struct, dict):
         inner = {n: each if struct is value else [each] for n, each in struct.items()}  # a row for each
-        most = max((_place(str(n), each, size, joint, boxed) for n, each in inner.items()), default=0)
-        return min(most, PERHAPS) if joint else most  # its boxes were perhaps made of the struct
+        # `face_bboxes` may be about the picture as it was; in a Joint, boxes were perhaps made of the struct.
+        most = {n: PERHAPS if joint or not _SURE.match(words_of(str(n))) else SURELY for n in inner}
+        found = (min(most[n], _place(str(n), each, size, joint, boxed)) for n, each in inner.items())
+        return max(found, default=0)
     if not (shape := _shape(value)):
         return 0
     kind = str(getattr(value, "dtype", getattr(value, "mode", "")))
