@@ -333,10 +333,7 @@ def refuse_others(place: Place, config: Config) -> None:
     relative = place.name == "slurm" and "://" not in where and not where.startswith("/")
     if config.script is None and (place.checkpoints in ("folders", "copies") or relative):
         newest = kept_outside(config, place)
-    elif relative and where:
-        newest = next((path.name for path in Path(where).glob("*")), "")
-    found = newest.startswith("step-") or (newest and config.script is not None)
-    if found and given.resume not in ("never", given.dir):
+    if newest.startswith("step-") and given.resume not in ("never", given.dir):
         raise UsageError(
             f"checkpoint.dir: {given.dir} has checkpoints of another run ({newest}), which this new run"
             " would continue; set another folder, or continue that run with --resume auto or --resume RUN"

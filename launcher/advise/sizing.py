@@ -291,9 +291,9 @@ def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
     )
     for key in sorted(key for key in {**run, **job} if key == "recipe" or key.startswith("params.")):
         shown = [redact(values[key], key) if key in values else "not set" for values in (run, job, given)]
-        # The same folder may have another path elsewhere.
-        there, *here = (str(value).rpartition("/")[2] for value in shown)
-        if shown[0] != shown[1] and there not in here:
+        # The same folder may have another path elsewhere, and a place of its own in the container.
+        shown = [str(value).rpartition("/")[2] for value in shown] if key == "recipe" else shown
+        if shown[0] not in shown[1:] and "/" not in str(shown):
             yield f"the run's job differs: {key} is {shown[0]} there, {shown[1]} here"
 
 

@@ -151,6 +151,14 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
         ),
         *("model.patch_token=mean", "model.token=first", "pool.token=cls", "model.tokens=[p16,p32]"),
         *('{"image_token": "<image>"}', '{"a":"http://h:80","b":"me@x"}'),
+        *(
+            "train.tokens=10B",
+            "--max-token=512",
+            "data.tokens=/data/tokens.bin",
+            "train_tokens=web_100BT.bin",
+        ),
+        *("model.extra_tokens=[<ctx_0001>,<ctx_0002>]", "api_key=${oc.env:KEY}", "--hub-token=$HF_TOKEN"),
+        f"data.classes=[{'aerosol can, ' * 40}type2]",
     ],
 )
 def test_an_honest_word_of_a_command_line_stays(word: str, tmp_path: Path) -> None:

@@ -22,14 +22,13 @@ SHORTEST = 6
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
 _WORDS |= {"authorization"}
 _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption", "openai", "wandb"}
-_HOLDERS = {"api", "access", "auth", "bot", "hf", "github", "gitlab", "telegram", "slack"}
+_HOLDERS = {"api", "access", "auth", "bot", "hf", "github", "gitlab", "hub", "telegram", "slack"}
 """Before `token`, they tell that it is not one of a vocabulary."""
 _MARKS = {"bos", "class", "cls", "eos", "mask", "pad", "sep", "special", "unk"}
 """Tokens of a vocabulary."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
-_PIECES = re.compile(r"</?[^<>]*>|\[[^,]{,5}(,[^,]{,5})*\]")
-"""Values of tokens of a vocabulary."""
+_CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+~=-]{16,}")
 _VALUE = re.compile(
     r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z0-9]{30,}|-----BEGIN"
     r"|\bsk-(\w{20,}|(proj|ant|svcacct|admin|or-v1)-[\w-]{20,})|\bglpat-[\w-]{20,}|\bxox[abeprs]-\d[\w-]{9,}"
@@ -44,10 +43,9 @@ _USER = re.compile(
 _FLAG = re.compile(r"-.*|[+~]*[\w.-]+")
 """What names the value after `=` in a word of a command line, as `--token=x` and Hydra's `+api.token=x`. With
 a slash it is Hydra's name of a file, or a path."""
-_EMPTY = re.compile(r"true|false|null|none|~|", re.I)
-_NUMBER = r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
-_ITEM = rf"\s*({_NUMBER}|['\"]?[A-Za-z_<>/ -]{{,16}}['\"]?)\s*"
-_PLAIN = re.compile(rf"{_NUMBER}|\[{_ITEM}(,{_ITEM})*\]")
+_EMPTY = re.compile(r"true|false|null|none|~||\$.*", re.I)
+"""Also what names a variable: `${oc.env:HF_TOKEN}`."""
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?[kmbt]?", re.I)
 _PAIR = re.compile(
     r"(?<![\w.-])([\w.-]+)([\"']?\s*:\s*)(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
     r"|[^\s,{}\[\]][^,}\[\]]*)"
@@ -185,16 +183,17 @@ def _is_told(name: str, value: str) -> bool:
 
     Without a dash, the name is a key of a configuration, such as `token_pooling`, and only its end counts.
     """
-    if _EMPTY.fullmatch(value):
+    plain = value.strip("'\"")
+    if _EMPTY.fullmatch(plain):
         return False
     *_, before, last = ["", "", *map(str.lower, _WORD.findall(name.rpartition(".")[2]))]
     end = f"{before}_{last}" if last in ("key", "keys", "token", "tokens") else last
-    if last in ("token", "tokens") and before not in _HOLDERS:
-        plain = value.strip("'\"")
-        short = before and re.fullmatch(_NUMBER, plain) and sum(map(str.isdigit, plain)) < 8
-        named = not name.startswith("-") and (short or _ORDINARY.fullmatch(plain))
-        if named or _PIECES.fullmatch(plain):
+    number = _NUMBER.fullmatch(plain)
+    if (
+        last in ("token", "tokens") and before not in _HOLDERS
+    ):  # of a vocabulary, or how many, or a file of them
+        short = number and before and sum(map(str.isdigit, plain)) < 8
+        word = not name.startswith("-") and _ORDINARY.fullmatch(plain)
+        if short or word or plain[0] in "<[" or (last == "tokens" and not _CREDENTIAL.fullmatch(plain)):
             return False
-    if _PLAIN.fullmatch(value):
-        return is_secret(end, "0")
-    return is_secret(name if name.startswith("-") else end)
+    return is_secret(end, "0") if number else is_secret(name if name.startswith("-") else end)
