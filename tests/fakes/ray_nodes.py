@@ -138,6 +138,7 @@ def ray_nodes(
         "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
+        "RAY_raylet_start_wait_time_s": "150",
         # A lost node refuses connections, which Ray sees after five of these instead of after 15 s.
         "RAY_health_check_period_ms": "1000",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

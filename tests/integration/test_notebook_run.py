@@ -79,6 +79,7 @@ def counting(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_and_stands_in_mlflow(
     notebook: Path, workspace: MlflowServer, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +178,7 @@ def test_a_resumed_run_that_fails_at_once_has_no_result_of_the_start_before(note
 
 def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
     def work() -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             files = (launched.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
             if any(f'"event": "{event}' in path.read_text() for path in files):

@@ -89,14 +89,14 @@ def _notes_of_this_process(folder: Path, rank: int) -> Path:
 
 def _wait_for_a_checkpoint(run_dir: Path) -> None:
     """Else there may be nothing to resume from, on a machine where the writer is slow."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(run_dir.glob("checkpoints/step-*/manifest.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _wait_for_the_log(run_dir: Path, starts: int, lost: int) -> None:
     """Else nobody may know that this start went on where an earlier one ended."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         log = (run_dir / "events.jsonl").read_text()
         if log.count('"event": "resumed"') >= starts and log.count('"event": "recovered"') >= lost:

@@ -51,7 +51,7 @@ class Late(Numbers):
     def read(self, shard: Any, order: Any) -> Any:
         for record in super().read(shard, order):
             if record["key"] == "8":
-                for _ in range(1200):
+                for _ in range(6000):
                     if self.ready.exists():
                         break
                     time.sleep(0.1)
