@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from stoker.serve.passes import Passes
     from stoker.sizing.model import Scaler
 
-REMEDY = "draw from the generators of random, numpy.random or torch, which are seeded for each record"
+REMEDY = (
+    "draw from the generators of random, numpy.random or torch, which are seeded for each record, or seed its"
+    " own from `rng` for each"
+)
 
 
 @dataclass
