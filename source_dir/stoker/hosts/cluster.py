@@ -138,6 +138,8 @@ def set_environment(token: str, dashboard: bool = False) -> None:
     os.environ.setdefault("RAY_health_check_period_ms", "2000")
     os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
+    # A slow or busy host may need more than Ray's 30 s to start.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "90")
     # By default Ray retries a task that ran out of memory forever.
     os.environ.setdefault("RAY_task_oom_retries", "8")
     # The dashboard alone shows reports of each task, and metrics.

@@ -37,7 +37,7 @@ LOWEST = 20_000
 STARTED, START_TIMEOUT_S = "Ray runtime started", 120.0
 """What `ray start` prints when its daemons run; to ask Ray would cost every host a second of imports."""
 STARTS, OWN_DEADLINE_S = 3, 30.0
-"""How often to start Ray in all if it gives up at a deadline of its own, which cannot be set."""
+"""How often to start Ray in all if it gives up at a deadline of its own, not all of which can be set."""
 STOP_TIMEOUT_S = 3.0
 NO_DEVICE = ("-1", "NoDevFiles")
 """In CUDA_VISIBLE_DEVICES: neither this nor what follows is used."""
