@@ -27,7 +27,8 @@ class Disturbed:
             self.wait_for(host, "driver: running" if host == "algo-1" else "joined the head")
 
     def log(self, host: str) -> str:
-        return (self.run.run_dir / "logs" / f"{host}.log").read_text()
+        file = self.run.run_dir / "logs" / f"{host}.log"
+        return file.read_text() if file.exists() else ""
 
     def wait_for(self, host: str, text: str, times: int = 1) -> None:
         until(lambda: self.log(host).count(text) >= times or self.run.status() != "running", 450)
