@@ -26,6 +26,7 @@ from stoker.entry import driver, roles
 from stoker.entry import main as run
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import ScriptError
+from stoker.events import kinds
 from stoker.hosts import cluster, raynode, requirements
 from stoker.hosts.cluster import read_token, set_environment
 from stoker.hosts.output import PrefixedStream, write_failure
@@ -483,3 +484,14 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
     # Only where another host may still come is the timeout what ends the wait.
     waits = "did not join" in str(expected) or least == 0
     assert now[0] > 300 if waits else 5 + cluster.GONE_S <= now[0] < 5 + cluster.GONE_S + 1
+
+
+def test_a_stop_is_judged_by_progress_also_after_a_start_from_a_newer_checkpoint_than_foreseen() -> None:
+    begun = kinds.AttemptStarted(workers=1, start={})
+    for events, trains in (
+        ([kinds.TrainWorkerStarted(rank=0, node="n"), begun], True),
+        ([kinds.TrainWorkerStarted(rank=0, node="n"), begun.model_copy(update={"ahead": True})], False),
+    ):
+        deadline = driver.StopDeadline(None)
+        deadline.take(events)
+        assert (deadline.passed_since(time.monotonic() - driver.NOBODY_S - 1) == "") == trains

@@ -113,6 +113,25 @@ def trained(head: Coordinator) -> tuple[int, dict[str, Any]]:
     return len(set(seen)), head.epoch_done(0, "train", 0, 0, used)
 
 
+def test_a_pass_is_over_when_its_last_block_has_come(head: Coordinator) -> None:
+    head._look_once([node("A")], time.monotonic())
+    worker = Worker(head, "A")
+    worker.work()
+    (pass_,) = head.attempt.open.values()
+    assert pass_.complete() and pass_ not in head.attempt.planner.passes
+
+
+def test_nobody_is_late_by_what_nobody_could_do_while_the_machine_stood_still(head: Coordinator) -> None:
+    now = time.monotonic()
+    head._look_once([node("A"), node("B")], now)
+    Worker(head, "A").claim()
+    waits = Worker(head, "B")
+    assert head._look_once([node("A"), node("B")], now + 5000) == []
+    assert waits.me.worker in head.workers and not head.pool.avoided
+    found = [head._look_once([node("A"), node("B")], now + 5000 + second) for second in range(1, 400)]
+    assert ["its handle"] in found, "it does hang"
+
+
 @pytest.mark.parametrize("restarted_on", ["A", "B"])
 def test_a_worker_that_shall_leave_and_dies_at_work_leaves_that_to_others(
     head: Coordinator, draining: set[str], restarted_on: str

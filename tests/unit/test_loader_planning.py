@@ -14,7 +14,8 @@ import pyarrow as pa
 import pytest
 from torch.utils.data import IterableDataset, default_collate
 
-from stoker.loader.loader_service import LoaderAttempt, LoaderPass
+from stoker.config.schema import Config
+from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderService
 from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
 from stoker.protocol import (
     BlockReport,
@@ -29,6 +30,7 @@ from stoker.protocol import (
     SplitSetup,
     Work,
 )
+from stoker.serve import service
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
@@ -105,6 +107,26 @@ def test_batches_are_made_in_their_order_though_calls_of_a_script_overtake_each_
         head.planner.advance()
         made = [at(head.given(worker))[0] for worker in ("a", "b")]
     assert made == [0, 1]
+
+
+def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "Agents", lambda *_, **__: SimpleNamespace(run="run", nodes=set()))
+    given = {"config": Config(), "node": "head", "budget_bytes": 300, "most_waiting": 64, "scaler": None}
+    head = LoaderService(**given)
+    monkeypatch.setattr(head, "start_engine", lambda me: None)
+    head.setups["n"] = "setup"
+
+    def opened(key: str) -> list[str]:
+        work = [(0, Shard("batch 0"), 0)]
+        head.open(None, key, f"n/{key}", "loader", 0, False, 60.0, "head", "job", "", work, None)
+        return [each.plan.split for each in head.attempt.planner.passes] if head.attempt else []
+
+    head.close("first")  # the calls overtook each other
+    assert opened("first") == []
+    assert opened("second") == ["n/second"]
+    assert opened("second") == ["n/second"], "Ray asks again after a broken connection"
 
 
 def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:

@@ -133,6 +133,19 @@ def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_p
     assert (summary.steps, summary.speed.samples_per_s) == (11, 80.0)
 
 
+def test_a_script_that_is_started_again_adds_to_what_it_did_before(tmp_path: Path) -> None:
+    summary, found = Summary(name="job", train_workers=1), []
+    recorder = Recorder(tmp_path, summary, 0.0)
+    for _ in range(2):  # each start numbers its passes from 0
+        recorder.on_event(event_of({"event": "train_worker", "time": 1.0, "rank": 0, "node": "n"}))
+        for steps in (3, 11):
+            recorder.on_event(event_of(ONE | {"loader": 0, "steps": steps, "samples": 8 * steps}))
+            found.append(summary.steps)
+    recorder.on_event(event_of({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0}))
+    found.append(summary.steps)
+    assert found == [3, 11, 14, 22, 11], "the last pass was no training"
+
+
 def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> None:
     summary = Summary(name="job", place="local", started="", train_workers=2)
     recorder = Recorder(tmp_path, summary, 0.0)

@@ -177,7 +177,9 @@ class StopDeadline:
         for event in events:
             if isinstance(event, kinds.TrainWorkerStarted):
                 self._trains = True
-            elif isinstance(event, kinds.AttemptStarted | kinds.TrainWorkerLost):
+            elif isinstance(event, kinds.TrainWorkerLost) or (
+                isinstance(event, kinds.AttemptStarted) and event.ahead
+            ):
                 self._trains = False  # whoever starts later stops at once
             if isinstance(event, PROGRESS):
                 self._heard = time.monotonic()

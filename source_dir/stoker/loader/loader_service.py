@@ -228,6 +228,8 @@ class LoaderService(DataService):
         self._job_of: dict[str, str] = {}
         self._latest: dict[str, str] = {}
         self._superseded: set[str] = set()
+        self._closed = deque[str](maxlen=64)
+        """Passes that were closed before they were opened: a script was interrupted."""
         self._copies: dict[str, dict[int, str]] = {}
         """With `persistent_workers` and an iterable dataset: by split, the chain worker that has the copy of
         the dataset that serves a stream."""
@@ -332,6 +334,10 @@ class LoaderService(DataService):
         with self.changed:
             if not self._knows(split.partition("/")[0], loader):
                 return None
+            if key in self._closed:
+                return self.state(key, PassProgress())
+            if key in self._job_of:  # Ray asks again after a broken connection
+                self.close(key)
             if node == self.node:
                 self._events = told
             self._job_of[key] = job
@@ -429,7 +435,8 @@ class LoaderService(DataService):
 
     def close(self, key: str) -> None:
         with self.changed:
-            self._job_of.pop(key, None)
+            if self._job_of.pop(key, None) is None:
+                self._closed.append(key)
             self._progress.pop(key, None)
             if self.attempt is not None:
                 self.attempt.close(key)

@@ -8,6 +8,7 @@ loaders.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -42,6 +43,8 @@ LATER_S = 0.5
 """When a chain worker asks again for which there is no room to wait."""
 SILENT_S = 60.0
 """A chain worker without work that has not called for so long is gone."""
+PAUSE_S = 5.0
+"""Looks that are further apart tell that this machine stood still."""
 MOVED_S = 5.0
 NOT_NEEDED = "the work that a block belongs to is over"
 LEASES_END_S = 3.0
@@ -105,7 +108,7 @@ class DataService(ABC):
         )
         self._waiting = 0
         self._started = threading.Lock()
-        self._look_now = threading.Event()
+        self._look_now, self._looked = threading.Event(), math.inf
 
     @abstractmethod
     def event(self, event: Event) -> None:
@@ -176,6 +179,7 @@ class DataService(ABC):
             while self._knows_process(by) and not (self.over or by.worker in self.pool.leaving):
                 planner = self._planner()
                 if planner is not None:
+                    planner.ended(by)  # with its last block, a pass may be complete
                     planner.advance()
                 claim = planner.claim(by) if planner else None
                 many = self._waiting >= self.most_waiting
@@ -303,6 +307,8 @@ class DataService(ABC):
         with self.changed:
             self._refuse_no_host(now - self._last_host)
             planner = self._planner()
+            self._paused(max(now - self._looked - PAUSE_S, 0.0), planner)
+            self._looked = now
             bound = {self.pool.there.get(process, "") for process in self.pool.bound}
             staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
             hungry = bool(planner and planner.hungry)
@@ -317,6 +323,14 @@ class DataService(ABC):
             self._rescuer = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
             self._rescuer.start()
         return handles
+
+    def _paused(self, seconds: float, planner: Planner | None) -> None:
+        """This machine stood still, and perhaps others with it: nobody is late by what nobody could do."""
+        if seconds:
+            self.workers = {k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()}
+        for item in (*planner.active.values(), *planner.again) if planner else ():
+            item.quiet_since += seconds
+            item.stuck_since += seconds
 
     def _some_are_silent(self) -> bool:
         with self.changed:
