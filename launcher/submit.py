@@ -327,6 +327,8 @@ def main() -> None:
     except TyperException as error:
         context = getattr(error, "ctx", None)
         more = f"; see {context.command_path} --help" if context else ""
+        if hasattr(error, "option_name") and any(word.endswith(".py") for word in sys.argv[1:]):
+            more += "; a script's own arguments go after --"
         problems = (error.format_message().rstrip(".") + more,)
     for problem in problems:
         print(f"error: {scrub(problem)}", file=sys.stderr)

@@ -119,6 +119,7 @@ COMMANDS = {
     "train.epochs=-1": "train.epochs: input should be greater than or equal",
     "=3": "command line: '=3': the key has an empty part",
     "-- --lr 3": "args: args require a script",
+    "train.py --lr 3": "; a script's own arguments go after --",
     "--dryrun": "No such option: --dryrun (Possible options: --dry-run)",
     "--address http://h:1": "--address: is not supported with --on",
     "--on ray": "--address: needed with --on ray",
