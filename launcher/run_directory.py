@@ -24,6 +24,7 @@ from launcher.places import EXIT_CODES, Place, Resume
 from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
 from stoker.storage.checkpoint_store import complete, open_store
 from stoker.storage.filesystems import deepest_there
@@ -219,8 +220,8 @@ class PastRun:
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):
-            epoch = "" if found.get("script") else f", epoch {found.get('epochs', 0)}"
-            parts.append(f"step {found['steps']}{epoch}")
+            done = "" if found.get("script") else f", {count_of(found.get('epochs') or 0, 'epoch')} done"
+            parts.append(f"step {found['steps']}{done}")
         metrics = found.get("metrics")
         last = metrics.get("last") if isinstance(metrics, dict) else None
         known = finite(last) if isinstance(last, dict) else {}

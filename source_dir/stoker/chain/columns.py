@@ -239,7 +239,7 @@ def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
     if not kind.ragged or 0 in kind.shape:
         raise SchemaError(
             f"column {name!r} is {kind} in record {key}, but the recipe's pad names it: only arrays of"
-            " numbers can be padded"
+            " numbers can be padded; make it one, as numpy.array does of a list"
         )
     dtype = np.dtype(kind.dtype)
     if dtype.kind in "iu":
