@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -226,7 +227,8 @@ def _refuse_failed(code: int, stopped: bool, run_dir: Path, screen: str) -> None
     errors = [line.removeprefix("error: ") for line in screen.splitlines() if line.startswith("error: ")]
     if code == 2:
         raise UsageError(*errors or ["size: the short run was refused"])
-    if code and not (stopped and code == 143):
+    # While it ends by itself, nothing handles the signal any more.
+    if code and not (stopped and code in (143, -signal.SIGTERM)):
         summary = PastRun(run_dir).summary()
         why = str(summary.get("error") or "") or "; ".join(errors) or f"exit code {code}"
         raise UsageError(f"size: the short run failed: {why}")

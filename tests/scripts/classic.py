@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -31,6 +32,7 @@ else:
     from stoker import DataLoader
 
 torch.manual_seed(0)
+random.seed(0)
 torch.set_num_threads(1)
 chain = transforms.Compose([transforms.Resize(32), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])])
 train = ImageFolder(options.data / "train", chain)
@@ -53,6 +55,7 @@ if checkpoint.exists():
     losses, epoch = state["losses"], state["epoch"]
     loader.load_state_dict(state["loader"])
     torch.set_rng_state(state["rng"])
+    random.setstate(state["random"])
 
 
 def save() -> None:
@@ -64,6 +67,7 @@ def save() -> None:
         "epoch": epoch,
         "loader": loader.state_dict(),
         "rng": torch.get_rng_state(),
+        "random": random.getstate(),
     }
     torch.save(state, checkpoint.with_suffix(".new"))
     checkpoint.with_suffix(".new").rename(checkpoint)
@@ -85,7 +89,7 @@ while epoch < options.epochs:
     model.eval()
     with torch.no_grad():
         right = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val_loader)
-    losses.append(right / len(val))
+    losses += [right / len(val), random.random()]
     epoch += 1
 
 (options.out / "losses.json").write_text(json.dumps(losses))
