@@ -249,6 +249,8 @@ def set_ray_train() -> None:
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     # Keep train workers in the job's folder, so that the recipe's relative paths resolve.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    # What a recipe prints reaches standard output, so the screen, and not Ray Train's logger instead.
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
     # Detect the end of training within 0.5 s and a hung train worker within 2 instead of 10 minutes.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "120")
