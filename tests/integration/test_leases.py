@@ -39,4 +39,5 @@ def test_an_error_of_ray_data_is_noticed_though_nobody_waits_for_its_rows(
         return bool(errors)
 
     until(look)
-    assert "a lease was lost for good" in str(errors[0])
+    # On a busy machine, Ray Data's own deadline, which is short here, may come first.
+    assert any(each in str(errors[0]) for each in ("a lease was lost for good", "made no progress"))
