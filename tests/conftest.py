@@ -24,9 +24,8 @@ sys.path[:0] = [str(RECIPES), str(Path(__file__).resolve().parent)]
 for name in ("STOKER_RUN_DIR", "STOKER_PLACE", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
 # Ray runs its workers at nice 15: beside anything else that computes here, they would hardly get on.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
-# Ray gives its own node 30 s to start, in which it may ask but once.
-os.environ["RAY_raylet_start_wait_time_s"] = "150"  # noqa: SIM112 - so Ray spells it
+# Its own node has 30 s to start, in which it may ask but once.
+os.environ |= {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "150"}
 # A process that is killed by a signal says where it was.
 os.environ["PYTHONFAULTHANDLER"] = "1"
 # A shell starts background jobs with SIGINT ignored, and children inherit that; tests send it.

@@ -294,10 +294,8 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
 
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
     monkeypatch.setattr("stoker.checkpoints.format.WORTH_SAYING_S", 0.0)
-    said: list[str] = []
+    said, running, most = list[str](), list[int](), list[int]()
     writer = Writer(said.append)
-    running: list[int] = []
-    most = []
     waited, wait = threading.Semaphore(0), writer.wait
     monkeypatch.setattr(writer, "wait", lambda **given: (waited.release(), wait(**given)))
 
@@ -348,8 +346,7 @@ def test_a_write_that_makes_progress_has_all_the_time_that_it_needs(
     monkeypatch.setattr(checkpoint, "PROGRESS_CPU_S", 0.001)
     monkeypatch.setattr(checkpoint, "_NICENESS", 0)  # on busy CPUs it would hardly get on
     monkeypatch.setattr(checkpoint, "TELL_S", 0.2)
-    deadline_s, said, took = 2.0, list[str](), list[float]()
-    turns: list[int] = []
+    deadline_s, said, took, turns = 2.0, list[str](), list[float](), list[int]()
     writer = Writer(said.append, store.where)
 
     def write() -> None:

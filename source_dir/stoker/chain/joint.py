@@ -172,11 +172,11 @@ class Joint(RecordTransform):
         # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
-        height = getattr(out.get("image"), "shape", size)[-2]
         for boxes, name in itertools.product(self.boxes, self.masks):
             left, mask = _shape(out.get(boxes))[:1], _shape(out.get(name))
             # With as many rows as there were boxes, a mask lost some with them.
-            if len(mask) == 2 and mask[:1] == left < (len(parts[boxes]),) and mask[0] != height:
+            lost = len(mask) == 2 and mask[:1] == left < (len(parts[boxes]),)
+            if lost and left != _shape(out.get("image"))[-2:-1]:
                 raise ValueError(f"{name} has {mask[0]} rows after the transform, its image does not")
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
 

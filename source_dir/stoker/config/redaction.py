@@ -189,9 +189,8 @@ def _is_told(name: str, value: str) -> bool:
     *_, before, last = ["", "", *map(str.lower, _WORD.findall(name.rpartition(".")[2]))]
     end = f"{before}_{last}" if last in ("key", "keys", "token", "tokens") else last
     number = _NUMBER.fullmatch(plain)
-    if (
-        last in ("token", "tokens") and before not in _HOLDERS
-    ):  # of a vocabulary, or how many, or a file of them
+    # Of a vocabulary, or how many, or a file of them.
+    if last in ("token", "tokens") and before not in _HOLDERS:
         short = number and before and sum(map(str.isdigit, plain)) < 8
         word = not name.startswith("-") and _ORDINARY.fullmatch(plain)
         if short or word or plain[0] in "<[" or (last == "tokens" and not _CREDENTIAL.fullmatch(plain)):

@@ -88,9 +88,6 @@ class Recorder(Sink):
         self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
-        """Of the passes of a script's present start, by number."""
-        self.before: Sums = defaultdict(int)
-        """Sums of its earlier starts, which numbered their passes alike."""
         self.warm = False
         """Whether a pass has ended since the train workers started."""
         self.pass_from = self.told_step = summary.steps
@@ -130,8 +127,6 @@ class Recorder(Sink):
             self.refresh()
 
     def _on_train_worker(self, event: kinds.TrainWorkerStarted) -> None:
-        if event.rank == 0 and self.loaders:
-            self.before, self.loaders = self.running, {}
         # By rank, so that a restarted worker counts once, on its present host.
         self.worker_nodes[event.rank] = event.node
         hosts = map(self.summary.host_of, self.worker_nodes.values())
@@ -198,7 +193,7 @@ class Recorder(Sink):
         # Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike.
         if event.rank == 0 and not event.steps:  # it was no training
             self.loaders.pop(event.loader, None)
-            self.running = _together(self.before, *self.loaders.values())
+            self.running = _together(*self.loaders.values())
         elif event.rank == 0:
             passed = Sums(int, {name: getattr(event, name) for name in WAITED})
             # The times begin when the first batch is there, so it counts for no rate.

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import random
 import secrets
 import signal
 import socket
@@ -102,16 +101,6 @@ def _connection() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_worker_id())
-
-
-@contextlib.contextmanager
-def keeping_random() -> Iterator[None]:
-    """Connecting to Ray draws from the script's generator of `random`."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 @contextlib.contextmanager

@@ -205,10 +205,11 @@ class DataLoader(TorchDataLoader[Item]):
             )
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages, self.kept.copies)
-        with connection.keeping_random():
-            connection.connect(self.address)
-            end_passes_before_ray()
-            return ClusterMaker(self, pages)
+        drawn = states()  # connecting to Ray draws from the script's generators
+        connection.connect(self.address)
+        restore_generators(drawn)
+        end_passes_before_ray()
+        return ClusterMaker(self, pages)
 
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where and how the script runs, the modules it has loaded again, and its workers' work."""

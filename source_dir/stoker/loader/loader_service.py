@@ -89,11 +89,9 @@ class LoaderPass(Pass):
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        self.work += [
-            Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards
-        ]
-        if not self.streams:  # calls of a script can overtake each other
-            self.work = deque(sorted(self.work, key=attrgetter("number")))
+        new = [Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards]
+        # Calls of a script can overtake each other.
+        self.work = deque(sorted((*self.work, *new), key=attrgetter("number")))
         self.known += len(shards)
         self.total = self.total if total is None else total
         self.listing = self.total is None or self.known < self.total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ class PassProgress(NamedTuple):
     wait_s: float = 0.0
 
 
-_numbers = itertools.count()
+_numbers = itertools.count(secrets.randbits(32) << 20)
+"""Of passes; others than those of an earlier start of the script, whose figures stay."""
 _over: list[PassTimer] = []
 """Passes that ended and were reported although no optimizer had made a step: perhaps validation."""
 _optimizer_steps: list[int] = []

@@ -86,6 +86,7 @@ class Planner:
         """Work for a chain worker that has none, or none any more; None: there is none now."""
         self._abandoned.pop(by.worker, None)
         self.ended(by)
+        self.advance()  # what has ended may complete a pass
         self.begins(by)
         item = self._next(by)
         return None if item is None else self._given(item, by)

@@ -178,9 +178,6 @@ class DataService(ABC):
                 self._made(by, *last)
             while self._knows_process(by) and not (self.over or by.worker in self.pool.leaving):
                 planner = self._planner()
-                if planner is not None:
-                    planner.ended(by)  # with its last block, a pass may be complete
-                    planner.advance()
                 claim = planner.claim(by) if planner else None
                 many = self._waiting >= self.most_waiting
                 if claim is not None or many or time.monotonic() >= deadline:
@@ -326,8 +323,9 @@ class DataService(ABC):
 
     def _paused(self, seconds: float, planner: Planner | None) -> None:
         """This machine stood still, and perhaps others with it: nobody is late by what nobody could do."""
-        if seconds:
-            self.workers = {k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()}
+        if not seconds:
+            return
+        self.workers = {k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()}
         for item in (*planner.active.values(), *planner.again) if planner else ():
             item.quiet_since += seconds
             item.stuck_since += seconds
