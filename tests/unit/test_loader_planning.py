@@ -132,8 +132,8 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
 def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
     head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:
-        train, val = head.open("train", 2, of="train"), head.open("val", 0, of="val")
-        waiting, val.work = val.work, type(val.work)()
+        train = head.open("train", 2, of="train")
+        head.attempt.open("val", "val", 0, 60.0)
         first = head.given("a")
         assert (first.plan.split, *at(first)) == ("train", 0, 0)
         assert head.made("a", first, 0)
@@ -148,13 +148,12 @@ def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they
         assert [head.made("a", third, nth) for nth in range(2, 5)] == [True, True, False]
         assert head.claim("a") is None, "both are far enough"
         assert head.claim("b") is None, "and nobody else reads them"
-        val.work = waiting
+        head.attempt.submit("val", [(0, Shard("batch 0"), 0)], 1)
         other = head.given("a")
         assert other.plan.split == "val"
         head.made("a", other, 0, last=True)
         train.next = (0, 1)
         del train.ready[0, 1]
-        val.work.clear()
         assert at(head.claim("a")) == (0, 5)
         assert head.attempt.bound() == {"a"}
         head.pool.workers_are({"b": "b"}, 4.0)
