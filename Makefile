@@ -44,7 +44,7 @@ storm: setup  ## only the storm of `make soak`: a job under seeded faults; MINUT
 	@$(BIN)/python -m benchmarks.storm --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)  ## ruff
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 
 types: $(READY)  ## mypy --strict
 	@$(BIN)/mypy

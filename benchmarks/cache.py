@@ -43,7 +43,10 @@ def run() -> list[Measure]:
 def per_core(width: int, height: int) -> list[Measure]:
     """Images/s of one core: read or look up, crop at random to 224², flip."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared,
+    ):
         images = photos(width, height)
         write(Path(folder), images)
         source = ImageFolderSource(f"{folder}/train")
@@ -71,12 +74,19 @@ def per_core(width: int, height: int) -> list[Measure]:
             "memory": case(shared),
             "disk, which the kernel holds in memory": case(folder),
             "memory, reduced to 320": case(shared, ShrinkLarger(320)),
-            **{f"memory, room for {percent} %": case(shared, percent=percent) for percent in GOALS_PARTLY},
+            **{
+                f"memory, room for {percent} %": case(shared, percent=percent)
+                for percent in GOALS_PARTLY
+            },
         }
-        rates = {name: len(images) / spent for name, spent in cpu_seconds(cases, ROUNDS_PER_CORE).items()}
+        rates = {
+            name: len(images) / spent for name, spent in cpu_seconds(cases, ROUNDS_PER_CORE).items()
+        }
     none, rows = rates.pop("no cache"), []
     for name, rate in rates.items():
-        goal = next((goal for percent, goal in GOALS_PARTLY.items() if f"{percent} %" in name), None)
+        goal = next(
+            (goal for percent, goal in GOALS_PARTLY.items() if f"{percent} %" in name), None
+        )
         met = None if goal is None else rate / none >= goal
         measure = f"data.cache, {width}×{height}, per core: {name}"
         rows.append(Measure(measure, rate, none, "no cache", rate / none, goal, met, "images/s"))
@@ -111,7 +121,9 @@ def by_epoch() -> list[Measure]:
             goal = None if name == "epoch 1" else GOAL
             met = None if goal is None else ours / peer >= goal
             measure = f"data.cache: {kind}, 500×375 → 224², {name}"
-            rows.append(Measure(measure, ours, peer, "no cache", ours / peer, goal, met, "images/s"))
+            rows.append(
+                Measure(measure, ours, peer, "no cache", ours / peer, goal, met, "images/s")
+            )
     return rows
 
 
@@ -126,7 +138,9 @@ def two_hosts() -> list[Measure]:
         nodes.add("cpu", 2)
         for order in ("any", "exact"):
             data = {"order": order, "preprocess_on": ["cpu"], "block_records": 10}
-            shares = [found for _ in range(ROUNDS) for found in epochs(folder, "memory", **data)[1][1:]]
+            shares = [
+                found for _ in range(ROUNDS) for found in epochs(folder, "memory", **data)[1][1:]
+            ]
             share = statistics.median(shares)
             rows.append(
                 Measure(
@@ -203,7 +217,9 @@ def epochs(
             used = (stream.rows, stream.id_sum, 0)
             ray.get(coordinator.epoch_done.remote(0, "train", epoch, 0, used), timeout=60)
         (begun, _), (warm, images), *_, (end, _) = ends
-        events = [e for e in ray.get(coordinator.drain.remote(), timeout=60) if e["event"] == "cache"]
+        events = [
+            e for e in ray.get(coordinator.drain.remote(), timeout=60) if e["event"] == "cache"
+        ]
         found = [event["found"] / event["records"] for event in events]
         (cpu_s, rows), (whole_cpu_s, all_rows) = made[0], made[-1]
         spent = (whole_cpu_s - cpu_s) / (all_rows - rows)

@@ -38,7 +38,10 @@ def run() -> list[Measure]:
         times = [tuple(map(float, line.split())) for line in clock.read_text().splitlines()]
     taken = [event for event in written if event["step"] % (2 * EVERY) == 0][:PAIRS]
     wall, cpu = ([b[i] - a[i] for a, b in itertools.pairwise(times)] for i in (0, 1))
-    rows = [ratio("checkpoint every 50 steps: samples/s", wall), ratio("  CPU time of the process", cpu)]
+    rows = [
+        ratio("checkpoint every 50 steps: samples/s", wall),
+        ratio("  CPU time of the process", cpu),
+    ]
     for key, what in (
         ("paused_s", "training waits for the copy"),
         ("seconds", "writing beside the training"),

@@ -125,7 +125,9 @@ def per_image(run: Callable[[], dict[str, Any]]) -> dict[str, float]:
     began, ended = result["window_at"]
     used = seen.used((began, ended))
     images = (WINDOW[1] - WINDOW[0]) * end_to_end.TOTAL
-    return {CORES: used.total() / (ended - began)} | {kind: 1000 * s / images for kind, s in used.items()}
+    return {CORES: used.total() / (ended - began)} | {
+        kind: 1000 * s / images for kind, s in used.items()
+    }
 
 
 def functions(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Counter[str]]:
@@ -137,7 +139,11 @@ def functions(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Counter
         while not over.wait(LOOK_EVERY_S) and not sampling:
             seen.look()
             if seen.chain_seconds() > SAMPLED_AFTER_S:
-                wanted = [pid for pid in seen.kinds if psutil.pid_exists(pid) and seen.kinds[pid] in SAMPLED]
+                wanted = [
+                    pid
+                    for pid in seen.kinds
+                    if psutil.pid_exists(pid) and seen.kinds[pid] in SAMPLED
+                ]
                 sampling.update({pid: spy(pid, out / f"{pid}.raw") for pid in wanted})
 
     thread = threading.Thread(target=sample)
@@ -161,10 +167,20 @@ def functions(run: Callable[[], dict[str, Any]], out: Path) -> dict[str, Counter
 
 def spy(pid: int, file: Path) -> subprocess.Popen[bytes]:
     """Sample the functions that use the CPU in a process, for some seconds."""
-    command = ["record", "--pid", str(pid), "--duration", str(SAMPLED_S), "--rate", str(SAMPLES_PER_S)]
+    command = [
+        "record",
+        "--pid",
+        str(pid),
+        "--duration",
+        str(SAMPLED_S),
+        "--rate",
+        str(SAMPLES_PER_S),
+    ]
     spy = Path(sys.executable).with_name("py-spy")  # Ray's dashboard brings it along
     form = ["--format", "raw", "--nolineno", "--output", str(file)]
-    return subprocess.Popen([spy, *command, *form], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [spy, *command, *form], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def run() -> list[Measure]:

@@ -77,7 +77,9 @@ class Paths(Dataset[Any]):
     """As many paths as ImageNet has."""
 
     def __init__(self) -> None:
-        self.paths = [f"/data/imagenet/train/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG" for i in range(PATHS)]
+        self.paths = [
+            f"/data/imagenet/train/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG" for i in range(PATHS)
+        ]
 
     def __len__(self) -> int:
         return len(self.paths)

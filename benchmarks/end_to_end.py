@@ -61,7 +61,11 @@ def run() -> list[Measure]:
         shards.write(folder / "data", mosaic_too="MosaicML Streaming" in peers)
         for number in range(ROUNDS):
             for name in ("Stoker", *list(peers)):
-                one = stoker(folder, TOTAL) if name == "Stoker" else survived(folder, name, peers[name])
+                one = (
+                    stoker(folder, TOTAL)
+                    if name == "Stoker"
+                    else survived(folder, name, peers[name])
+                )
                 if one is None:
                     peers.pop(name)
                     found.pop(name, None)
@@ -129,7 +133,9 @@ def peer(folder: Path, loader: str) -> dict[str, Any]:
         command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder
     )
     if done.returncode:
-        raise RuntimeError(f"{loader} ended with {done.returncode}:\n{done.stdout}{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"{loader} ended with {done.returncode}:\n{done.stdout}{done.stderr[-3000:]}"
+        )
     return taken(out, began)
 
 
@@ -150,11 +156,15 @@ def check(found: dict[str, list[dict[str, Any]]]) -> None:
     for name, runs in found.items():
         for one in runs:
             if one["rows"] != TOTAL or one["sorted_labels"] != runs[0]["sorted_labels"]:
-                raise RuntimeError(f"{name}: {one['rows']} of {TOTAL} images, labels {one['sorted_labels']}")
+                raise RuntimeError(
+                    f"{name}: {one['rows']} of {TOTAL} images, labels {one['sorted_labels']}"
+                )
         if one["sorted_labels"] != found["Stoker"][0]["sorted_labels"]:
             raise RuntimeError(f"{name}: other labels: {one['sorted_labels']}")
         if abs(means[name] - means[BASE]) > LEVELS:
-            raise RuntimeError(f"{name}: mean pixel {means[name]:.2f}, {BASE} has {means[BASE]:.2f}")
+            raise RuntimeError(
+                f"{name}: mean pixel {means[name]:.2f}, {BASE} has {means[BASE]:.2f}"
+            )
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> list[Measure]:

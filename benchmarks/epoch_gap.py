@@ -72,8 +72,14 @@ def gaps(passes: list[dict[str, dict[str, float]]]) -> list[Measure]:
     waits = [one["times"]["first_wait_s"] for one in passes[1:]]
     worst, name = max(waits), "input wait at an epoch boundary"
     ratio = GAP_GOAL_S / max(worst, 1e-6)
-    rows = [Measure(f"{name}: worst", worst, GAP_GOAL_S, "the goal", ratio, 1.0, worst <= GAP_GOAL_S, "s")]
-    rows.append(Measure(f"  {name}: median", statistics.median(waits), None, "–", None, None, None, "s"))
+    rows = [
+        Measure(
+            f"{name}: worst", worst, GAP_GOAL_S, "the goal", ratio, 1.0, worst <= GAP_GOAL_S, "s"
+        )
+    ]
+    rows.append(
+        Measure(f"  {name}: median", statistics.median(waits), None, "–", None, None, None, "s")
+    )
     return rows
 
 
@@ -87,10 +93,14 @@ def memory(own: list[int]) -> list[Measure]:
     print("own memory beyond prefetch, MB by epoch:", " ".join(f"{value:.0f}" for value in beyond))
     name = f"train worker's memory over {EPOCHS} epochs"
     flat = strays <= MEMORY_GOAL
-    rows = [Measure(f"{name}: last 5 against first 5", last, first, "first 5", growth, None, None, "MB")]
+    rows = [
+        Measure(f"{name}: last 5 against first 5", last, first, "first 5", growth, None, None, "MB")
+    ]
     ratio, unit = MEMORY_GOAL / max(strays, 1e-9), "of the first"
     rows.append(
-        Measure(f"{name}: strays by at most", strays, MEMORY_GOAL, "the goal", ratio, 1.0, flat, unit)
+        Measure(
+            f"{name}: strays by at most", strays, MEMORY_GOAL, "the goal", ratio, 1.0, flat, unit
+        )
     )
     return rows
 

@@ -42,7 +42,10 @@ class Link:
         self.keys: Counter[str] = Counter()
 
     def figures(self) -> dict[str, int]:
-        return self.counts | {"keys": len(self.keys), "most of a key": max(self.keys.values(), default=0)}
+        return self.counts | {
+            "keys": len(self.keys),
+            "most of a key": max(self.keys.values(), default=0),
+        }
 
 
 LINK = Link()
@@ -106,7 +109,9 @@ def listing(query: dict[str, str]) -> bytes:
     inside, token, contents, more = "train/".startswith(prefix), "", "", ""
     if query.get("delimiter") and prefix in ("", "train/"):
         found = ["train/"] if not prefix else [f"train/{n:04d}/" for n in range(FOLDERS)]
-        contents = "".join(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in found)
+        contents = "".join(
+            f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in found
+        )
     elif folder.isdecimal() or inside or prefix == "train/":
         number = int(query.get("continuation-token") or (folder if folder.isdecimal() else 0))
         contents = _PAGE.replace("@", f"train/{number:04d}/")
@@ -126,7 +131,9 @@ async def serve() -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Connection, "127.0.0.1", 0, backlog=1000)
     print(json.dumps({"link": server.sockets[0].getsockname()[1]}), flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(server.close))).start()
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(server.close))
+    ).start()
     await server.serve_forever()
 
 

@@ -50,7 +50,9 @@ class Objects(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         _, _, key = address.path.strip("/").partition("/")
         if "list-type" in address.query or not key:
-            self._send(200, _listing(self.names, parse_qs(address.query), self.file.stat().st_size), body)
+            self._send(
+                200, _listing(self.names, parse_qs(address.query), self.file.stat().st_size), body
+            )
         elif key not in self.names:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>", body)
         else:
@@ -67,7 +69,9 @@ class Objects(BaseHTTPRequestHandler):
     def _object(self, body: bool) -> None:
         size = self.file.stat().st_size
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        first, last = (int(wanted[1]), min(int(wanted[2] or size), size - 1)) if wanted else (0, size - 1)
+        first, last = (
+            (int(wanted[1]), min(int(wanted[2] or size), size - 1)) if wanted else (0, size - 1)
+        )
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
@@ -79,7 +83,9 @@ class Objects(BaseHTTPRequestHandler):
             with self.file.open("rb") as file, contextlib.suppress(ConnectionError):
                 self.connection.settimeout(None)
                 while first <= last:
-                    first += os.sendfile(self.connection.fileno(), file.fileno(), first, last + 1 - first)
+                    first += os.sendfile(
+                        self.connection.fileno(), file.fileno(), first, last + 1 - first
+                    )
 
 
 def _listing(names: list[str], query: dict[str, list[str]], size: int) -> bytes:
@@ -122,7 +128,9 @@ class Link:
         """Forward one connection until either end closes it."""
         try:
             await asyncio.sleep(LATENCY_S)
-            from_server, to_server = await asyncio.open_connection("127.0.0.1", self.port, limit=2 * CHUNK)
+            from_server, to_server = await asyncio.open_connection(
+                "127.0.0.1", self.port, limit=2 * CHUNK
+            )
         except OSError:
             writer.close()
             return
@@ -159,7 +167,9 @@ async def _requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
         await writer.drain()
 
 
-async def _arrive(travelling: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+async def _arrive(
+    travelling: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
+) -> None:
     while True:
         at, chunk = await travelling.get()
         if (wait := at - time.monotonic()) > 0:

@@ -48,15 +48,25 @@ class Utilization:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
 
     def _work(self) -> None:
-        command = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        command = [
+            "nvidia-smi",
+            "--id=0",
+            "--query-gpu=utilization.gpu",
+            "--format=csv,noheader,nounits",
+        ]
         while not self._over.wait(SAMPLE_S):
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=10, check=True
+                )
                 self.percent.append(float(done.stdout))
             except (OSError, ValueError, subprocess.SubprocessError):
                 return
@@ -89,7 +99,11 @@ def compare(model: str, size: Size) -> list[Measure]:
             with Utilization() as gpu:
                 run_dir = run_job(folder, job_of(model, kind, folder, size), timeout_s=900)
             speed = json.loads((run_dir / "summary.json").read_text())["speed"]
-            found[kind] = (float(speed["steady_samples_per_s"]), speed["input_wait_pct"], gpu.busy())
+            found[kind] = (
+                float(speed["steady_samples_per_s"]),
+                speed["input_wait_pct"],
+                gpu.busy(),
+            )
     jpeg, ceiling = found["JPEG"], found["synthetic"]
     rows = [
         Measure(f"training {model}: JPEG", jpeg[0], ceiling[0], "synthetic data", jpeg[0] / ceiling[0],
@@ -98,7 +112,16 @@ def compare(model: str, size: Size) -> list[Measure]:
     for at, what in ((1, "input wait"), (2, "GPU utilisation")):
         if jpeg[at] is not None and ceiling[at] is not None:
             rows.append(
-                Measure(f"  {model}: {what}", jpeg[at], ceiling[at], "synthetic data", None, None, None, "%")
+                Measure(
+                    f"  {model}: {what}",
+                    jpeg[at],
+                    ceiling[at],
+                    "synthetic data",
+                    None,
+                    None,
+                    None,
+                    "%",
+                )
             )
     return rows
 

@@ -52,7 +52,13 @@ JOB = {
     "data": {"preprocess_on": ["cpu"], "block_records": BLOCK_RECORDS},
     "train": {"epochs": 1, "batch_size": BATCH},
     "cluster": {"object_store_mb": 192},
-    "rehearsal": {"hosts": "gpu=1,cpu=1", "entry": "container", "cpus": 4, "shm_mb": 512, "timeout_s": 280},
+    "rehearsal": {
+        "hosts": "gpu=1,cpu=1",
+        "entry": "container",
+        "cpus": 4,
+        "shm_mb": 512,
+        "timeout_s": 280,
+    },
 }
 
 
@@ -78,11 +84,20 @@ def run() -> list[Measure]:
 
 def rows(cores: Counter[tuple[str, str]]) -> list[Measure]:
     """Shares of a core, of Stoker's processes and of each part."""
-    whole = {whose: sum(used for (of, _), used in cores.items() if of == whose) for whose in (OURS, RAYS)}
+    whole = {
+        whose: sum(used for (of, _), used in cores.items() if of == whose) for whose in (OURS, RAYS)
+    }
     ours, unit = whole[OURS], "cores"
     return [
         Measure(
-            "GPU host beside its train worker", ours, GOAL, "the goal", GOAL / ours, 1.0, ours <= GOAL, unit
+            "GPU host beside its train worker",
+            ours,
+            GOAL,
+            "the goal",
+            GOAL / ours,
+            1.0,
+            ours <= GOAL,
+            unit,
         ),
         Measure("  Ray itself there", whole[RAYS], None, "–", None, None, None, unit),
         *(
@@ -132,4 +147,6 @@ def on_gpu_host() -> dict[int, tuple[tuple[str, str], str, float]]:
             command, times = " ".join(each.cmdline()), each.cpu_times()
             host = found.setdefault(str(Path(f"/proc/{each.pid}/ns/net").readlink()), {})
             host[each.pid] = kind_of(command), command, times.user + times.system
-    return next(host for host in found.values() if any(kind[0] == TRAIN for kind, *_ in host.values()))
+    return next(
+        host for host in found.values() if any(kind[0] == TRAIN for kind, *_ in host.values())
+    )

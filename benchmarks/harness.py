@@ -70,7 +70,9 @@ def publish(measures: list[Measure]) -> None:
         ratio = f"{m.ratio:6.2f}×" if m.ratio is not None else "      –"
         peer = f"{m.peer:10.3f}" if m.peer is not None else "         –"
         goal = f"goal {m.goal:g}: {'met' if m.met else 'NOT met'}" if m.goal is not None else ""
-        print(f"{m.measure:<44} {m.ours:10.3f} {peer} {m.unit:<14} {ratio}  {goal}  ({m.peer_name})")
+        print(
+            f"{m.measure:<44} {m.ours:10.3f} {peer} {m.unit:<14} {ratio}  {goal}  ({m.peer_name})"
+        )
     RESULTS.parent.mkdir(exist_ok=True)
     machine = {
         "processor": platform.processor() or platform.machine(),
@@ -82,4 +84,6 @@ def publish(measures: list[Measure]) -> None:
     draft = RESULTS.with_suffix(".draft")
     draft.write_text(json.dumps(rows, indent=1) + "\n")
     draft.replace(RESULTS)
-    print(f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+    print(
+        f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}"
+    )

@@ -65,7 +65,8 @@ class TrainWorker:
     def stock(self, shard: Any) -> Taken:
         """Consume batches of Ray Data."""
         return [
-            (time.time(), batch["index"].tolist()) for batch in shard.iter_torch_batches(batch_size=BATCH)
+            (time.time(), batch["index"].tolist())
+            for batch in shard.iter_torch_batches(batch_size=BATCH)
         ]
 
     def ours(self, coordinator: Any, rank: int, config: Config) -> Taken:
@@ -86,7 +87,9 @@ def run() -> list[Measure]:
     """Run the benchmark and return its rows."""
     found: dict[str, list[float]] = {"Stoker": [], "stock": []}
     with ray_nodes(GPU_HOST_CPUS) as nodes:
-        for group, cpus in [("gpu", GPU_HOST_CPUS)] * (GPU_HOSTS - 1) + [("cpu", CPU_HOST_CPUS)] * CPU_HOSTS:
+        for group, cpus in [("gpu", GPU_HOST_CPUS)] * (GPU_HOSTS - 1) + [
+            ("cpu", CPU_HOST_CPUS)
+        ] * CPU_HOSTS:
             nodes.add(group, cpus)
         wake_all_slots(SLOTS, sys.modules[__name__])
         for number in range(ROUNDS):
@@ -98,7 +101,9 @@ def run() -> list[Measure]:
     name, ideal = "GPU and CPU hosts, training skipped", SLOTS / RECORD_S
     return [
         Measure(name, ours, theirs, "stock Ray Data", ratio, GOAL, ratio >= GOAL, "records/s"),
-        Measure(f"{name}: the ideal", ours, ideal, "the ideal", ours / ideal, None, None, "records/s"),
+        Measure(
+            f"{name}: the ideal", ours, ideal, "the ideal", ours / ideal, None, None, "records/s"
+        ),
     ]
 
 
@@ -125,7 +130,9 @@ def measure(loader: Any) -> float:
     batches = sorted((batch for one in taken for batch in one), key=lambda batch: batch[0])
     indices = [index for _, some in batches for index in some]
     if sorted(indices) != list(range(TOTAL)):
-        raise RuntimeError(f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct")
+        raise RuntimeError(
+            f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct"
+        )
     sums = np.cumsum([len(some) for _, some in batches]).tolist()
     return slope([(at, rows) for (at, _), rows in zip(batches, sums, strict=True)], TOTAL, WINDOW)
 

@@ -20,7 +20,13 @@ def environment() -> dict[str, str]:
 
     Ray runs its workers at nice 15. Against a peer at nice 0 they would lose time to other load.
     """
-    paths = [str(ROOT), str(ROOT / "source_dir"), os.environ.get("PYTHONPATH", ""), str(ROOT / ".peers")]
+    paths = [
+        str(ROOT),
+        str(ROOT / "source_dir"),
+        str(ROOT / "launcher"),
+        os.environ.get("PYTHONPATH", ""),
+        str(ROOT / ".peers"),
+    ]
     importable = os.pathsep.join(path for path in paths if path)
     return os.environ | {"PYTHONPATH": importable, "RAY_worker_niceness": "0"}
 
@@ -38,7 +44,13 @@ def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float
         RuntimeError: the job failed; contains the last lines of its output.
     """
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", str(RECIPES)]
+    command = [
+        sys.executable,
+        str(ROOT / "launcher/submit.py"),
+        "job.yaml",
+        "--source-dir",
+        str(RECIPES),
+    ]
     done = subprocess.run(
         [*command, *arguments],
         cwd=folder,
@@ -49,7 +61,9 @@ def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float
         timeout=timeout_s,
     )
     if done.returncode:
-        raise RuntimeError(f"the job {job['name']} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise RuntimeError(
+            f"the job {job['name']} ended with {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     return (folder / "runs" / "latest").resolve()
 
 

@@ -77,7 +77,14 @@ RECEIVER = [
 NETWORK = [
     Linked("1 CPU host, 100 Mb/s, 151 kB", 1, 100, cpu_s=0.02, bytes_per_sample=150_528),
     Linked("2 CPU hosts, 200 Mb/s, 151 kB", 2, 200, cpu_s=0.02, bytes_per_sample=150_528),
-    Linked("2 CPU hosts, 300 Mb/s, 602 kB", 2, 300, cpu_s=0.04, bytes_per_sample=602_112, block_records=16),
+    Linked(
+        "2 CPU hosts, 300 Mb/s, 602 kB",
+        2,
+        300,
+        cpu_s=0.04,
+        bytes_per_sample=602_112,
+        block_records=16,
+    ),
 ]
 
 
@@ -113,7 +120,9 @@ class Row:
 
 def run() -> list[Measure]:
     """Run the benchmark and return its rows."""
-    print("| Shape | predicted | measured | ratio | binds: model | binds: run |\n|---|---|---|---|---|---|")
+    print(
+        "| Shape | predicted | measured | ratio | binds: model | binds: run |\n|---|---|---|---|---|---|"
+    )
     asleep = list(_said(slept()))
     return measures([*asleep, *_said(map(rehearsed, NETWORK))])
 
@@ -205,7 +214,10 @@ def measures(rows: Iterable[Row]) -> list[Measure]:
         for row in found
     ]
     swept = [row for row in found if row.case in SWEEP]
-    cost = {row.case.hosts: row.case.shape.usd_per_hour / row.samples_per_s / 3600 * 1e6 for row in swept}
+    cost = {
+        row.case.hosts: row.case.shape.usd_per_hour / row.samples_per_s / 3600 * 1e6
+        for row in swept
+    }
     chosen = model.cheapest_count(SWEEP[0].work, SWEEP[0].shape, MAX_HOSTS)
     best = min(cost, key=lambda count: cost[count])
     ratio = cost[best] / cost[chosen]
@@ -213,5 +225,14 @@ def measures(rows: Iterable[Row]) -> list[Measure]:
     met = ratio >= 1 - COST_WITHIN
     return [
         *table,
-        Measure(name, cost[chosen], cost[best], "brute force", ratio, 1 - COST_WITHIN, met, "$/1M samples"),
+        Measure(
+            name,
+            cost[chosen],
+            cost[best],
+            "brute force",
+            ratio,
+            1 - COST_WITHIN,
+            met,
+            "$/1M samples",
+        ),
     ]

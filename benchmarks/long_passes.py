@@ -96,7 +96,9 @@ def loader(batches: int) -> Iterator[int]:
         attempt.open("k", "s", 0, 60.0)
         pass_ = attempt.passes["k"]
         for first in range(0, batches, AHEAD):
-            shards = [(n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))]
+            shards = [
+                (n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))
+            ]
             attempt.submit("k", shards, batches)
             attempt.planner.advance()
             for at, _ in enumerate(made(attempt.planner)):
@@ -124,7 +126,9 @@ def run() -> list[Measure]:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         whole = pool.map(resident, (recipe, loader))
     return [
-        Measure(f"head at {millions} M batches, {drive.__name__}", mb, None, "–", None, None, None, "MB")
+        Measure(
+            f"head at {millions} M batches, {drive.__name__}", mb, None, "–", None, None, None, "MB"
+        )
         for drive, found in zip((recipe, loader), whole, strict=True)
         for millions, mb in zip(MILLIONS, found, strict=True)
     ]

@@ -38,7 +38,14 @@ def run() -> list[Measure]:
         most = LINK_MBPS * 1e6 / 8 / BYTES[dtype]
         rows.append(
             Measure(
-                f"  {name}, {dtype}: use", samples, most, "the link's rate", samples / most, None, None, unit
+                f"  {name}, {dtype}: use",
+                samples,
+                most,
+                "the link's rate",
+                samples / most,
+                None,
+                None,
+                unit,
             )
         )
     return rows
@@ -57,12 +64,22 @@ def measure(dtype: str) -> float:
         "data": {"preprocess_on": ["cpu"], "block_records": BLOCK, "shuffle": False},
         "train": {"epochs": 1, "batch_size": BATCH, "threads": 1},
         "cluster": {"object_store_mb": 700, "join_timeout_s": 120},
-        "rehearsal": {"hosts": "gpu=1,cpu=1", "entry": "container", "shm_mb": 1024, "timeout_s": 240},
+        "rehearsal": {
+            "hosts": "gpu=1,cpu=1",
+            "entry": "container",
+            "shm_mb": 1024,
+            "timeout_s": 240,
+        },
         "tracking": {"tensorboard": False, "log_every_steps": 1},
     }
     with tempfile.TemporaryDirectory() as folder:
         run_dir = run_job(
-            Path(folder), job, "--on", "rehearsal", f"rehearsal.link_mbps={LINK_MBPS}", timeout_s=300
+            Path(folder),
+            job,
+            "--on",
+            "rehearsal",
+            f"rehearsal.link_mbps={LINK_MBPS}",
+            timeout_s=300,
         )
         steps = events(run_dir, "step")
         summary = json.loads((run_dir / "summary.json").read_text())

@@ -28,10 +28,12 @@ def photos(width: int, height: int) -> list[bytes]:
     found = []
     for _ in range(IMAGES):
         layers = [
-            rng.integers(0, 256, (height // s + 1, width // s + 1, 3), dtype=np.uint8) for s in (64, 16, 4)
+            rng.integers(0, 256, (height // s + 1, width // s + 1, 3), dtype=np.uint8)
+            for s in (64, 16, 4)
         ]
         big = [
-            np.asarray(Image.fromarray(a).resize((width, height), Image.Resampling.BICUBIC)) for a in layers
+            np.asarray(Image.fromarray(a).resize((width, height), Image.Resampling.BICUBIC))
+            for a in layers
         ]
         mixed = (0.6 * big[0] + 0.3 * big[1] + 0.1 * big[2]).astype(np.uint8)
         content = io.BytesIO()
@@ -83,7 +85,9 @@ def peers(images: list[bytes]) -> dict[str, Callable[[], Any]]:
     on_tensors = v2.Compose([v2.PILToTensor(), *CROP])
 
     def of(transform: Any) -> Callable[[], Any]:
-        return lambda: torch.stack([transform(Image.open(io.BytesIO(b)).convert("RGB")) for b in images])
+        return lambda: torch.stack(
+            [transform(Image.open(io.BytesIO(b)).convert("RGB")) for b in images]
+        )
 
     return {"Pillow + v2 on images": of(on_images), "Pillow + v2 on tensors": of(on_tensors)}
 
@@ -97,7 +101,9 @@ def blurring(goal: float) -> list[Measure]:
     def theirs() -> None:
         rng = np.random.default_rng(0)
         for _ in records:
-            image = torch.from_numpy(rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)).permute(2, 0, 1)
+            image = torch.from_numpy(rng.integers(0, 256, (224, 224, 3), dtype=np.uint8)).permute(
+                2, 0, 1
+            )
             for blur in blurs:
                 image = blur(image)
 
@@ -120,7 +126,9 @@ def compare(
         rows.append(Measure(label, mine, rates[peer], peer, ratio, aim, met, unit))
     noise = rates["again"] / rates[first]
     rows.append(
-        Measure(f"{name}: noise (A/A)", rates["again"], rates[first], "itself", noise, None, None, unit)
+        Measure(
+            f"{name}: noise (A/A)", rates["again"], rates[first], "itself", noise, None, None, unit
+        )
     )
     return rows
 

@@ -91,12 +91,19 @@ class Receiver:
         from stoker.config.schema import Config
         from stoker.data import read_range
 
-        data = {"block_records": rows, "preprocess_on": ["cpu"], "transport": transport, "shuffle": False}
+        data = {
+            "block_records": rows,
+            "preprocess_on": ["cpu"],
+            "transport": transport,
+            "shuffle": False,
+        }
         config = Config.model_validate({"data": data, "train": {"batch_size": BATCH}})
         source = read_range(IMAGES[dtype])
         with one_pass(config, source, [Picture(dtype)], torch.device("cpu")) as stream:
             deadline = time.monotonic() + 60
-            while transport == "direct" and not ray.get(stream.coordinator.servers.remote()).servers:
+            while (
+                transport == "direct" and not ray.get(stream.coordinator.servers.remote()).servers
+            ):
                 if time.monotonic() > deadline:
                     raise RuntimeError("the other node serves no blocks")
                 time.sleep(0.1)
@@ -127,7 +134,9 @@ class Used:
         if daemon.name() != "raylet":
             raise RuntimeError(f"the parent of a worker is {daemon.name()}, not Ray's daemon")
         own = {each.pid: seconds(each) for each in (me, daemon)}
-        return own, own | {p.pid: seconds(p) for p in daemon.children(recursive=True) if p.pid != me.pid}
+        return own, own | {
+            p.pid: seconds(p) for p in daemon.children(recursive=True) if p.pid != me.pid
+        }
 
     def per_image(self, count: int) -> tuple[float, float]:
         """(received, whole host), ms per image; of processes that ended meanwhile, nothing is counted."""
@@ -161,7 +170,9 @@ def raw() -> float:
             connection.sendall(content)
         os._exit(0)
     connection = socket.create_connection(server.getsockname())
-    buffers = [memoryview(np.full(BATCH * SIDE * SIDE * 3, 7, np.uint8)) for _ in range(RAW_BUFFERS)]
+    buffers = [
+        memoryview(np.full(BATCH * SIDE * SIDE * 3, 7, np.uint8)) for _ in range(RAW_BUFFERS)
+    ]
     started = time.process_time()
     for number in range(batches):
         target, at = buffers[number % RAW_BUFFERS], 0
@@ -178,7 +189,9 @@ def measure() -> dict[str, tuple[float, float]]:
     """Medians of interleaved rounds: (received, whole host) ms per image by case."""
     found: dict[str, list[tuple[float, float]]] = {}
     # `Used` needs the processes of each host below its own raylet.
-    with ray_nodes(("gpu", "cpu"), cpus=1, store_mb=STORE_MB, dashboard=False, forked=False) as nodes:
+    with ray_nodes(
+        ("gpu", "cpu"), cpus=1, store_mb=STORE_MB, dashboard=False, forked=False
+    ) as nodes:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": nodes.token}
         import ray
 
@@ -221,23 +234,39 @@ def run() -> list[Measure]:
     def against(name: str, peer_name: str, peer: float | None, goal: float | None) -> Measure:
         ratio = peer / ours if peer is not None else None
         return Measure(
-            name, ours, peer, peer_name, ratio, goal, ratio >= goal if ratio and goal else None, "ms/image"
+            name,
+            ours,
+            peer,
+            peer_name,
+            ratio,
+            goal,
+            ratio >= goal if ratio and goal else None,
+            "ms/image",
         )
 
     unit = "ms/image"
     name = "received uint8 224² image"
     rows = [
-        Measure(f"{name}: at most 0.15 ms", ours, 0.15, "the goal", 0.15 / ours, 1.0, ours <= 0.15, unit),
+        Measure(
+            f"{name}: at most 0.15 ms", ours, 0.15, "the goal", 0.15 / ours, 1.0, ours <= 0.15, unit
+        ),
         against(f"{name}: against Ray Data, uint8", "Ray Data, uint8", found["stock"][0], 1 / 0.45),
-        against(f"{name}: against the float32 path", "Ray Data, float32", found["stock float32"][0], 7.0),
         against(
-            f"{name}: against Ray's object store", "ours through Ray", found["ours through Ray"][0], None
+            f"{name}: against the float32 path", "Ray Data, float32", found["stock float32"][0], 7.0
+        ),
+        against(
+            f"{name}: against Ray's object store",
+            "ours through Ray",
+            found["ours through Ray"][0],
+            None,
         ),
         against(f"{name}: against the floor", "one raw TCP connection", floor, None),
     ]
     whole, stock = found["ours"][1], found["stock"][1]
     whole_name = f"{name}, with coordination"
-    rows.append(Measure(whole_name, whole, stock, "Ray Data, uint8", stock / whole, None, None, unit))
+    rows.append(
+        Measure(whole_name, whole, stock, "Ray Data, uint8", stock / whole, None, None, unit)
+    )
     for case, (received, _) in found.items():
         if "," in case:
             rows.append(Measure(f"  received: {case}", received, None, "–", None, None, None, unit))

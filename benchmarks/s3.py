@@ -59,7 +59,10 @@ class Decode:
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         contents = columns.pop("bin")
         time.sleep(DECODE_S * len(contents))
-        return {**columns, "crc": np.array([zlib.crc32(content) for content in contents], dtype=np.int64)}
+        return {
+            **columns,
+            "crc": np.array([zlib.crc32(content) for content in contents], dtype=np.int64),
+        }
 
 
 def run() -> list[Measure]:
@@ -71,7 +74,10 @@ def run() -> list[Measure]:
             wake_all_slots(SLOTS, sys.modules[__name__])
             found: dict[str, list[float]] = {}
             for number in range(ROUNDS):
-                one = {port: downloaded(ports[port], file.stat().st_size) for port in ("server", "link")}
+                one = {
+                    port: downloaded(ports[port], file.stat().st_size)
+                    for port in ("server", "link")
+                }
                 for order, shuffle in ORDERS.items():
                     one[order] = stoker(file.stat().st_size, crcs, shuffle)
                 for name, rate in one.items():
@@ -90,7 +96,16 @@ def rows(found: dict[str, list[float]]) -> list[Measure]:
         ours = statistics.median(found[order])
         ratio = statistics.median(a / b for a, b in zip(found[order], found["link"], strict=True))
         measures.append(
-            Measure(f"{name}: {order}", ours, link, "plain downloads", ratio, GOAL, ratio >= GOAL, "MB/s")
+            Measure(
+                f"{name}: {order}",
+                ours,
+                link,
+                "plain downloads",
+                ratio,
+                GOAL,
+                ratio >= GOAL,
+                "MB/s",
+            )
         )
     alone = f"  {name}: the server without the link"
     return [*measures, Measure(alone, server, link, "the link", server / link, None, None, "MB/s")]
@@ -166,7 +181,8 @@ def stoker(size: int, crcs: dict[str, int], shuffle: str) -> float:
         RuntimeError: records are missing, repeated or corrupted.
     """
     config = load(
-        None, [f"data.shuffle={shuffle}", f"data.block_records={BATCH}", f"train.batch_size={BATCH}"]
+        None,
+        [f"data.shuffle={shuffle}", f"data.block_records={BATCH}", f"train.batch_size={BATCH}"],
     ).config
     source = read_webdataset(f"s3://{BUCKET}", "train")
     assert source is not None
@@ -185,6 +201,8 @@ def check(stream: Feed, sums: list[int], crcs: dict[str, int]) -> None:
     """Check that speed does not come from doing less: every record once, with the right contents."""
     ids = sum(record_id(f"{shard:05d}.tar:{name}") for shard in range(SHARDS) for name in crcs)
     if stream.rows != TOTAL or stream.id_sum != ids % ID_MODULUS:
-        raise RuntimeError(f"{stream.rows} records received of {TOTAL}; some are missing or repeated")
+        raise RuntimeError(
+            f"{stream.rows} records received of {TOTAL}; some are missing or repeated"
+        )
     if Counter(sums) != dict.fromkeys(crcs.values(), SHARDS):
         raise RuntimeError("records with wrong contents")

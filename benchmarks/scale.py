@@ -97,7 +97,9 @@ def run() -> list[Measure]:
                 made += 1
             workers.append(by)
     per_block_s = (time.process_time() - began) / made
-    ids_s = seconds(lambda: sum(range(10**9, 10**9 + ROWS)))  # the chain worker's share, measured above
+    ids_s = seconds(
+        lambda: sum(range(10**9, 10**9 + ROWS))
+    )  # the chain worker's share, measured above
     steps = 200
     began = time.process_time()
     for step in range(steps):
@@ -112,7 +114,14 @@ def run() -> list[Measure]:
     resume_s = resumed(hosts)
     return [
         Measure(
-            "scale: head, cores at 100 × 96 CPUs", cores, None, "–", None, GOAL_CORES, cores < GOAL_CORES, ""
+            "scale: head, cores at 100 × 96 CPUs",
+            cores,
+            None,
+            "–",
+            None,
+            GOAL_CORES,
+            cores < GOAL_CORES,
+            "",
         ),
         plain("  planner and accounting, of a block", per_block_s * 1000, "ms"),
         plain(f"  64 ranks ask for a step, {HELD:,} blocks held", per_step_s * 1000, "ms"),

@@ -126,7 +126,9 @@ def peer(kind: str, folder: str) -> dict[str, Any]:
     recipe = recipe_of(kind)(data=folder)
     columns = getattr(recipe.read("train"), "columns", None) or []
     data, pads = Files(Path(folder), columns, recipe.preprocess("train")), pads_of(recipe)
-    loader = DataLoader(data, BATCH, num_workers=WORKERS, collate_fn=lambda records: collate(records, pads))
+    loader = DataLoader(
+        data, BATCH, num_workers=WORKERS, collate_fn=lambda records: collate(records, pads)
+    )
     return consume(loader, total_of(kind))
 
 
@@ -136,7 +138,11 @@ def stoker(kind: str, folder: str) -> dict[str, Any]:
     from stoker.config.schema import Config
     from stoker.serve.opening import open_data
 
-    settings = {"recipe": KINDS[kind][0], "params": {"data": folder}, "train": {"batch_size": BATCH}}
+    settings = {
+        "recipe": KINDS[kind][0],
+        "params": {"data": folder},
+        "train": {"batch_size": BATCH},
+    }
     config = Config.model_validate(settings)
     with pass_over(config, open_data(config), torch.device("cpu")) as feed:
         return consume(feed, total_of(kind))
@@ -192,7 +198,9 @@ def check(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         raise RuntimeError(f"{kind}: Stoker gave {ours['kinds']}, the DataLoader {theirs['kinds']}")
     for name, mean in ours["means"].items():
         if abs(mean - theirs["means"][name]) > KINDS[kind][3] * abs(mean):
-            raise RuntimeError(f"{kind}: {name} sums to {mean} a record, the DataLoader's {theirs['means']}")
+            raise RuntimeError(
+                f"{kind}: {name} sums to {mean} a record, the DataLoader's {theirs['means']}"
+            )
 
 
 def run() -> list[Measure]:

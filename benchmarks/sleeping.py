@@ -146,13 +146,24 @@ def rows(found: list[Found]) -> list[Measure]:
             )
         )
     sweep = {one.case.hosts: one for one in found if one.case in SWEEP}
-    cost = {n: one.case.shape.usd_per_hour / one.samples_per_s / 3600 * 1e6 for n, one in sweep.items()}
+    cost = {
+        n: one.case.shape.usd_per_hour / one.samples_per_s / 3600 * 1e6 for n, one in sweep.items()
+    }
     chosen = model.cheapest_count(SWEEP[0].work, SWEEP[0].shape, MAX_HOSTS)
     best = min(cost, key=lambda n: cost[n])
     ratio = cost[best] / cost[chosen]
     name = f"cost of the chosen n = {chosen}, best measured n = {best}"
     measures.append(
-        Measure(name, cost[chosen], cost[best], "brute force", ratio, 0.95, ratio >= 0.95, "$/1M samples")
+        Measure(
+            name,
+            cost[chosen],
+            cost[best],
+            "brute force",
+            ratio,
+            0.95,
+            ratio >= 0.95,
+            "$/1M samples",
+        )
     )
     return measures
 
@@ -176,7 +187,9 @@ def measure(case: Case) -> Found:
     import torch
 
     expected = model.predict(case.work, case.shape).samples_per_s
-    blocks = max(round(expected * SECONDS / case.block_records), 4 * (HEAD_CPUS + case.hosts * HOST_CPUS))
+    blocks = max(
+        round(expected * SECONDS / case.block_records), 4 * (HEAD_CPUS + case.hosts * HOST_CPUS)
+    )
     total = blocks * case.block_records
     config = config_of(case)
     arrivals: list[tuple[float, int]] = []
@@ -205,10 +218,14 @@ def measure(case: Case) -> Found:
         raise RuntimeError(
             f"{case.name}: {real:.2f} real CPUs in use, more than {MAX_REAL_CPUS}; sleep longer"
         )
-    first, last = (next(i for i, (_, n) in enumerate(arrivals) if n >= part * total) for part in WINDOW)
+    first, last = (
+        next(i for i, (_, n) in enumerate(arrivals) if n >= part * total) for part in WINDOW
+    )
     rate = (arrivals[last][1] - arrivals[first][1]) / (arrivals[last][0] - arrivals[first][0])
     # Measure the same window as the rate: chain workers start before it.
-    inside = {name: value - times[0][name] for name, value in times[-1].items() if name != "first_wait_s"}
+    inside = {
+        name: value - times[0][name] for name, value in times[-1].items() if name != "first_wait_s"
+    }
     return Found(case, rate, inside, real)
 
 

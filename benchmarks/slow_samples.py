@@ -72,9 +72,14 @@ def run() -> list[Measure]:
         for number in range(ROUNDS):
             for batch in BATCHES:
                 for name in ("Stoker", IN_ORDER, UNORDERED):
-                    one = stoker(batch) if name == "Stoker" else torch_alone(batch, name == IN_ORDER)
+                    one = (
+                        stoker(batch) if name == "Stoker" else torch_alone(batch, name == IN_ORDER)
+                    )
                     found.setdefault((batch, name), []).append(one)
-                    print(f"round {number + 1}: {name}, batches of {batch}: {one:.1f} records/s", flush=True)
+                    print(
+                        f"round {number + 1}: {name}, batches of {batch}: {one:.1f} records/s",
+                        flush=True,
+                    )
     return rows(found)
 
 
@@ -130,7 +135,9 @@ def taken(batches: Any) -> float:
         work += sum(map(seconds_of, batch.tolist()))
         times.append((time.perf_counter(), work / MEAN_S))
     if sorted(indices) != list(range(TOTAL)):
-        raise RuntimeError(f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct")
+        raise RuntimeError(
+            f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct"
+        )
     return slope(times, TOTAL, WINDOW)
 
 
@@ -139,6 +146,12 @@ def torch_alone(batch: int, in_order: bool) -> float:
     code = f"from benchmarks import slow_samples; print(slow_samples.in_torch({batch}, {in_order}))"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True, timeout=180
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=180,
     )
     return float(json.loads(done.stdout.split()[-1]))

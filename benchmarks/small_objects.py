@@ -52,7 +52,8 @@ def run() -> list[Measure]:
         spent, cpu = time.perf_counter() - began, time.process_time() - used
         held, asked = memory() - before, counts(ports["link"])["LIST"]
         print(
-            f"listed in {spent:.1f} s ({cpu:.1f} s of CPU), {held / 1e6:.0f} MB, {asked} requests", flush=True
+            f"listed in {spent:.1f} s ({cpu:.1f} s of CPU), {held / 1e6:.0f} MB, {asked} requests",
+            flush=True,
         )
         with ray_nodes(SLOTS):
             wake_all_slots(SLOTS, sys.modules[__name__])

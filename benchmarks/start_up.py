@@ -19,7 +19,7 @@ from benchmarks.jobs import environment
 from benchmarks.loaders import shards
 from benchmarks.loaders.work import write_folder
 from benchmarks.per_core import photos
-from launcher.rehearsal import sagemaker_hosts
+from stoker_launcher.rehearsal import sagemaker_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES, ROUNDS = 1_280, 3
@@ -74,7 +74,10 @@ def demo(folder: Path) -> list[Measure]:
     events = map(json.loads, (run_dir / "events.jsonl").open())
     first = next(event["time"] for event in events if event["event"] == "step")
     parts = json.loads((run_dir / "summary.json").read_text())["startup"]
-    rows = [plain("demo: command → end", seconds), plain("demo: command → first step", first - began)]
+    rows = [
+        plain("demo: command → end", seconds),
+        plain("demo: command → first step", first - began),
+    ]
     before = 0.0
     launcher = first - began - parts["first step"]
     for name, at in [("launcher", 0.0), *parts.items()]:

@@ -17,7 +17,9 @@ from stoker.train.feed import Feed
 JOIN_S = 10.0
 
 
-def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> AbstractContextManager[Feed]:
+def one_pass(
+    config: Config, source: Source, chain: list[Any], device: Any
+) -> AbstractContextManager[Feed]:
     """Laptop, connected to a cluster: a pass over `source` with coordinator, chain tasks and feed.
 
     Args:

@@ -54,7 +54,9 @@ def run(command: list[str], folder: str) -> str:
     """
     shown, given = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=given, stdout=given, stderr=given)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=given, stdout=given, stderr=given
+    )
     os.close(given)
     output = b""
     with os.fdopen(shown, "rb", buffering=0) as screen:

@@ -62,7 +62,9 @@ def license_of(name: str, version: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     if installed.version != version:
-        sys.exit(f"error: {name}: {installed.version} is installed, {version} is pinned; run make setup")
+        sys.exit(
+            f"error: {name}: {installed.version} is installed, {version} is pinned; run make setup"
+        )
     return installed.metadata.get("License-Expression")
 
 
@@ -73,7 +75,9 @@ def pinned(text: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / f"build/stoker-{__version__}.cdx.json")
+    target = Path(
+        sys.argv[1] if len(sys.argv) > 1 else ROOT / f"build/stoker-{__version__}.cdx.json"
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(sbom(pinned((ROOT / "constraints.txt").read_text())) + "\n")
     print(target)

@@ -15,19 +15,21 @@ import typer
 from mkdocs.structure.files import File, Files
 
 import stoker.data
-from launcher.submit import app
 from stoker.config.loading import schema_rows, type_name
 from stoker.config.schema import Config
 from stoker.events.summary import Summary
+from stoker_launcher.command_line import app
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = {"UsageError": "exit code 2", "DataError": "exit code 1", "ClusterError": "exit code 1"}
 API = {
     "In your own script": ("stoker.DataLoader", "stoker.log", "stoker.checkpoint_dir"),
-    "In a notebook": ("launcher.notebook.run", "launcher.notebook.RunResult"),
+    "In a notebook": ("stoker_launcher.notebook.run", "stoker_launcher.notebook.RunResult"),
     "Recipes": ("stoker.recipe.Recipe",),
     "Data and transforms": tuple(
-        f"stoker.{room}.{name}" for room, names in stoker.data._EXPORTS.items() for name in names.split()
+        f"stoker.{room}.{name}"
+        for room, names in stoker.data._EXPORTS.items()
+        for name in names.split()
     ),
 }
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./|docs/iam|iam/|ray/)[^)]*)\)")
@@ -65,7 +67,12 @@ def api() -> str:
 
 def configuration() -> str:
     """Every key of job.yaml by section."""
-    lines = ["# Configuration", "", "Every key of `job.yaml`; on the command line, write `key=value`.", ""]
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of `job.yaml`; on the command line, write `key=value`.",
+        "",
+    ]
     section = None
     rows = [
         (key.partition(".")[0] if "." in key else "", key, kind, info)
@@ -92,7 +99,16 @@ def commands() -> str:
     lines = ["# Commands", "", "`stoker`, or in a clone `python launcher/submit.py`.", ""]
     for name, command in sorted(group.commands.items()):
         context = click.Context(command, info_name=f"stoker {name}")
-        lines += [f"## {name}", "", command.help or "", "", "```", command.get_usage(context), "```", ""]
+        lines += [
+            f"## {name}",
+            "",
+            command.help or "",
+            "",
+            "```",
+            command.get_usage(context),
+            "```",
+            "",
+        ]
         lines += ["| | |", "|---|---|"]
         for parameter in command.get_params(context):
             record = parameter.get_help_record(context)
@@ -115,7 +131,9 @@ def summary() -> str:
         "| Field | Type | Meaning |",
         "|---|---|---|",
     ]
-    lines += [f"| `{key}` | {cell(kind)} | {cell(meaning)} |" for key, kind, meaning in fields_of(Summary)]
+    lines += [
+        f"| `{key}` | {cell(kind)} | {cell(meaning)} |" for key, kind, meaning in fields_of(Summary)
+    ]
     return "\n".join(lines)
 
 
@@ -134,7 +152,9 @@ def fields_of(model: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
 def docstrings(model: Any) -> dict[str, str]:
     """Field → the string below it in the source."""
     (body,) = [
-        node.body for node in ast.parse(inspect.getsource(model)).body if isinstance(node, ast.ClassDef)
+        node.body
+        for node in ast.parse(inspect.getsource(model)).body
+        if isinstance(node, ast.ClassDef)
     ]
     found = {}
     for field, text in itertools.pairwise(body):
@@ -154,14 +174,15 @@ def errors() -> str:
         "a failed job, 130 and 143 for a requested stop.",
         "",
     ]
-    for folder in ("source_dir/stoker", "launcher"):
+    for folder in ("source_dir/stoker", "launcher/stoker_launcher"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             rows = sorted({row for row in raised(ast.parse(path.read_text())) if row[0]})
             if rows:
                 name = path.relative_to(ROOT / folder.split("/")[0]).with_suffix("").as_posix()
                 lines += [f"## {name}", "", "| Message | Remedy | |", "|---|---|---|"]
                 lines += [
-                    f"| {cell(text)} | {cell(remedy)} | {ERRORS[kind]} |" for text, remedy, kind in rows
+                    f"| {cell(text)} | {cell(remedy)} | {ERRORS[kind]} |"
+                    for text, remedy, kind in rows
                 ]
                 lines.append("")
     return "\n".join(lines)
@@ -172,7 +193,11 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        kind = "UsageError" if ast.unparse(node.func) == "problems.append" else getattr(node.func, "id", "")
+        kind = (
+            "UsageError"
+            if ast.unparse(node.func) == "problems.append"
+            else getattr(node.func, "id", "")
+        )
         for argument in node.args if kind in ERRORS else ():
             cause, _, remedy = literal(argument).partition("; ")
             if len(cause.replace("…", "").strip(" :'\"()")) > 3:

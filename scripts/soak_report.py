@@ -36,9 +36,17 @@ def storms(file: Path) -> str:
     rows = []
     for storm in json.loads(file.read_text())["storms"]:
         faults = storm["by_fault"]
-        cells = [storm["seed"], f"{storm['minutes']:g}", f"`{storm['commit']}`", len(storm["events"])]
+        cells = [
+            storm["seed"],
+            f"{storm['minutes']:g}",
+            f"`{storm['commit']}`",
+            len(storm["events"]),
+        ]
         cells += [sum(row[key] for row in faults) for key in ("lost", "repeated")]
-        cells += [round(max((row["recovered_s_max"] for row in faults), default=0)), len(storm["problems"])]
+        cells += [
+            round(max((row["recovered_s_max"] for row in faults), default=0)),
+            len(storm["problems"]),
+        ]
         rows.append(f"| {' | '.join(map(str, cells))} |\n")
     return STORMS + "".join(rows)
 
@@ -49,7 +57,9 @@ def main(target: str, *results: str) -> None:
     for file in (name for name in results if name.endswith(".xml")):
         for case in ET.parse(file).iter("testcase"):  # noqa: S314 - pytest wrote it
             kinds = {child.tag for child in case}
-            ended = next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
+            ended = next(
+                (kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed"
+            )
             module = (case.get("classname") or "").removeprefix("tests.")
             name = case.get("name") or ""
             test = f"{module}: {name.partition('[')[0] if ended == 'passed' else name}"
@@ -57,7 +67,9 @@ def main(target: str, *results: str) -> None:
     rows = [f"| {test} | {len(s)} | {ended} | {sum(s):.0f} |" for (test, ended), s in found.items()]
     command = ["git", "rev-parse", "--short", "HEAD"]
     asked = subprocess.run(command, capture_output=True, text=True)
-    head = HEAD.format(day=date.today().isoformat(), commit=asked.stdout.strip(), cores=os.cpu_count())
+    head = HEAD.format(
+        day=date.today().isoformat(), commit=asked.stdout.strip(), cores=os.cpu_count()
+    )
     files = [Path(name) for name in results if name.endswith(".json") and Path(name).is_file()]
     Path(target).write_text(head + "\n".join(rows) + "\n" + "".join(map(storms, files)))
 

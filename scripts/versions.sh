@@ -43,7 +43,7 @@ on_top() {
   [ -x "$FOLDER/old/bin/python" ] || .venv/bin/python -m venv --without-pip "$FOLDER/old" || return
   site=$("$FOLDER/old/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/beside.pth"
-  printf '%s\n' "$PWD" "$PWD/source_dir" >> "$site/beside.pth"
+  printf '%s\n' "$PWD" "$PWD/source_dir" "$PWD/launcher" >> "$site/beside.pth"
   .venv/bin/python -m pip --python "$FOLDER/old/bin/python" install --quiet --disable-pip-version-check --no-deps "$@"
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.job import Job, open_job
 from stoker.config.loading import load
+from stoker_launcher.job import Job, open_job
 
 SAGEMAKER = {
     "name": "flowers",

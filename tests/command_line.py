@@ -7,14 +7,19 @@ from unittest import mock
 
 import pytest
 
-from launcher import submit
+from stoker_launcher import command_line
 
 
-def type_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], str]:
+def type_command(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, list[str], str]:
     """(exit code, lines on stderr, stdout) of `python launcher/submit.py …`."""
     capsys.readouterr()
-    with mock.patch.object(sys, "argv", ["submit.py", *arguments]), pytest.raises(SystemExit) as ended:
-        submit.main()
+    with (
+        mock.patch.object(sys, "argv", ["submit.py", *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        command_line.main()
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err + shown.out
     return int(ended.value.code or 0), shown.err.splitlines(), shown.out

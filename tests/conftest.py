@@ -48,7 +48,13 @@ TOGETHER = {
     "demo": ("test_local", "test_notebook"),
 }
 """Files whose tests share what is slow to start: they run in one process, one after the other."""
-FIRST = (*TOGETHER["nodes"], "test_schema_of_a_split", "test_init", "test_site", "test_loader_streams")
+FIRST = (
+    *TOGETHER["nodes"],
+    "test_schema_of_a_split",
+    "test_init",
+    "test_site",
+    "test_loader_streams",
+)
 """They take longest, so they start first: at the end, the other processes would wait for them."""
 
 

@@ -66,7 +66,9 @@ def opened(root: Path | str, **params: Any) -> driver.Opened:
     return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
 
 
-def preprocessed(data: Data, split: str = "train", records: int = 100) -> Iterator[tuple[Any, BlockReport]]:
+def preprocessed(
+    data: Data, split: str = "train", records: int = 100
+) -> Iterator[tuple[Any, BlockReport]]:
     source = data.sources[split]
     for shard in source.shards(records, None):
         yield data.chains[split].run(source.for_workers().read(shard, None), epoch=0)

@@ -12,12 +12,16 @@ import numpy as np
 
 def smooth(channels: int = 3, height: int = 37, width: int = 29) -> Any:
     y, x = np.mgrid[0:height, 0:width].astype(float)
-    return np.stack([0.5 + 0.4 * np.sin(x / (3 + c) + y / (5 - c / 2) + c) for c in range(channels)], -1)
+    return np.stack(
+        [0.5 + 0.4 * np.sin(x / (3 + c) + y / (5 - c / 2) + c) for c in range(channels)], -1
+    )
 
 
 def bits_of(values: Any, bits: int) -> bytes:
     """Rows of numbers of fewer than 8 or of 12 bits, each row padded to bytes."""
-    rows = ["".join(format(int(v), f"0{bits}b") for v in row) for row in values.reshape(len(values), -1)]
+    rows = [
+        "".join(format(int(v), f"0{bits}b") for v in row) for row in values.reshape(len(values), -1)
+    ]
     return b"".join(int(r + "0" * (-len(r) % 8), 2).to_bytes(-(-len(r) // 8)) for r in rows)
 
 
@@ -35,7 +39,9 @@ def tiff(
 ) -> bytes:
     height, width, channels = pixels.shape
     parts = [pixels[..., c : c + 1] for c in range(channels)] if planes else [pixels]
-    places = list(itertools.product(range(0, height, tile or height), range(0, width, tile or width)))
+    places = list(
+        itertools.product(range(0, height, tile or height), range(0, width, tile or width))
+    )
     chunks = []
     for part, (top, left) in itertools.product(parts, places):
         cut = part[top : top + (tile or height), left : left + (tile or width)]

@@ -9,7 +9,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def examples(page: str, language: str = "python") -> dict[str, str]:
-    blocks = re.findall(rf"^```{language}\n# (\S+)\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    blocks = re.findall(
+        rf"^```{language}\n# (\S+)\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
+    )
     assert len(dict(blocks)) == len(blocks), f"{page}: two examples of one name"
     return dict(blocks)
 

@@ -34,7 +34,13 @@ def record(
     summary = Summary(name="flowers", place="rehearsal", status="running", train_workers=1)
     summary.cluster = Cluster(
         hosts=[
-            Host(host=f"algo-{i + 1}", group=kind, cpus=4, gpus=float(kind == "gpu"), ip=f"10.77.0.{i + 2}")
+            Host(
+                host=f"algo-{i + 1}",
+                group=kind,
+                cpus=4,
+                gpus=float(kind == "gpu"),
+                ip=f"10.77.0.{i + 2}",
+            )
             for i, kind in enumerate(kinds)
         ]
     )
@@ -43,7 +49,12 @@ def record(
     recorder.on_event(event_of({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"}))
     per_epoch = per_epoch or max(1, steps // epochs)
     # Of a step of 0.1 s, as the train worker's own clock accounts for it.
-    shares = {"wait_production": 0.74, "wait_transfer": 0.16, "wait_collate": 0.05, "host_to_device": 0.05}
+    shares = {
+        "wait_production": 0.74,
+        "wait_transfer": 0.16,
+        "wait_collate": 0.05,
+        "host_to_device": 0.05,
+    }
     parts = [*(0.1 * wait * share for share in shares.values()), 0.1 * (1 - wait)]
     times = StepTimes()
     for step in range(1, steps + 1):
@@ -55,7 +66,9 @@ def record(
         figures |= {"terms_ms": times.since_told(), "batches": inside + 1}
         loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
         now = 10 + 0.1 * step
-        recorder.on_event(StepLogged(time=now, epoch=epoch, step=step, loss=loss, lr=0.1, **figures))
+        recorder.on_event(
+            StepLogged(time=now, epoch=epoch, step=step, loss=loss, lr=0.1, **figures)
+        )
         if step % 20 == 0:
             use = {f"algo-{i + 1}": 30.0 + 10 * (i % 7) for i in range(hosts)}
             recorder.on_event(event_of({"time": now, "event": "host_cpu", "hosts": use}))
@@ -72,7 +85,15 @@ def record(
                 "val/acc1": 1 - 0.5 / (epoch + 1),
             }
             recorder.on_event(
-                event_of({"time": now, "event": "epoch", "epoch": epoch, "step": step, "metrics": metrics})
+                event_of(
+                    {
+                        "time": now,
+                        "event": "epoch",
+                        "epoch": epoch,
+                        "step": step,
+                        "metrics": metrics,
+                    }
+                )
             )
             recorder.on_event(
                 event_of(
@@ -88,11 +109,27 @@ def record(
     for event in extra:
         recorder.on_event(event_of(event))
     summary.status = status
-    summary.cost = {"usd": 1.25, "usd_per_million_samples": 0.4, "prices_as_of": "2026-11", "estimated": True}
+    summary.cost = {
+        "usd": 1.25,
+        "usd_per_million_samples": 0.4,
+        "prices_as_of": "2026-11",
+        "estimated": True,
+    }
     summary.error = "the loss is NaN at step 12" if status == "failed" else None
-    stages = [("read", 0.2, 110_000), ("DecodeImage", 1.1, 562_000), ("RandomResizedCrop", 0.8, 150_000)]
-    chain = [{"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages]
+    stages = [
+        ("read", 0.2, 110_000),
+        ("DecodeImage", 1.1, 562_000),
+        ("RandomResizedCrop", 0.8, 150_000),
+    ]
+    chain = [
+        {"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages
+    ]
     tasks = {"algo-2": 7}
-    recorder.figures = {"bytes_per_sample": 150_528, "chain": chain, "tasks_by_node": tasks, "open": []}
+    recorder.figures = {
+        "bytes_per_sample": 150_528,
+        "chain": chain,
+        "tasks_by_node": tasks,
+        "open": [],
+    }
     recorder.close(summary)
     return folder

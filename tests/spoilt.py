@@ -35,9 +35,13 @@ JPG, PNG = encoded(), encoded("PNG")
 FLAT = np.full((30, 40), 3)
 
 
-def images(*files: tuple[str, bytes] | str, splits: str = "train", classes: str = "cat dog") -> Make:
+def images(
+    *files: tuple[str, bytes] | str, splits: str = "train", classes: str = "cat dog"
+) -> Make:
     def make(root: Path) -> None:
-        photos = [(f"{s}/{c}/{i}.jpg", JPG) for s in splits.split() for c in classes.split() for i in "01"]
+        photos = [
+            (f"{s}/{c}/{i}.jpg", JPG) for s in splits.split() for c in classes.split() for i in "01"
+        ]
         for name, content in (*photos, *((f, JPG) if isinstance(f, str) else f for f in files)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
@@ -73,7 +77,9 @@ def flipped(content: bytes, at: int) -> bytes:
 def bomb() -> bytes:
     """A PNG whose header announces 40,000 × 40,000 pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
-    return PNG[:8] + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+    return (
+        PNG[:8] + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + PNG[33:]
+    )
 
 
 def table(name: str = "train-0.parquet", **columns: Any) -> Make:
@@ -81,7 +87,9 @@ def table(name: str = "train-0.parquet", **columns: Any) -> Make:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         cells = {"image": [JPG] * 3, "label": [0, 1, 2], **columns}
         parquet.write_table(
-            pa.table({k: v for k, v in cells.items() if v is not None}), root / name, row_group_size=2
+            pa.table({k: v for k, v in cells.items() if v is not None}),
+            root / name,
+            row_group_size=2,
         )
 
     return make
@@ -108,7 +116,9 @@ def tensors(array: Any) -> Any:
 
 def column_twice(root: Path) -> None:
     arrays = [pa.array([JPG] * 3), pa.array([0, 1, 2]), pa.array([2, 1, 0])]
-    parquet.write_table(pa.table(arrays, names=["image", "label", "label"]), root / "train-0.parquet")
+    parquet.write_table(
+        pa.table(arrays, names=["image", "label", "label"]), root / "train-0.parquet"
+    )
 
 
 PAIR = [("0.jpg", JPG), ("0.cls", b"1"), ("1.jpg", JPG), ("1.cls", b"0\n")]

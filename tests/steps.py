@@ -34,7 +34,9 @@ class Blocks(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 32, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(32, 48, 3, padding=1), nn.GELU(), nn.Conv2d(48, 32, 3, padding=1))
+            nn.Sequential(
+                nn.Conv2d(32, 48, 3, padding=1), nn.GELU(), nn.Conv2d(48, 32, 3, padding=1)
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(32, 5)
@@ -86,7 +88,9 @@ def make(
 
 def records(count: int) -> tuple[Any, Any]:
     source = torch.Generator().manual_seed(5)
-    return torch.randn(count, 1, 8, 8, generator=source), torch.randint(5, (count,), generator=source)
+    return torch.randn(count, 1, 8, 8, generator=source), torch.randint(
+        5, (count,), generator=source
+    )
 
 
 def feed(count: int, batch: int, rank: int = 0, world: int = 1) -> list[Any]:
@@ -118,7 +122,9 @@ def run(worker: Worker, step: Step, batches: list[Any], epochs: int = 2) -> dict
             norms.append(None if step.grad_norm is None else float(step.grad_norm))
             rates.append([group["lr"] for group in worker.optimizer.param_groups])
     averaged = (
-        strategies.Copier().copy(strategies.full_state(worker.ema.module, None))[0] if worker.ema else {}
+        strategies.Copier().copy(strategies.full_state(worker.ema.module, None))[0]
+        if worker.ema
+        else {}
     )
     return {
         "losses": losses,

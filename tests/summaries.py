@@ -10,7 +10,9 @@ from stoker.events.summary import Summary
 
 def fields(summary: dict[str, Any]) -> set[str]:
     """The names of a summary's fields, and as `part.name` those of its parts that always have the same."""
-    parts = [name for name, value in Summary().model_dump().items() if isinstance(value, dict) and value]
+    parts = [
+        name for name, value in Summary().model_dump().items() if isinstance(value, dict) and value
+    ]
     return set(summary) | {f"{part}.{name}" for part in parts for name in summary[part]}
 
 

@@ -31,7 +31,9 @@ class Pillow(Dataset[Any]):
 
 def dataloader(folder: Path, on_tensors: bool = False) -> Batches:
     """PyTorch's DataLoader, Pillow and torchvision v2."""
-    return iter(DataLoader(Pillow(files_of(folder), on_tensors), BATCH, shuffle=True, num_workers=WORKERS))
+    return iter(
+        DataLoader(Pillow(files_of(folder), on_tensors), BATCH, shuffle=True, num_workers=WORKERS)
+    )
 
 
 class Ours(Dataset[Any]):
@@ -61,7 +63,9 @@ class Ours(Dataset[Any]):
 def dataloader_ours(folder: Path) -> Batches:
     """PyTorch's DataLoader with Stoker's decode chain."""
     data = Ours(files_of(folder))
-    return iter(DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, collate_fn=lambda batch: batch))
+    return iter(
+        DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, collate_fn=lambda batch: batch)
+    )
 
 
 def spdl(folder: Path) -> Batches:
@@ -74,7 +78,9 @@ def spdl(folder: Path) -> Batches:
     data = Pillow(files_of(folder), on_tensors=True)
     order = torch.randperm(len(data)).tolist()
     builder = PipelineBuilder().add_source(order).pipe(data.__getitem__, concurrency=WORKERS)
-    pipeline = builder.aggregate(BATCH).pipe(default_collate).add_sink(2).build(num_threads=WORKERS + 1)
+    pipeline = (
+        builder.aggregate(BATCH).pipe(default_collate).add_sink(2).build(num_threads=WORKERS + 1)
+    )
     with pipeline.auto_stop():
         yield from pipeline
 
@@ -98,7 +104,10 @@ def dali(folder: Path) -> Batches:
             encoded, device="cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
         )
         images = fn.resize(
-            images, size=[SIDE, SIDE], interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=True
+            images,
+            size=[SIDE, SIDE],
+            interp_type=types.DALIInterpType.INTERP_LINEAR,
+            antialias=True,
         )
         return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 

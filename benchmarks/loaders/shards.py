@@ -25,14 +25,19 @@ def write(folder: Path, mosaic_too: bool) -> None:
         with tarfile.open(tars / f"{first // SHARD_RECORDS:05d}.tar", "w") as tar:
             for path, label in files[first : first + SHARD_RECORDS]:
                 name = Path(path).stem
-                for suffix, content in (("jpg", Path(path).read_bytes()), ("cls", str(label).encode())):
+                for suffix, content in (
+                    ("jpg", Path(path).read_bytes()),
+                    ("cls", str(label).encode()),
+                ):
                     member = tarfile.TarInfo(f"{name}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     if mosaic_too:
         from streaming import MDSWriter
 
-        with MDSWriter(out=str(folder / "mds"), columns={"image": "bytes", "label": "int"}) as writer:
+        with MDSWriter(
+            out=str(folder / "mds"), columns={"image": "bytes", "label": "int"}
+        ) as writer:
             for path, label in files:
                 writer.write({"image": Path(path).read_bytes(), "label": label})
 

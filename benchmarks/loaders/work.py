@@ -70,7 +70,9 @@ class Consumer:
         self.first_at = self.first_at or time.time()
         self.rows += len(images)
         mean = float(images[:, :, ::STRIDE, ::STRIDE].float().mean())
-        self.sums += len(images) * (mean if images.dtype == torch.uint8 else 255 * (0.5 * mean + 0.5))
+        self.sums += len(images) * (
+            mean if images.dtype == torch.uint8 else 255 * (0.5 * mean + 0.5)
+        )
         for label in labels.tolist():
             self.labels[label] = self.labels.get(label, 0) + 1
         self.times.append((time.perf_counter(), self.rows))
@@ -108,7 +110,9 @@ def rate(times: list[tuple[float, int]], total: int, window: tuple[float, float]
     return (after - before) / (ended - began)
 
 
-def ends(times: list[tuple[float, int]], total: int, window: tuple[float, float]) -> list[tuple[float, int]]:
+def ends(
+    times: list[tuple[float, int]], total: int, window: tuple[float, float]
+) -> list[tuple[float, int]]:
     """(clock, records so far) at the ends of a window."""
     return [next(each for each in times if each[1] >= part * total) for part in window]
 
@@ -142,7 +146,9 @@ def write_folder(folder: Path, images: list[bytes], total: int, classes: int = 4
 def files_of(folder: Path) -> list[tuple[str, int]]:
     """All images and labels, in order."""
     classes = sorted(path.name for path in (folder / "train").iterdir())
-    found = [(str(p), classes.index(p.parent.name)) for p in sorted((folder / "train").glob("*/*.jpg"))]
+    found = [
+        (str(p), classes.index(p.parent.name)) for p in sorted((folder / "train").glob("*/*.jpg"))
+    ]
     return sorted(found, key=lambda pair: Path(pair[0]).name)
 
 

@@ -75,7 +75,14 @@ def accounting() -> dict[str, float]:
     log = ray.remote(num_cpus=0)(Log).remote()
     began = time.thread_time()
     for number in range(CALLS):
-        values = {"epoch": 0, "step": number, "loss": 0.1, "lr": 0.1, "grad_norm": None, "wait_s": 0.1}
+        values = {
+            "epoch": 0,
+            "step": number,
+            "loss": 0.1,
+            "lr": 0.1,
+            "grad_norm": None,
+            "wait_s": 0.1,
+        }
         counts = {"epoch_samples": number, "elapsed_s": 1.0, "terms_ms": times.since_told()}
         log.log.remote(StepLogged.model_validate(values | counts))
     per_log = (time.thread_time() - began) / CALLS

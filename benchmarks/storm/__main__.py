@@ -22,7 +22,15 @@ from benchmarks.jobs import ROOT
 from benchmarks.storm import ground, verdict
 from benchmarks.storm.faults import FAULTS
 from benchmarks.storm.hosts import Hosts
-from benchmarks.storm.job import STEPS, StormJob, Trace, complete_lines, epochs_for, starts, upload_rows
+from benchmarks.storm.job import (
+    STEPS,
+    StormJob,
+    Trace,
+    complete_lines,
+    epochs_for,
+    starts,
+    upload_rows,
+)
 from benchmarks.storm.s3_proxy import ENDPOINT, S3Proxy
 from benchmarks.storm.supervisor import Storm, StormError, as_rows
 from benchmarks.storm.watch import Watch
@@ -57,7 +65,9 @@ def main() -> int:
     if result["problems"]:
         print(f"again: make storm MINUTES={asked.minutes:g} SEED={asked.seed}")
     else:
-        print(f"nothing lost, nothing left: {result['steps']} steps, {len(result['events'])} faults")
+        print(
+            f"nothing lost, nothing left: {result['steps']} steps, {len(result['events'])} faults"
+        )
     return 1 if result["problems"] else 0
 
 
@@ -65,14 +75,18 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--faults", default=",".join(FAULTS), help="only these, separated by commas")
+    parser.add_argument(
+        "--faults", default=",".join(FAULTS), help="only these, separated by commas"
+    )
     asked = parser.parse_args()
     if unknown := set(asked.faults.split(",")) - FAULTS.keys():
         parser.error(f"--faults: no {', '.join(sorted(unknown))}; use some of {', '.join(FAULTS)}")
     return asked
 
 
-def _storm(asked: argparse.Namespace, place: ground.Ground, server: dict[str, str]) -> dict[str, Any]:
+def _storm(
+    asked: argparse.Namespace, place: ground.Ground, server: dict[str, str]
+) -> dict[str, Any]:
     import boto3
 
     os.environ.update(server)
@@ -150,7 +164,9 @@ def _clock(folder: Path) -> Path | None:
     if compiler is None:
         return None
     library, source = folder / "clock.so", Path(__file__).with_name("clock.c")
-    ground.run(compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread")
+    ground.run(
+        compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread"
+    )
     return library
 
 
@@ -167,7 +183,9 @@ def _undisturbed(job: StormJob, proxy: S3Proxy) -> Path:
     code = run.wait()
     proxy.close()
     if code:
-        logs = "\n".join(path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log")))
+        logs = "\n".join(
+            path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log"))
+        )
         sys.exit(f"the undisturbed run ended with {code}: {run.failure_reason}\n{logs}")
     return run.run_dir
 
@@ -180,7 +198,11 @@ def _write(result: dict[str, Any]) -> None:
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
-    result |= {"commit": commit.stdout.strip(), "day": date.today().isoformat(), "cores": os.cpu_count()}
+    result |= {
+        "commit": commit.stdout.strip(),
+        "day": date.today().isoformat(),
+        "cores": os.cpu_count(),
+    }
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(json.dumps({"storms": [*rows, result]}, indent=1))
 
@@ -188,7 +210,9 @@ def _write(result: dict[str, Any]) -> None:
 def _keep(place: ground.Ground) -> Path:
     """Keep the logs, traces and run directories of the last storm."""
     shutil.rmtree(KEPT, ignore_errors=True)
-    shutil.copytree(place.folder, KEPT, ignore=shutil.ignore_patterns("disk*", "hosts"), symlinks=True)
+    shutil.copytree(
+        place.folder, KEPT, ignore=shutil.ignore_patterns("disk*", "hosts"), symlinks=True
+    )
     return KEPT
 
 

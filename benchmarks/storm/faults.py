@@ -289,7 +289,9 @@ def _exhaust(host: Host) -> str:
     earlier, there = _kills(kills), {p: name for p in host.processes() if (name := _name(p))}
     enter = ("nsenter", "--target", str(host.init), "--pid", "--mount")
     hog = subprocess.Popen(
-        [*enter, sys.executable, "-c", HOG, str(HOG_MB)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*enter, sys.executable, "-c", HOG, str(HOG_MB)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert hog.stdin is not None and hog.stdout is not None
     try:

@@ -46,7 +46,15 @@ def enter(arguments: list[str]) -> Path:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Hosts have their own /tmp and do not see the source.
     with tempfile.TemporaryDirectory(prefix="stoker-storm-", dir="/var/tmp") as made:
-        command = ["unshare", *SPACES, "--propagation", "private", sys.executable, "-m", "benchmarks.storm"]
+        command = [
+            "unshare",
+            *SPACES,
+            "--propagation",
+            "private",
+            sys.executable,
+            "-m",
+            "benchmarks.storm",
+        ]
         inside = subprocess.Popen(
             [*command, *arguments], env={**os.environ, INSIDE: made, "RAY_worker_niceness": "0"}
         )
@@ -145,7 +153,9 @@ def look(marks: tuple[str, ...]) -> Findings:
     }
     return Findings(
         processes=frozenset(filter(None, map(describe, processes() - {os.getpid()}))),
-        mounts=frozenset(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+        mounts=frozenset(
+            line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        ),
         links=frozenset(Path("/proc/self/net/dev").read_text().split("\n", 2)[2].split()[0::17]),
         files=frozenset(str(path) for folder in PRIVATE for path in Path(folder).iterdir()),
         shared=frozenset(shared),
@@ -173,7 +183,12 @@ def processes() -> set[int]:
 
 def describe(process: int) -> str:
     with contextlib.suppress(OSError):
-        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = (
+            Path(f"/proc/{process}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+        )
         return f"{process} {command[:150]}".strip()
     return ""
 
@@ -191,7 +206,9 @@ def run(*command: str, check: bool = True) -> str:
     Raises:
         RuntimeError: it failed.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

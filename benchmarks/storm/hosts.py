@@ -62,7 +62,9 @@ class Hosts:
             if process in known or not _is_first(process):
                 continue
             with contextlib.suppress(OSError, ValueError):
-                name = json.loads((Path(f"/proc/{process}/root") / CONFIG).read_text())["current_host"]
+                name = json.loads((Path(f"/proc/{process}/root") / CONFIG).read_text())[
+                    "current_host"
+                ]
                 self.live[name] = Host(name, process, self._limit(name, process))
         return self.live
 
@@ -91,7 +93,12 @@ def remove(folder: Path | None) -> None:
 
 def command_of(process: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{process}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+        )
     return ""
 
 

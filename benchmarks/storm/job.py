@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.jobs import ROOT
 from benchmarks.recipes.stormy import HURRY
-from launcher.job import Job
-from launcher.places import rehearsal
-from launcher.rehearsal.running import RehearsalRun
 from stoker.config.loading import load
+from stoker_launcher.job import Job
+from stoker_launcher.places import rehearsal
+from stoker_launcher.rehearsal.running import RehearsalRun
 
 RECIPES = ROOT / "benchmarks" / "recipes"
 BUCKET, PREFIX = "storm", "rows"
@@ -86,7 +86,9 @@ class StormJob:
         """Laptop: how many starts have trained a step."""
         return len(starts(self.trace))
 
-    def launch(self, hosts: str = "gpu=1,cpu=2", late: dict[str, float] | None = None) -> RehearsalRun:
+    def launch(
+        self, hosts: str = "gpu=1,cpu=2", late: dict[str, float] | None = None
+    ) -> RehearsalRun:
         """Laptop: start the job; it continues from its checkpoints if there are any."""
         sections: dict[str, Any] = {
             "name": self.name,

@@ -18,13 +18,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.storm.ground import run
-from launcher.rehearsal.world import BRIDGE
+from stoker_launcher.rehearsal.world import BRIDGE
 
 ADDRESS, PORT = "10.77.0.1", 9000
 ENDPOINT = f"http://{ADDRESS}:{PORT}"
 MODES = {"well": 0.0, "errors": 0.5, "throttled": 0.3, "resets": 0.4}
 """Share of the requests that are not answered at once."""
-SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+SLOW_DOWN = (
+    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 BRIDGE_TIMEOUT_S = 60.0
 NEW_NETWORK = 0x40000000
 KEPT_OUT = ("connection", "transfer-encoding", "keep-alive", "content-length", "date", "server")
@@ -58,12 +60,16 @@ class S3Proxy:
         deadline = time.monotonic() + BRIDGE_TIMEOUT_S
         while BRIDGE not in run(*inside, "link", check=False):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the bridge of the hosts did not appear within {BRIDGE_TIMEOUT_S:.0f} s")
+                raise TimeoutError(
+                    f"the bridge of the hosts did not appear within {BRIDGE_TIMEOUT_S:.0f} s"
+                )
             time.sleep(0.1)
         run(*inside, "address", "add", f"{ADDRESS}/16", "dev", BRIDGE)
         listener = _listener_in(Path(f"/proc/{world}/ns/net"))
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self._http = http.server.ThreadingHTTPServer((ADDRESS, PORT), handler, bind_and_activate=False)
+        self._http = http.server.ThreadingHTTPServer(
+            (ADDRESS, PORT), handler, bind_and_activate=False
+        )
         self._http.daemon_threads = True
         self._http.socket.close()
         self._http.socket = listener

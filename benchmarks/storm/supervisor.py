@@ -17,7 +17,7 @@ from benchmarks.storm.hosts import Host, Hosts
 from benchmarks.storm.job import HEAD, StormJob
 from benchmarks.storm.s3_proxy import S3Proxy
 from benchmarks.storm.watch import Watch
-from launcher.rehearsal.running import RehearsalRun
+from stoker_launcher.rehearsal.running import RehearsalRun
 
 GAP_S = (20.0, 60.0)
 """Between two faults."""
@@ -193,7 +193,9 @@ class Storm:
             if self._over() or not self.over:
                 break
         else:
-            raise StormError(f"after {fault.name}, {LAUNCHES} launches failed: {self.run.failure_reason}")
+            raise StormError(
+                f"after {fault.name}, {LAUNCHES} launches failed: {self.run.failure_reason}"
+            )
         self._for(gap_s - (time.monotonic() - began))
         if self.over and not self._over():
             self._after_end(fault, event)
@@ -208,10 +210,18 @@ class Storm:
 
     def _bring_back(self) -> None:
         """Start the CPU hosts again that have ended: of the faults, or because they left."""
-        if self.over or self.run.results[HEAD].ended_s is not None or self.watch.step >= self.job.steps:
+        if (
+            self.over
+            or self.run.results[HEAD].ended_s is not None
+            or self.watch.step >= self.job.steps
+        ):
             return
         for name, result in self.run.results.items():
-            if name != HEAD and result.ended_s is not None and self._returning.get(name) != result.ended_s:
+            if (
+                name != HEAD
+                and result.ended_s is not None
+                and self._returning.get(name) != result.ended_s
+            ):
                 self._returning[name] = result.ended_s
                 self._say(f"{name} ended with {result.exit_code} and returns")
                 self.run.inject("return", name)
@@ -263,7 +273,9 @@ class Storm:
         self._drain()
         self.proxy.close()
         at_s = round(time.monotonic() - self._began, 1)
-        self.ends.append({"launch": self.watch.launch, "code": code, "at_s": at_s, "reason": reason})
+        self.ends.append(
+            {"launch": self.watch.launch, "code": code, "at_s": at_s, "reason": reason}
+        )
         self._say(f"launch {self.watch.launch} ended with {code} {reason[:200]}")
         return code, reason
 

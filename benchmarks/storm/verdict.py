@@ -19,7 +19,9 @@ LASTING = 0.8
 """A process that is in so many of a launch's samples counts."""
 
 
-def compare_traces(folder: Path, expected: list[str]) -> tuple[list[str], Counter[int], Counter[int]]:
+def compare_traces(
+    folder: Path, expected: list[str]
+) -> tuple[list[str], Counter[int], Counter[int]]:
     """Laptop: follow all starts along the undisturbed run.
 
     Returns:
@@ -35,10 +37,14 @@ def compare_traces(folder: Path, expected: list[str]) -> tuple[list[str], Counte
             continue
         first = at.get(lines[0])
         if first is None:
-            problems.append(f"{file.name}: its first step is none of the undisturbed run: {lines[0]}")
+            problems.append(
+                f"{file.name}: its first step is none of the undisturbed run: {lines[0]}"
+            )
             continue
         if first > len(final):
-            problems.append(f"{file.name} begins at step {first}, but only {len(final)} were trained")
+            problems.append(
+                f"{file.name} begins at step {first}, but only {len(final)} were trained"
+            )
             for number in range(len(final), first):
                 lost[number // STEPS] += len(records_of(expected[number]))
             final += expected[len(final) : first]
@@ -50,7 +56,9 @@ def compare_traces(folder: Path, expected: list[str]) -> tuple[list[str], Counte
                 break
     repeated: Counter[int] = Counter()
     for epoch in range(len(expected) // STEPS):
-        ids = Counter(i for line in final[epoch * STEPS : (epoch + 1) * STEPS] for i in records_of(line))
+        ids = Counter(
+            i for line in final[epoch * STEPS : (epoch + 1) * STEPS] for i in records_of(line)
+        )
         lost[epoch] += sum(1 for record in range(RECORDS) if record not in ids)
         repeated[epoch] += sum(count - 1 for count in ids.values())
     return problems, +lost, +repeated
@@ -60,7 +68,12 @@ def books(run_dir: Path, epochs: int) -> list[str]:
     """Laptop: what the last run's own account says, against what it must say."""
     summary = json.loads((run_dir / "summary.json").read_text())
     found = {key: summary["records"][key] for key in ("read", "trained", "quarantined", "repeated")}
-    wanted = {"read": epochs * RECORDS, "trained": epochs * RECORDS, "quarantined": 0, "repeated": 0}
+    wanted = {
+        "read": epochs * RECORDS,
+        "trained": epochs * RECORDS,
+        "quarantined": 0,
+        "repeated": 0,
+    }
     return [] if found == wanted else [f"summary.json has {found}, must have {wanted}"]
 
 
@@ -69,8 +82,12 @@ def compare_weights(run_dir: Path, reference: Path) -> list[str]:
     import torch
     from safetensors.torch import load_file
 
-    ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (run_dir, reference))
-    other = [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
+    ours, theirs = (
+        load_file(folder / "model/model.safetensors") for folder in (run_dir, reference)
+    )
+    other = [
+        name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])
+    ]
     return [f"weights differ: {', '.join(other)}"] if other or ours.keys() != theirs.keys() else []
 
 
@@ -106,7 +123,9 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
                     "first_mb": round(statistics.median(mb for _, mb in points[:5])),
                     "last_mb": round(statistics.median(mb for _, mb in points[-5:])),
                     "mb_per_min": round(min(_slope(points[:half]), _slope(points[-half:])), 2),
-                    "most": _most(lasting, found[0].used_mb[name], found[-1].used_mb[name], commands),
+                    "most": _most(
+                        lasting, found[0].used_mb[name], found[-1].used_mb[name], commands
+                    ),
                 }
             )
     return rows

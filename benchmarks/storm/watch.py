@@ -69,7 +69,9 @@ class Watch:
 
     def save(self, file: Path) -> None:
         """Write the memory of every process over time."""
-        file.write_text(json.dumps({"commands": self.commands, "samples": [asdict(s) for s in self.memory]}))
+        file.write_text(
+            json.dumps({"commands": self.commands, "samples": [asdict(s) for s in self.memory]})
+        )
 
     def _sample(self) -> None:
         measured = 0.0
@@ -85,7 +87,9 @@ class Watch:
                 used = {name: host.used_mb() for name, host in live.items()}
                 used["storm"] = {os.getpid(): anonymous_mb(os.getpid())}
                 self.memory.append(Sample(now, self.launch, step, used))
-                found = {process: command_of(process) for of_host in used.values() for process in of_host}
+                found = {
+                    process: command_of(process) for of_host in used.values() for process in of_host
+                }
                 self.commands |= {
                     process: command[:80].strip() for process, command in found.items() if command
                 }

@@ -28,7 +28,10 @@ def write(folder: Path = FOLDER, records: int = 800) -> None:
         (folder / split).mkdir(parents=True, exist_ok=True)
         with tarfile.open(folder / split / "0.tar", "w") as tar:
             for i in range(count):
-                label, time = int(rng.integers(3)), np.arange(rng.integers(RATE // 10, RATE // 2)) / RATE
+                label, time = (
+                    int(rng.integers(3)),
+                    np.arange(rng.integers(RATE // 10, RATE // 2)) / RATE,
+                )
                 pitch = (500, 1000, 2000)[label] * rng.uniform(0.75, 1.3)
                 sound = 0.3 * np.sin(2 * np.pi * pitch * time) + rng.normal(0, 0.05, len(time))
                 content = io.BytesIO()
@@ -54,14 +57,20 @@ class Spectrogram(RecordTransform):
         with wave.open(io.BytesIO(record["wav"])) as file:
             if (file.getsampwidth(), file.getnchannels(), file.getframerate()) != (2, 1, RATE):
                 raise ValueError(f"not a 16-bit mono file at {RATE} Hz")
-            content, count, size = file.readframes(file.getnframes()), file.getnframes(), 2 * self.bands
+            content, count, size = (
+                file.readframes(file.getnframes()),
+                file.getnframes(),
+                2 * self.bands,
+            )
         samples = len(content) // 2
         if samples < count < 2**29:  # a stream has a higher number
             raise ValueError(f"truncated: {samples} of {count} samples are there")
         if samples < size:
             raise ValueError(f"too short: {samples} samples by its header, a window has {size}")
         sound = np.frombuffer(content, "<i2", samples).astype(np.float32) / 32768
-        windows = np.lib.stride_tricks.sliding_window_view(sound, size)[:: size // 2] * np.hanning(size)
+        windows = np.lib.stride_tricks.sliding_window_view(sound, size)[:: size // 2] * np.hanning(
+            size
+        )
         power = np.abs(np.fft.rfft(windows)[:, 1:]) ** 2
         return {
             "key": record["key"],
@@ -98,4 +107,8 @@ class Tones(Recipe):
         every = model(batch["frames"].mT)
         there = torch.arange(every.shape[-1], device=every.device) < batch["frames_length"][:, None]
         preds = (every * there[:, None]).sum(-1) / batch["frames_length"][:, None]
-        return {"loss": F.cross_entropy(preds, batch["label"]), "preds": preds, "target": batch["label"]}
+        return {
+            "loss": F.cross_entropy(preds, batch["label"]),
+            "preds": preds,
+            "target": batch["label"],
+        }

@@ -48,7 +48,9 @@ def _jpeg(image: Any) -> bytes:
 
     pixels = np.clip(image * 255 / 16, 0, 255).astype(np.uint8)
     content = io.BytesIO()
-    Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(content, "JPEG", quality=92)
+    Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(
+        content, "JPEG", quality=92
+    )
     return content.getvalue()
 
 

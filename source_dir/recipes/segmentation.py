@@ -39,10 +39,15 @@ def write(folder: Path = FOLDER, records: int = 600) -> None:
                         y, x, size = rng.integers(8, 40), rng.integers(8, 56), rng.integers(5, 10)
                         down, right = abs(rows - y), abs(columns - x)
                         mask[
-                            (down**2 + right**2 if kind == 1 else np.maximum(down, right) ** 2) < size**2
+                            (down**2 + right**2 if kind == 1 else np.maximum(down, right) ** 2)
+                            < size**2
                         ] = kind
-                    colours = rng.integers(0, 100, (3, 3)) + 90 * np.array([[0, 0, 0], [1, 0, 0], [0, 0, 1]])
-                    image = np.clip(colours[mask] + rng.normal(0, 20, (48, 64, 3)), 0, 255).astype(np.uint8)
+                    colours = rng.integers(0, 100, (3, 3)) + 90 * np.array(
+                        [[0, 0, 0], [1, 0, 0], [0, 0, 1]]
+                    )
+                    image = np.clip(colours[mask] + rng.normal(0, 20, (48, 64, 3)), 0, 255).astype(
+                        np.uint8
+                    )
                     for suffix, pixels in (("png", image), ("mask.png", mask)):
                         content = io.BytesIO()
                         Image.fromarray(pixels).save(content, "PNG")

@@ -34,10 +34,13 @@ class SyntheticViT(Recipe):
     num_classes: int = Field(1000, ge=2, description="number of classes of the random labels")
     blurs: int = Field(10, ge=0, description="number of blurs in the chain")
     composed: bool = Field(
-        True, description="run all blurs as one convolution; false: each in torchvision, at 30 times the cost"
+        True,
+        description="run all blurs as one convolution; false: each in torchvision, at 30 times the cost",
     )
     depth: int = Field(12, ge=1, description="layers of the transformer")
-    width: int = Field(768, ge=64, description="embedding size of the transformer, a multiple of 64")
+    width: int = Field(
+        768, ge=64, description="embedding size of the transformer, a multiple of 64"
+    )
 
     def read(self, split: Split) -> Any:
         count = self.records if split == "train" else self.val_records

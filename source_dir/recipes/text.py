@@ -37,7 +37,9 @@ def write(folder: Path = FOLDER, records: int = 4000) -> None:
             word = rng.choice(GOOD if praises != turned else BAD)
             words.insert(int(rng.integers(len(words) + 1)), f"{'not' if turned else 'so'} {word}")
             rows.append({"text": " ".join(words), "label": int(praises)})
-        parquet.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet", row_group_size=500)
+        parquet.write_table(
+            pa.Table.from_pylist(rows), folder / f"{split}.parquet", row_group_size=500
+        )
 
 
 class Tokenize(RecordTransform):
@@ -78,7 +80,9 @@ class Reviews(Recipe):
                 super().__init__()
                 self.words = nn.Embedding(words, width, padding_idx=0)
                 self.near = nn.Conv1d(width, width, 3, padding=1)
-                self.layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+                self.layer = nn.TransformerEncoderLayer(
+                    width, 4, 2 * width, dropout=0.0, batch_first=True
+                )
                 self.head = nn.Linear(width, 2)
 
             def forward(self, ids: Tensor) -> Tensor:
@@ -94,4 +98,8 @@ class Reviews(Recipe):
         import torch.nn.functional as F
 
         preds = model(batch["ids"])
-        return {"loss": F.cross_entropy(preds, batch["label"]), "preds": preds, "target": batch["label"]}
+        return {
+            "loss": F.cross_entropy(preds, batch["label"]),
+            "preds": preds,
+            "target": batch["label"],
+        }

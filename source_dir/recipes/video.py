@@ -42,8 +42,14 @@ def movie(rng: np.random.Generator, direction: tuple[int, int], rate: int) -> by
     """Laptop: an MP4 file of 1 to 1.6 s: a square on rough ground that moves 30 to 60 pixels a second."""
     import av
 
-    ground = np.clip(rng.integers(0, 100, 3) + rng.normal(0, 10, (48, 64, 3)), 0, 255).astype(np.uint8)
-    place, size, colour = rng.integers(0, (48, 64)), int(rng.integers(8, 16)), rng.integers(150, 256, 3)
+    ground = np.clip(rng.integers(0, 100, 3) + rng.normal(0, 10, (48, 64, 3)), 0, 255).astype(
+        np.uint8
+    )
+    place, size, colour = (
+        rng.integers(0, (48, 64)),
+        int(rng.integers(8, 16)),
+        rng.integers(150, 256, 3),
+    )
     speed, content = np.array(direction) * rng.uniform(30, 60) / rate, io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=rate, options={"g": "12"})
@@ -64,7 +70,9 @@ class Motion(Recipe):
     data: str
     classes: int = Field(4, ge=2, description="kinds of motion")
     frames: int = Field(8, ge=2, description="frames of a clip")
-    rate: float = Field(10.0, gt=0, description="frames per second of a clip, whatever the file's rate")
+    rate: float = Field(
+        10.0, gt=0, description="frames per second of a clip, whatever the file's rate"
+    )
     size: int = Field(32, ge=16, description="height and width of the frames, pixels")
     width: int = Field(16, ge=4, description="channels of the first layer")
 
@@ -79,8 +87,15 @@ class Motion(Recipe):
         from torch import nn
 
         layers: list[nn.Module] = []
-        for inputs, outputs in ((3, self.width), (self.width, 2 * self.width), (2 * self.width,) * 2):
-            layers += [nn.Conv3d(inputs, outputs, 3, stride=(1, 2, 2), padding=1), nn.BatchNorm3d(outputs)]
+        for inputs, outputs in (
+            (3, self.width),
+            (self.width, 2 * self.width),
+            (2 * self.width,) * 2,
+        ):
+            layers += [
+                nn.Conv3d(inputs, outputs, 3, stride=(1, 2, 2), padding=1),
+                nn.BatchNorm3d(outputs),
+            ]
             layers += [nn.ReLU()]
         layers += [nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(2 * self.width, self.classes)]
         return nn.Sequential(*layers)
@@ -89,4 +104,8 @@ class Motion(Recipe):
         import torch.nn.functional as F
 
         preds = model(batch["video"].permute(0, 4, 1, 2, 3).float() / 128 - 1)
-        return {"loss": F.cross_entropy(preds, batch["label"]), "preds": preds, "target": batch["label"]}
+        return {
+            "loss": F.cross_entropy(preds, batch["label"]),
+            "preds": preds,
+            "target": batch["label"],
+        }

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.notebook import RunError, RunInterrupt, RunResult, run
     from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
+    from stoker_launcher.notebook import RunError, RunInterrupt, RunResult, run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 _EXPORTS = {
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
-    **dict.fromkeys(("RunError", "RunInterrupt", "RunResult", "run"), "launcher.notebook"),
+    **dict.fromkeys(("RunError", "RunInterrupt", "RunResult", "run"), "stoker_launcher.notebook"),
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
     "replace_torch_loader": "stoker.loader.dataloader",

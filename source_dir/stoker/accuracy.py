@@ -38,7 +38,11 @@ class Accuracy:
                 f"target holds {target.min():g} … {target.max():g}, not only classes; define metrics(), with"
                 " ignore_index if some are to be ignored"
             )
-        counts = [(found == target).sum(), self.counts.new_tensor(target.numel()), preds.isnan().sum()]
+        counts = [
+            (found == target).sum(),
+            self.counts.new_tensor(target.numel()),
+            preds.isnan().sum(),
+        ]
         self.counts += torch.stack(counts)
 
     def compute(self) -> float:
@@ -81,7 +85,10 @@ class F1(Accuracy):
                 " metrics()"
             )
         wanted, counts = target > 0.5, [self.counts.new_tensor(preds.numel())]
-        counts += [((preds < -1e-3) | (preds > 1.001)).sum(), ((preds < 0.05) | (preds > 0.95)).sum()]
+        counts += [
+            ((preds < -1e-3) | (preds > 1.001)).sum(),
+            ((preds < 0.05) | (preds > 0.95)).sum(),
+        ]
         counts.append(preds.isnan().sum())
         for found in (preds > 0.5, preds > 0):
             counts = [2 * (found & wanted).sum(), found.sum() + wanted.sum(), *counts]

@@ -59,7 +59,9 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float 
 
 def nearest_file(name: str, folder: Path, pattern: str, shown: Path | None = None) -> str:
     """As `nearest`, for files of a folder: a path to paste, in the folder as the user names it."""
-    hint = difflib.get_close_matches(name, [path.name for path in folder.glob(pattern)], n=1, cutoff=0.5)
+    hint = difflib.get_close_matches(
+        name, [path.name for path in folder.glob(pattern)], n=1, cutoff=0.5
+    )
     return f"; did you mean {shlex.quote(str((shown or folder) / hint[0]))}?" if hint else ""
 
 

@@ -32,10 +32,16 @@ class ImageClassification(Recipe):
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
 
-    data: str = Field(description="folder, s3:// or gs:// URI with train/ and, for validation, val/")
+    data: str = Field(
+        description="folder, s3:// or gs:// URI with train/ and, for validation, val/"
+    )
     model_name: str = Field("resnet18", alias="model", description="timm model name")
-    pretrained: bool = Field(False, description="start from timm's pretrained weights (downloads them)")
-    num_classes: int | None = Field(None, ge=2, description="number of classes; default: taken from the data")
+    pretrained: bool = Field(
+        False, description="start from timm's pretrained weights (downloads them)"
+    )
+    num_classes: int | None = Field(
+        None, ge=2, description="number of classes; default: taken from the data"
+    )
     labels: str | None = Field(
         None,
         description="CSV file with the labels of images in any folders: id, label and, for validation, split;"
@@ -52,7 +58,9 @@ class ImageClassification(Recipe):
         alias="class_names",
         description="names of class 0, 1, …; default: taken from the data, text labels sorted",
     )
-    image_column: str = Field("image", description="column or tar member with the image, or with its path")
+    image_column: str = Field(
+        "image", description="column or tar member with the image, or with its path"
+    )
     label_column: str = Field("label", description="column or tar member with the label")
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
@@ -84,11 +92,15 @@ class ImageClassification(Recipe):
         if self.reduce_to is not None and self.reduce_to < self.image_size:
             raise ValueError(f"reduce_to must be at least image_size, {self.image_size}")
         if self.reduce_to is not None and self.augment != "crop":
-            raise ValueError(f"reduce_to requires augment: crop; {self.augment} resizes images anyway")
+            raise ValueError(
+                f"reduce_to requires augment: crop; {self.augment} resizes images anyway"
+            )
         if len({*self.names}) < len(self.names):
             raise ValueError(f"class_names has a name twice: {', '.join(self.names[:20])}")
         if self.label_separator is not None and self.labels is None:
-            raise ValueError("label_separator requires labels, the CSV file whose cells it separates")
+            raise ValueError(
+                "label_separator requires labels, the CSV file whose cells it separates"
+            )
         return self
 
     @property
@@ -112,7 +124,8 @@ class ImageClassification(Recipe):
         if self.labels is not None:
             given = self.model_fields_set
             image, label = (
-                getattr(self, name) if name in given else None for name in ("image_column", "label_column")
+                getattr(self, name) if name in given else None
+                for name in ("image_column", "label_column")
             )
             columns = image, label, self.names, self.multi_label
             return read_images(self.data, split, self.labels, self.label_separator, *columns)
@@ -125,7 +138,12 @@ class ImageClassification(Recipe):
 
     def discover(self) -> dict[str, Any]:
         from stoker.read.arrow import is_text
-        from stoker.read.detect import column_types, distinct_labels, names_in, refuse_absent_columns
+        from stoker.read.detect import (
+            column_types,
+            distinct_labels,
+            names_in,
+            refuse_absent_columns,
+        )
         from stoker.read.images import MOST_CLASSES
 
         source = self.read("train")
@@ -133,10 +151,14 @@ class ImageClassification(Recipe):
             source.check()
         names = source.classes() if hasattr(source, "classes") else None
         if names is not None and self.names not in ([], names):
-            raise UsageError(f"params.class_names: the classes are {', '.join(names[:20])}, in this order")
+            raise UsageError(
+                f"params.class_names: the classes are {', '.join(names[:20])}, in this order"
+            )
         if self.labels is not None:
             if self.num_classes is not None and self.num_classes < len(source.names):
-                raise UsageError(f"params.num_classes: {self.labels} has {len(source.names)} classes")
+                raise UsageError(
+                    f"params.num_classes: {self.labels} has {len(source.names)} classes"
+                )
             found = self.num_classes or len(source.names)
             return {"num_classes": found, "multi_label": source.several}
         if names is not None:
@@ -160,7 +182,9 @@ class ImageClassification(Recipe):
                 )
             those = distinct_labels(self.data, val, self.label_column, False, names) or []
             known = {*names}
-            for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
+            for split, label in [("train", label) for label in labels] + [
+                ("val", label) for label in those
+            ]:
                 if label not in known:
                     whose = "params.class_names" if self.class_names else "train"
                     raise UsageError(
@@ -176,12 +200,19 @@ class ImageClassification(Recipe):
             raise UsageError(
                 f"{self.data}: column {self.label_column} holds {labels[-1]}; number the classes 0, 1, …"
             )
-        elif labels is None and not names and (kind := types.get(self.label_column)) and is_text(kind):
+        elif (
+            labels is None
+            and not names
+            and (kind := types.get(self.label_column))
+            and is_text(kind)
+        ):
             raise UsageError(
                 f"{self.data}: column {self.label_column} is text; list the classes in params.class_names"
             )
         elif labels is None and not (names or self.num_classes):
-            raise UsageError("params.num_classes: is required, because the data does not list its classes")
+            raise UsageError(
+                "params.num_classes: is required, because the data does not list its classes"
+            )
         return self._found(len(names) or (labels[-1] + 1 if labels else 0), names)
 
     def _refuse_other_order(self, stored: list[str], types: dict[str, Any]) -> None:
@@ -201,7 +232,10 @@ class ImageClassification(Recipe):
         """Parameters for this many classes in the data, with these names if the source itself has none."""
         if self.num_classes is None and count < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
-        return {"num_classes": self.num_classes or count, **({"class_names": names} if names else {})}
+        return {
+            "num_classes": self.num_classes or count,
+            **({"class_names": names} if names else {}),
+        }
 
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
@@ -211,13 +245,19 @@ class ImageClassification(Recipe):
         columns = {"image": self.image_column, "label": self.label_column}
         # The source of a CSV file has named the columns.
         renamed = {new: old for new, old in columns.items() if new != old and self.labels is None}
-        chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
+        chain: list[Any] = [
+            *([Rename(**renamed)] if renamed else []),
+            DecodeImage(self.color, self.bits),
+        ]
         if self.num_classes:
             chain.append(CheckLabel(self.num_classes, self.names, self.multi_label))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:
                 chain.append(ShrinkLarger(self.reduce_to))
-            chain += [v2.RandomResizedCrop(self.image_size, antialias=True), v2.RandomHorizontalFlip()]
+            chain += [
+                v2.RandomResizedCrop(self.image_size, antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
             return chain
         shorter = round(self.image_size * 256 / 224)
         chain += [v2.Resize(shorter, antialias=True), v2.CenterCrop(self.image_size)]
@@ -231,7 +271,10 @@ class ImageClassification(Recipe):
         channels = 1 if self.color == "L" else 3
         try:
             module: nn.Module = timm.create_model(
-                self.model_name, pretrained=self.pretrained, num_classes=self.num_classes, in_chans=channels
+                self.model_name,
+                pretrained=self.pretrained,
+                num_classes=self.num_classes,
+                in_chans=channels,
             )
         except RuntimeError as error:
             raise UsageError(f"params.model: timm cannot create it: {error}") from None

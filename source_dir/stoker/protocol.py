@@ -213,7 +213,9 @@ class Schema(NamedTuple):
     def of_records(self) -> Schema:
         """Chain worker: the columns of the records before packing."""
         own = {
-            n.removesuffix(HWC_SUFFIX): c for n, c in self.columns.items() if n not in (ID_COLUMN, KEY_COLUMN)
+            n.removesuffix(HWC_SUFFIX): c
+            for n, c in self.columns.items()
+            if n not in (ID_COLUMN, KEY_COLUMN)
         }
         return Schema(own, self.record)
 

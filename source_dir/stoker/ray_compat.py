@@ -21,7 +21,11 @@ NOT_FORKED = "workers are not forked from one process and start slowly"
 WORKERS_VARIABLE = "STOKER_RAY_WORKERS"
 """For Ray's daemons: the folder of Ray's own programs for workers."""
 FORKS = Path(__file__).with_name("hosts") / "forks"
-AGENT_PORTS = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
+AGENT_PORTS = (
+    "METRICS_AGENT_PORT_NAME",
+    "METRICS_EXPORT_PORT_NAME",
+    "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+)
 OTHER_PORTS = ("GCS_SERVER_PORT_NAME", "RUNTIME_ENV_AGENT_PORT_NAME")
 """The raylet waits for a file with each port. What is not known here could be another of the agent's."""
 
@@ -88,16 +92,26 @@ def leave_out_the_agent() -> None:
         persist_port, start = library.persist_port, services.start_ray_process
     except (ImportError, AttributeError):
         return
-    if {name for name in dir(library) if name.endswith("_PORT_NAME")} - {*AGENT_PORTS, *OTHER_PORTS}:
+    if {name for name in dir(library) if name.endswith("_PORT_NAME")} - {
+        *AGENT_PORTS,
+        *OTHER_PORTS,
+    }:
         return
     option = "--dashboard_agent_command="
 
     def start_ray_process(command: list[str], *args: Any, **values: Any) -> Any:
-        given = dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
-        if any(word.startswith(option) for word in command) and {"--session_dir", "--node_id"} <= set(given):
+        given = dict(
+            word.split("=", 1) for word in command if word.startswith("--") and "=" in word
+        )
+        if any(word.startswith(option) for word in command) and {
+            "--session_dir",
+            "--node_id",
+        } <= set(given):
             for name in names:
                 persist_port(given["--session_dir"], given["--node_id"], name, -1)
-            idle = f"{option}{shlex.join([sys.executable, '-S', '-E', str(FORKS / 'idle_agent.py')])}"
+            idle = (
+                f"{option}{shlex.join([sys.executable, '-S', '-E', str(FORKS / 'idle_agent.py')])}"
+            )
             command = [idle if word.startswith(option) else word for word in command]
         return start(command, *args, **values)
 
@@ -146,7 +160,9 @@ def ended_jobs() -> set[str] | None:
         from ray._private.worker import global_worker
 
         client = global_worker.gcs_client
-        jobs = client.get_all_job_info(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
+        jobs = client.get_all_job_info(
+            skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+        )
         return {job.hex() for job, about in jobs.items() if about.is_dead}
     except (ImportError, AttributeError, TypeError):
         return None
@@ -186,7 +202,9 @@ def end_at_once(trainer: Any) -> None:
     """
     try:
         from ray._private.worker import global_worker
-        from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+        from ray.train.v2._internal.callbacks.placement_group_callback import (
+            PlacementGroupCleanerCallback,
+        )
 
         dashboard = global_worker.gcs_client.internal_kv_get(b"dashboard", b"dashboard")
         all_callbacks = trainer._create_default_callbacks
@@ -212,7 +230,9 @@ class HostRequest:
     def __init__(self, resource: str) -> None:
         self._resource, self._id, self._actor = resource, f"stoker-{uuid.uuid4().hex}", None
         with contextlib.suppress(ImportError, AttributeError):
-            from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as of_ray_data
+            from ray.data._internal.cluster_autoscaler import (
+                default_autoscaling_coordinator as of_ray_data,
+            )
 
             self._actor = of_ray_data.get_or_create_autoscaling_coordinator()
 
@@ -224,4 +244,6 @@ class HostRequest:
         if self._actor is None:
             request_resources(bundles=hosts)
             return
-        self._actor.request_resources.remote(requester_id=self._id, resources=hosts, expire_after_s=expires_s)
+        self._actor.request_resources.remote(
+            requester_id=self._id, resources=hosts, expire_after_s=expires_s
+        )

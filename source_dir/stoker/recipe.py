@@ -97,7 +97,9 @@ class Recipe(BaseModel):
 
     def model(self) -> nn.Module:
         """Train worker: create the network with its initial weights."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what to train: define model()")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what to train: define model()"
+        )
 
     def on_device(self, split: Split) -> nn.Module | None:
         """Train worker: a module applied to each batch (a dict of tensors) on the GPU, or None."""
@@ -121,7 +123,9 @@ class Recipe(BaseModel):
         loss = loss_of(preds, batch["label"], multi_label=several_labels(self))
         return {"loss": loss, "preds": preds, "target": batch["label"]}
 
-    def predict(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
+    def predict(
+        self, model: nn.Module, batch: Batch
+    ) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
         """Train worker: the model's output for a batch after `on_device("val")`.
 
         Exported models contain both steps. The default is `model(batch["image"])`.
@@ -152,7 +156,11 @@ class Recipe(BaseModel):
 def metric_names(recipe: Recipe) -> list[str]:
     """Without importing torch for the default ones."""
     own = type(recipe).metrics is not Recipe.metrics
-    return list(from_recipe(recipe, "metrics")) if own else ["f1" if several_labels(recipe) else "acc1"]
+    return (
+        list(from_recipe(recipe, "metrics"))
+        if own
+        else ["f1" if several_labels(recipe) else "acc1"]
+    )
 
 
 def several_labels(recipe: Recipe) -> bool:
@@ -183,7 +191,9 @@ def classification_loss(
     return loss_of(model(batch["image"]), batch["label"], label_smoothing, multi_label)
 
 
-def loss_of(preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_label: bool = False) -> Tensor:
+def loss_of(
+    preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_label: bool = False
+) -> Tensor:
     import torch.nn.functional as F
 
     if multi_label:
@@ -217,7 +227,9 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
         )
     cls = load_object(ALIASES.get(path, path), source, "recipe", offers=Recipe)
     if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
-        raise UsageError(f"recipe: {path} is not a Recipe class; derive it from stoker.recipe.Recipe")
+        raise UsageError(
+            f"recipe: {path} is not a Recipe class; derive it from stoker.recipe.Recipe"
+        )
     try:
         return cls(**typed_params(cls, params))
     except ValidationError as error:
@@ -247,7 +259,9 @@ def with_types(config: Config) -> Config:
     """The job with `typed_params` of its recipe."""
     if config.script is not None or not has_text(config.params):
         return config
-    cls = load_object(ALIASES.get(config.recipe, config.recipe), SOURCE_FOLDER, "recipe", offers=Recipe)
+    cls = load_object(
+        ALIASES.get(config.recipe, config.recipe), SOURCE_FOLDER, "recipe", offers=Recipe
+    )
     return config.model_copy(update={"params": typed_params(cls, config.params)})
 
 
@@ -278,7 +292,9 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         text = f"{type(error).__name__}: {error}"
         raise UsageError(f"{key}: {module_name} cannot be imported: {text}") from error
     except Exception as error:
-        raise UsageError(f"{key}: {module_name} cannot be imported: {where_raised(error)}") from error
+        raise UsageError(
+            f"{key}: {module_name} cannot be imported: {where_raised(error)}"
+        ) from error
     if not hasattr(module, name):
         there = [
             n

@@ -71,13 +71,18 @@ def append(path: str, event: str, values: Mapping[str, Any]) -> None:
     line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(file, line.encode())  # one write, so that lines of several processes do not interleave
+        os.write(
+            file, line.encode()
+        )  # one write, so that lines of several processes do not interleave
     finally:
         os.close(file)
 
 
 def metrics_line(step: int, metrics: Mapping[str, float | None]) -> str:
-    shown = [f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items()]
+    shown = [
+        f"{name} {'not finite' if value is None else f'{value:.6g}'}"
+        for name, value in metrics.items()
+    ]
     return "  ".join([f"step {step}", *shown])
 
 
@@ -88,4 +93,6 @@ def _number(name: str, value: Any) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         kind = type(value).__name__
-        raise TypeError(f"stoker.log: {name!r} is a {kind}; pass numbers or one-element tensors") from None
+        raise TypeError(
+            f"stoker.log: {name!r} is a {kind}; pass numbers or one-element tensors"
+        ) from None

@@ -66,10 +66,26 @@ def absent() -> str:
 class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        namespaces = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        namespaces = (
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        )
         with (folder / "world.log").open("wb") as log:
             self._world = subprocess.Popen(
-                ["unshare", *namespaces, "--propagation", "private", sys.executable, __file__, str(folder)],
+                [
+                    "unshare",
+                    *namespaces,
+                    "--propagation",
+                    "private",
+                    sys.executable,
+                    __file__,
+                    str(folder),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -77,7 +93,9 @@ class SlurmCluster:
         self._wait_until_nodes_are_idle()
 
     def command(self, *words: str, cwd: Path = ROOT) -> list[str]:
-        children = Path(f"/proc/{self._world.pid}/task/{self._world.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self._world.pid}/task/{self._world.pid}/children").read_text().split()
+        )
         enter = [
             "nsenter",
             "--target",
@@ -96,7 +114,10 @@ class SlurmCluster:
         return done.stdout
 
     def logs(self) -> str:
-        parts = [f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
+        parts = [
+            f"--- {path.name}\n{path.read_text()[-2000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        ]
         return "\n".join(parts)
 
     def close(self) -> None:

@@ -43,7 +43,9 @@ def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_le
 
     def status() -> str:
         asked = [sys.executable, SUBMIT, "status", "runs/latest"]
-        return subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=240).stdout
+        return subprocess.run(
+            asked, cwd=tmp_path, capture_output=True, text=True, timeout=240
+        ).stdout
 
     screen = tmp_path / "screen"
     with screen.open("w") as output:
@@ -65,10 +67,14 @@ def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_le
         nodes_shown(address, token)
 
         # At first there is a stock, of what was made while the training started.
-        told = until(lambda: "".join(re.findall(r"(?s).*input-bound: (?:[5-9]\d|100) %.*", status())), 240)
+        told = until(
+            lambda: "".join(re.findall(r"(?s).*input-bound: (?:[5-9]\d|100) %.*", status())), 240
+        )
         assert job.poll() is None and told.startswith("running")
         # The CPUs of this machine may be busy with something else.
-        assert re.search("for the storage that it reads|this host's CPUs are the bottleneck", told), told
+        assert re.search(
+            "for the storage that it reads|this host's CPUs are the bottleneck", told
+        ), told
         # Of the whole run so far, its stock of the start included; the verdict is about the latest steps.
         assert re.search(r"\d+ samples/s, input wait \d+ %", told), told
         assert json.loads((run / "summary.json").read_text())["status"] == "running"
@@ -78,7 +84,9 @@ def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_le
     shown = screen.read_text()
     assert code == 130 and "stopped: Ctrl-C" in shown and "Traceback" not in shown, shown
     again = shlex.join(["python", *command[1:]])
-    assert f"continue: {again} --resume runs/{run.readlink()}" in shown.replace(f"{tmp_path}/", ""), shown
+    assert f"continue: {again} --resume runs/{run.readlink()}" in shown.replace(
+        f"{tmp_path}/", ""
+    ), shown
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
     assert list(run.glob("checkpoints/step-*/manifest.json"))
     assert not Path(file).exists(), "the token goes with the cluster"
@@ -87,7 +95,11 @@ def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_le
 
 
 def nodes_shown(address: str, token: str) -> None:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page()

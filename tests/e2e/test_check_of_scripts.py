@@ -102,7 +102,9 @@ PARTS = {
 }
 """By number of workers: the loops of one script, each of 32 steps, and how much of them would be waiting."""
 CASES = [
-    (workers, number, *part.split(":")) for workers, ps in PARTS.items() for number, part in enumerate(ps)
+    (workers, number, *part.split(":"))
+    for workers, ps in PARTS.items()
+    for number, part in enumerate(ps)
 ]
 
 
@@ -127,8 +129,12 @@ def all_parts(folder: Path, workers: str) -> list[dict[str, Any]]:
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("known")
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(PARTS, pool.map(lambda workers: all_parts(folder, workers), PARTS), strict=True))
-    clocks = {workers: json.loads((folder / f"times-{workers}.json").read_text()) for workers in PARTS}
+        found = dict(
+            zip(PARTS, pool.map(lambda workers: all_parts(folder, workers), PARTS), strict=True)
+        )
+    clocks = {
+        workers: json.loads((folder / f"times-{workers}.json").read_text()) for workers in PARTS
+    }
     return {workers: [*zip(found[workers], clocks[workers], strict=True)] for workers in PARTS}
 
 
@@ -149,11 +155,15 @@ def test_the_share_is_that_of_the_scripts_own_clock_within_five_points(
         assert one["fetched"] is None
         return
     slept = bool(float(share)) * count * STEP_S if count else float(share) * STEP_S
-    assert 4 * one["fetched"]["blocked_s"] == pytest.approx(slept, rel=0.1, abs=0.02), "seen as waiting"
+    assert 4 * one["fetched"]["blocked_s"] == pytest.approx(slept, rel=0.1, abs=0.02), (
+        "seen as waiting"
+    )
     assert one["fetched"]["cpu_s"] < 0.01
 
 
-def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(tmp_path: Path) -> None:
+def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(
+    tmp_path: Path,
+) -> None:
     found = known(tmp_path, "0", "--part", "stubborn:0.5")
     assert found["ended"] == "enough" and found["loaders"][0]["steps"] >= 20
     assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is not None
@@ -262,7 +272,9 @@ def test_a_lightning_trainer_is_seen_through(tmp_path: Path) -> None:
     assert first["trains"] and first["steps"] == 12
     # Lightning's own work is part of the step.
     assert 0.2 < first["share"]["value"] < 0.8
-    assert [other["trains"] for other in others] == [False], "the validation that Lightning begins with"
+    assert [other["trains"] for other in others] == [False], (
+        "the validation that Lightning begins with"
+    )
 
 
 FAILS = """
@@ -296,9 +308,17 @@ for batch in batches * 20:
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
-        (FROM_MEMORY, 2, "error: train.py: its optimizer steps do not follow batches of a DataLoader"),
+        (
+            FROM_MEMORY,
+            2,
+            "error: train.py: its optimizer steps do not follow batches of a DataLoader",
+        ),
         ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
-        ("import sys\nsys.exit(3)\n", 1, "the script failed before 20 steps were measured: exit code 3"),
+        (
+            "import sys\nsys.exit(3)\n",
+            1,
+            "the script failed before 20 steps were measured: exit code 3",
+        ),
         ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was killed by SIGKILL"),
         ("import time\ntime.sleep(600)\n", 1, "error: train.py: no result within --timeout 5 s"),
         (FAILS, 1, "error: train.py: the script failed before 20 steps were measured: ValueError"),
@@ -312,7 +332,9 @@ def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, code: int, sa
     assert done.returncode == code and done.stdout == ""
     assert said in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
     if "/ 0" in script:
-        assert 'File "train.py", line 2, in <module>' in done.stderr and "watch.py" not in done.stderr
+        assert (
+            'File "train.py", line 2, in <module>' in done.stderr and "watch.py" not in done.stderr
+        )
     assert script != FAILS or "record 70 is damaged" in done.stderr
 
 

@@ -30,7 +30,7 @@ import os
 import deltalake
 from pyspark.sql import SparkSession
 
-from launcher import notebook
+from stoker_launcher import notebook
 
 notebook.VOLUMES = VOLUME  # there: /Volumes/
 
@@ -70,7 +70,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "RAY_ON_SPARK_WORKER_SHARED_MEMORY_BYTES": str(GB // 2),
         "RAY_ON_SPARK_DRIVER_PHYSICAL_MEMORY_BYTES": str(4 * GB),
         "RAY_ON_SPARK_DRIVER_SHARED_MEMORY_BYTES": str(GB // 2),
-        "PYTHONPATH": f"{SPARK}:{ROOT}:{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": f"{SPARK}:{ROOT}:{ROOT / 'launcher'}:{os.environ['PYTHONPATH']}",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYSPARK_PYTHON": ray_on_spark.apart(folder, tmp_path / "python"),
         "RAY_ON_SPARK_START_HOOK": "tests.fakes.ray_on_spark.Hook",
@@ -88,7 +88,9 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.timeout(2000)
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures("machines")
-def test_its_cells_train_digits_from_a_delta_table_on_ray_on_spark(digits: Path, tmp_path: Path) -> None:
+def test_its_cells_train_digits_from_a_delta_table_on_ray_on_spark(
+    digits: Path, tmp_path: Path
+) -> None:
     """Ray on Spark waits 20 s for its head, whether that is up or not."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = {cell.id: cell for cell in notebook.cells}
@@ -106,7 +108,9 @@ def test_its_cells_train_digits_from_a_delta_table_on_ray_on_spark(digits: Path,
     (run_dir,) = (mounted.below / "runs").glob("digits-*")
     assert f"run            {mounted.mount / 'runs' / run_dir.name}" in shown
     assert str(mounted.mount / "runs" / run_dir.name) in str(cells["shown"].outputs)
-    assert {"model.safetensors", "model.pt2"} <= {path.name for path in (run_dir / "model").iterdir()}
+    assert {"model.safetensors", "model.pt2"} <= {
+        path.name for path in (run_dir / "model").iterdir()
+    }
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["place"]) == ("succeeded", "ray")
     assert summary["metrics"]["best"]["val/acc1"] > 0.2

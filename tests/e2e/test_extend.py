@@ -14,8 +14,8 @@ import yaml
 from pages import DOCS, examples
 from typer.testing import CliRunner
 
-from launcher import places
-from launcher.submit import app
+from stoker_launcher import places
+from stoker_launcher.command_line import app
 
 SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
 PAGE = DOCS / "extend.md"
@@ -70,7 +70,9 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
     command = [sys.executable, str(SUBMIT), "job.yaml", "--source-dir", "source"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "leaked" not in done.stdout + done.stderr, "what a library says when its objects are not collected"
+    assert "leaked" not in done.stdout + done.stderr, (
+        "what a library says when its objects are not collected"
+    )
     run = tmp_path / "runs" / "latest"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["records"]["read"], summary["records"]["trained"]) == (240, 240)

@@ -23,7 +23,9 @@ def test_a_job_reads_gs_and_resumes_from_gs(
             monkeypatch.setenv(name, value)
         filesystem, root = filesystem_of(f"gs://{BUCKET}/digits")
         for file in (digits / "parquet").rglob("*.parquet"):
-            with filesystem.open_output_stream(f"{root}/{file.relative_to(digits / 'parquet')}") as stream:
+            with filesystem.open_output_stream(
+                f"{root}/{file.relative_to(digits / 'parquet')}"
+            ) as stream:
                 stream.write(file.read_bytes())
         kept = f"gs://{BUCKET}/flowers/checkpoints"
         job = [DIGITS, f"params.data={root}", f"checkpoint.dir={kept}", "data.prepare=null"]

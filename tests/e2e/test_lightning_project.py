@@ -46,7 +46,9 @@ def test_a_lightning_project_resumes_within_an_epoch(tmp_path: Path) -> None:
     assert torch.load(saved / "last.ckpt", weights_only=True)["global_step"] == 40
     done = submit("lit/job.yaml", f"checkpoint.dir={saved}", "--", "--steps", "60", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    ours, theirs = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (saved, whole))
+    ours, theirs = (
+        torch.load(folder / "last.ckpt", weights_only=True) for folder in (saved, whole)
+    )
     assert ours["global_step"] == theirs["global_step"] == 60
     for name, weights in theirs["state_dict"].items():
         assert torch.equal(ours["state_dict"][name], weights), name

@@ -24,7 +24,11 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
     assert (folder / "runs/latest/tensorboard").is_dir()
     assert "input wait" in screen
     # Ray below 2.56, whose workers are not forked, counts them aloud.
-    ours = [line for line in screen.splitlines() if "PYTHON worker processes have been started" not in line]
+    ours = [
+        line
+        for line in screen.splitlines()
+        if "PYTHON worker processes have been started" not in line
+    ]
     assert "next" in ours[-1]
     assert not any("raylet" in line for line in ours), "Ray's chatter stays in the log"
     report = (folder / "runs/latest/report.html").read_text()
@@ -35,7 +39,9 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
         "Hosts",
         "Ray Data, by operator",
     ):
-        assert f">{part}</h" in report, f"{part}: a figure of a real run, not of one made for a test"
+        assert f">{part}</h" in report, (
+            f"{part}: a figure of a real run, not of one made for a test"
+        )
     assert "could not be drawn" not in report
     assert "MapBatches(ChainWorker)" in (folder / "runs/latest/logs/ray_data_stats.txt").read_text()
     operators = json.loads((folder / "runs/latest/summary.json").read_text())["operators"]
@@ -53,7 +59,9 @@ def test_any_step_of_the_demo_can_be_looked_at(demo: Demo) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["parquet", "images"])
-def test_digits_reach_97_percent_from_every_form_by_one_changed_line(form: str, tmp_path: Path) -> None:
+def test_digits_reach_97_percent_from_every_form_by_one_changed_line(
+    form: str, tmp_path: Path
+) -> None:
     done = submit(DIGITS, f"params.data=.data/digits/{form}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     check(tmp_path, done.stdout)
@@ -72,7 +80,9 @@ def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path
     done = submit(DIGITS, "params.data=.data/digits/webdatast", cwd=tmp_path)
     assert done.returncode == 2
     where = tmp_path / ".data/digits"
-    assert done.stderr == f"error: .data/digits/webdatast: no such file or folder ({where} exists)\n"
+    assert (
+        done.stderr == f"error: .data/digits/webdatast: no such file or folder ({where} exists)\n"
+    )
     assert not list((tmp_path / "runs").glob("*")), "a run that was refused leaves nothing"
 
 

@@ -61,13 +61,21 @@ def run(folder: Path, *words: str, **variables: str) -> Losses:
     """Scripts and recipes in one process, for imports take longest, in a clean environment."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
     path = [folder, ROOT / "source_dir", ROOT / "tests" / "integration", ROOT]
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1", **variables}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "jobs.py"), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: Losses = json.loads((folder / "losses.json").read_text())
     for name, losses in found.items():
-        assert len(losses) == len(set(losses)) == 23, f"{name}: not one for each of the 1,437 / 64 steps"
+        assert len(losses) == len(set(losses)) == 23, (
+            f"{name}: not one for each of the 1,437 / 64 steps"
+        )
     return found
 
 

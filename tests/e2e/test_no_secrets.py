@@ -26,7 +26,12 @@ KEYS = {
 }
 IN_CONFIG = ("tok-0b1d88e2", "Corr3ct stable", "url-secret-19", "tag-secret-67", "env-secret-28")
 IN_GIT = "git-token-31"
-SECRETS = [*[v for v in KEYS.values() if "://" not in v], "pr0xy%2Dpass", "pr0xy-pass", "index-tok-66"]
+SECRETS = [
+    *[v for v in KEYS.values() if "://" not in v],
+    "pr0xy%2Dpass",
+    "pr0xy-pass",
+    "index-tok-66",
+]
 
 SCRIPT = """
 import os
@@ -52,7 +57,11 @@ def write_jobs(folder: Path) -> None:
     (folder / "script").mkdir()  # what lies in a script's folder is staged as it is
     (folder / "script/fails.py").write_text(SCRIPT)
     token, password, url, tag, variable = IN_CONFIG
-    params = {"train_records": 96, "hf_token": token, "database": {"user": "ann", "password": password}}
+    params = {
+        "train_records": 96,
+        "hf_token": token,
+        "database": {"user": "ann", "password": password},
+    }
     job = {
         "name": "tells",
         "recipe": "secretive:Tells",
@@ -76,10 +85,15 @@ def test_no_secret_leaves_a_failing_job(tmp_path: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**inherited, **KEYS, "NO_PROXY": "*", "TOLD": " ".join(KEYS)}
     program = [sys.executable, str(ROOT / "launcher/submit.py")]
-    jobs = (["job.yaml", "--source-dir", str(ROOT / "tests/recipes")], ["script/fails.py", "train.workers=1"])
+    jobs = (
+        ["job.yaml", "--source-dir", str(ROOT / "tests/recipes")],
+        ["script/fails.py", "train.workers=1"],
+    )
     screens = [tmp_path / "recipe.screen", tmp_path / "script.screen"]
     running = [
-        subprocess.Popen([*program, *words], cwd=tmp_path, env=environment, stdout=file, stderr=file)
+        subprocess.Popen(
+            [*program, *words], cwd=tmp_path, env=environment, stdout=file, stderr=file
+        )
         for words, file in zip(jobs, [screen.open("wb") for screen in screens], strict=True)
     ]
     commands, tokens = set(), set()
@@ -110,7 +124,9 @@ def test_no_secret_leaves_a_failing_job(tmp_path: Path) -> None:
     own = {tmp_path / "job.yaml", tmp_path / ".git/config"}
     for secret in (*SECRETS, *IN_CONFIG, *tokens, IN_GIT):
         content = secret.encode()
-        assert [path for path, its in written.items() if content in its and path not in own] == [], secret
+        assert [
+            path for path, its in written.items() if content in its and path not in own
+        ] == [], secret
         assert [command for command in commands if secret in command] == []
 
 

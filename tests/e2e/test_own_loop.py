@@ -34,12 +34,16 @@ COMMANDS: dict[int, str] = {}
 """Of the processes that were seen, by id."""
 
 
-def run(script: str, *arguments: str, code: int = 0, how: tuple[str, ...] = ()) -> set[psutil.Process]:
+def run(
+    script: str, *arguments: str, code: int = 0, how: tuple[str, ...] = ()
+) -> set[psutil.Process]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
     environment["PYTHONPATH"] = str(ROOT / "source_dir")
     command = [sys.executable, *how, str(SCRIPTS / script), *arguments]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         children: set[psutil.Process] = set()
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +69,9 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[psutil.Process]]:
+def trained(
+    digits: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, set[psutil.Process]]:
     """The classic script is killed in its second epoch, and goes on beside the others."""
     data, folder = f"--data={digits / 'images'}", tmp_path_factory.mktemp("loops")
     for name in ("torch", "stoker"):
@@ -89,11 +95,15 @@ def test_a_classic_script_trains_alike_and_goes_on_where_it_was_killed(
     assert ended(processes)
 
 
-def test_frameworks_train_alike_and_do_use_the_loader(trained: tuple[Path, set[psutil.Process]]) -> None:
+def test_frameworks_train_alike_and_do_use_the_loader(
+    trained: tuple[Path, set[psutil.Process]],
+) -> None:
     found: dict[str, dict[str, Any]] = json.loads((trained[0] / "losses.json").read_text())
     assert set(found) == {"accelerate", "lightnings", "huggingface"}
     for name, of in found.items():
-        assert of["torch"]["losses"] == of["stoker"]["losses"] and len(of["torch"]["losses"]) > 16, name
+        assert (
+            of["torch"]["losses"] == of["stoker"]["losses"] and len(of["torch"]["losses"]) > 16
+        ), name
         assert of["torch"]["loader"].startswith("torch"), name
         assert of["stoker"]["loader"].startswith("stoker"), name
 

@@ -100,7 +100,9 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     found = summary(tmp_path)
     assert (found["status"], found["script"], found["steps"]) == ("interrupted", "train.py", 3)
     assert found["args"] == ["--lr", "0.5", "--data", "data.txt"]
-    assert found["metrics"]["last"] == {"train/loss": 0.5 / 3}, "the last of the others is not a number"
+    assert found["metrics"]["last"] == {"train/loss": 0.5 / 3}, (
+        "the last of the others is not a number"
+    )
     assert found["train_workers"] == 2 and "train.workers" in (run / "config.yaml").read_text()
     logged = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [e["metrics"]["mine"] for e in logged if e["event"] == "metrics"] == [1, 2, None]

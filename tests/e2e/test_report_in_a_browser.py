@@ -35,7 +35,11 @@ CONTRAST = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert program, "make setup installs Chromium on Debian; elsewhere install it by hand"
     with sync_playwright() as player:
         opened = player.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -104,7 +108,9 @@ def test_it_prints(browser: Any, report: Path) -> None:
     page = browser.new_page()
     page.set_default_timeout(180_000)
     page.goto((report / "a/report.html").as_uri())
-    printed = page.pdf(path=ARTEFACTS / "report" / "printed.pdf", format="A4", print_background=True)
+    printed = page.pdf(
+        path=ARTEFACTS / "report" / "printed.pdf", format="A4", print_background=True
+    )
     assert printed[:4] == b"%PDF" and len(printed) > 20_000
     page.close()
 

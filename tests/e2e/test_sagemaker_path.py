@@ -14,12 +14,12 @@ from typing import Any
 import boto3
 import pytest
 
-from launcher.job import Job, open_job
-from launcher.places import rehearsal, sagemaker
-from launcher.places.sagemaker import aws
-from launcher.places.sagemaker.aws import split_uri
-from launcher.rehearsal.running import RehearsalRun
 from stoker.config.loading import load
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import rehearsal, sagemaker
+from stoker_launcher.places.sagemaker import aws
+from stoker_launcher.places.sagemaker.aws import split_uri
+from stoker_launcher.rehearsal.running import RehearsalRun
 from tests.fakes.aws import REGION, ROLE, moto_server
 from tests.summaries import EVERYWHERE, fields
 
@@ -100,13 +100,17 @@ def rehearse(
     hosts = ["rehearsal.hosts=gpu=1,cpu=1", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
     settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
     settings += ["data.preprocess_on=[cpu]"]
-    settings += ["sagemaker.environment={RAY_worker_niceness: '0'}"]  # beside what else computes here
+    settings += [
+        "sagemaker.environment={RAY_worker_niceness: '0'}"
+    ]  # beside what else computes here
     resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=900"])
     job = Downloaded(resolved, None, {name: str(path) for name, path in data.items()})
     object.__setattr__(job, "source", source)
     run = rehearsal.submit(rehearsal.plan(job), show=False)
     code = run.wait()
-    logs = "".join(path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log")))
+    logs = "".join(
+        path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log"))
+    )
     assert code == 0, logs
     (summary,) = run.run_dir.rglob("summary.json")
     return run, dict(json.loads(summary.read_text()))

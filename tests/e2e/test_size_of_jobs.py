@@ -13,8 +13,8 @@ from commands import DIGITS, ROOT, submit
 pytestmark = pytest.mark.long
 
 PATIENT = (
-    "from launcher.advise import sizing\nsizing.RUN_SECONDS = 400.0\n"
-    "from launcher.submit import main\nmain()\n"
+    "from stoker_launcher.advise import sizing\nsizing.RUN_SECONDS = 400.0\n"
+    "from stoker_launcher.command_line import main\nmain()\n"
 )
 HOSTS = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--gpu-samples-per-s", "5000")
 
@@ -22,7 +22,17 @@ HOSTS = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--gpu-samples-per-s"
 def test_a_short_run_names_every_cost_and_leaves_nothing(tmp_path: Path) -> None:
     """It trains the job for 45 s, or to its end; here to its end, which a busy machine may delay."""
     elsewhere = "data.preprocess_on=[cpu]"  # a group that is not on this machine
-    command = [sys.executable, "-c", PATIENT, "size", DIGITS, "train.epochs=2", elsewhere, "--json", *HOSTS]
+    command = [
+        sys.executable,
+        "-c",
+        PATIENT,
+        "size",
+        DIGITS,
+        "train.epochs=2",
+        elsewhere,
+        "--json",
+        *HOSTS,
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -46,13 +46,22 @@ def host(
 
 
 @pytest.mark.soak
-def test_the_hosts_of_both_tasks_form_a_cluster_that_runs_the_job(digits: Path, tmp_path: Path) -> None:
+def test_the_hosts_of_both_tasks_form_a_cluster_that_runs_the_job(
+    digits: Path, tmp_path: Path
+) -> None:
     """A head with a dashboard and a host of its own process tree, as on two machines."""
     job = yaml.safe_load(Path(DIGITS).read_text())
-    job |= {"params": {"data": str(digits / "webdataset")}, "train": {"epochs": 1, "batch_size": 64}}
+    job |= {
+        "params": {"data": str(digits / "webdataset")},
+        "train": {"epochs": 1, "batch_size": 64},
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**job, "data": {"preprocess_on": ["cpu"]}}))
     scratch = Path(tempfile.mkdtemp(prefix="sk", dir="/tmp"))  # socket paths must stay short
-    common = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "STOKER_"))}
+    common = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "STOKER_"))
+    }
     common |= {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HEAD": "127.0.0.1",
@@ -69,7 +78,9 @@ def test_the_hosts_of_both_tasks_form_a_cluster_that_runs_the_job(digits: Path, 
     cpu = host(CPU, common, tmp_path / "cpu.log", scratch)
     try:
         code = gpu.wait(540)
-        assert code == 0, "".join((tmp_path / name).read_text()[-4000:] for name in ("gpu.log", "cpu.log"))
+        assert code == 0, "".join(
+            (tmp_path / name).read_text()[-4000:] for name in ("gpu.log", "cpu.log")
+        )
         cpu.wait(120)  # SkyPilot would end it 30 s after the GPU task
     finally:
         stop_all([gpu, cpu])
@@ -96,7 +107,9 @@ print(gpu.num_nodes, trains.accelerators, cpu.num_nodes, preprocesses.accelerato
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not CLIENT.exists(), reason="SkyPilot's client is not installed: bash scripts/places.sh")
+@pytest.mark.skipif(
+    not CLIENT.exists(), reason="SkyPilot's client is not installed: bash scripts/places.sh"
+)
 def test_skypilots_own_client_loads_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(CLIENT), "-c", LOAD, str(ROOT / "docs/ray/sky.yaml")],

@@ -73,7 +73,13 @@ class Submitted:
         self.cluster, self.output_dir, self.name = cluster, folder / "runs", name
         words = [
             str(ROOT / "source_dir/configs/digits.yaml"),
-            *(f"name={name}", f"output_dir={self.output_dir}", "recipe=paced:Paced", *SMALL, *overrides),
+            *(
+                f"name={name}",
+                f"output_dir={self.output_dir}",
+                "recipe=paced:Paced",
+                *SMALL,
+                *overrides,
+            ),
             *(f"params.data={folder}/.data/digits/webdataset", "data.prepare=recipes.digits:write"),
             *("--source-dir", str(folder / "source"), "--on", "slurm"),
         ]
@@ -105,7 +111,9 @@ class Submitted:
     def wait_until(self, condition: Callable[[], bool], name: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, f"no {name}: {self.told()}"
+            assert self.process.poll() is None and time.monotonic() < deadline, (
+                f"no {name}: {self.told()}"
+            )
             time.sleep(0.2)
 
     def code(self) -> int:
@@ -148,11 +156,15 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     slurm.run("scontrol", "requeue", job.job)
     job.wait_for_line("stopped, with a checkpoint committed")
     job.wait_for_line("waiting for nodes (BeginTime)")
-    assert job.stoker("status", f"slurm:{job.job}").startswith("running: requeued, waiting for nodes")
+    assert job.stoker("status", f"slurm:{job.job}").startswith(
+        "running: requeued, waiting for nodes"
+    )
     assert job.summary["status"] == "interrupted"
     stopped_at = max(int(path.name[5:]) for path in (job.run_dir / "checkpoints").glob("step-*"))
 
-    slurm.run("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # Slurm would wait for two minutes
+    slurm.run(
+        "scontrol", "update", f"JobId={job.job}", "StartTime=now"
+    )  # Slurm would wait for two minutes
     job.wait_for_line("resumed from")
     (hold := project / "hold").touch()
     kill_task_on("cpu-1", job.job)
@@ -170,7 +182,9 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
     assert groups == {"gpu-1": "gpu", "cpu-1": "cpu"}
     assert summary["train_workers_by_host"] == {"gpu-1": 1}
-    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, "those that Slurm allocated"
+    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, (
+        "those that Slurm allocated"
+    )
 
     assert re.search(r"srun: error: cpu-1: task \d: Killed", job.screen.read_text())
 
@@ -189,7 +203,12 @@ def test_a_job_of_gpu_and_cpu_nodes_is_stopped_with_a_checkpoint_and_stays_stopp
     slurm: SlurmCluster, project: Path
 ) -> None:
     """A Ray cluster of two hosts: about 20 s alone."""
-    nodes = ("slurm.gpu.partition=gpu", "slurm.cpu.partition=cpu", "slurm.cpu.nodes=1", "slurm.gpu.cpus=2")
+    nodes = (
+        "slurm.gpu.partition=gpu",
+        "slurm.cpu.partition=cpu",
+        "slurm.cpu.nodes=1",
+        "slurm.gpu.cpus=2",
+    )
     paced = (*nodes, f"params.go={project}/never", "train.epochs=50", "slurm.max_runtime_s=3600")
     job = Submitted(slurm, project, "stopped", *paced, "slurm.gpu.extra=['--comment=two words']")
     job.wait_for_line("epoch 1/50 done")
@@ -202,10 +221,14 @@ def test_a_job_of_gpu_and_cpu_nodes_is_stopped_with_a_checkpoint_and_stays_stopp
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
     assert groups == {"gpu-1": "gpu", "cpu-1": "cpu"}
     assert summary["train_workers_by_host"] == {"gpu-1": 1}
-    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, "those that Slurm allocated"
+    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, (
+        "those that Slurm allocated"
+    )
     assert list((job.run_dir / "checkpoints").glob("step-*")), "what it resumes from"
     log = job.stoker("logs", str(job.run_dir))
-    assert "[cpu cpu-1 worker] joined" in log and "[cpu cpu-1 worker] joined" in job.screen.read_text()
+    assert (
+        "[cpu cpu-1 worker] joined" in log and "[cpu cpu-1 worker] joined" in job.screen.read_text()
+    )
     assert not (job.run_dir / "code/.ray-token").exists(), "nothing needs the token any more"
     assert f"continue: the same command with --resume {job.run_dir}" in job.screen.read_text()
     assert "with a checkpoint committed" in (job.run_dir / "failure").read_text()
@@ -215,7 +238,10 @@ def test_a_job_of_gpu_and_cpu_nodes_is_stopped_with_a_checkpoint_and_stays_stopp
     again = subprocess.run(
         slurm.command(*job.program, "stop", str(job.run_dir)), capture_output=True, text=True
     )
-    assert (again.returncode, again.stdout) == (2, "") and "has already ended: interrupted" in again.stderr
+    assert (again.returncode, again.stdout) == (
+        2,
+        "",
+    ) and "has already ended: interrupted" in again.stderr
 
 
 def test_a_failed_job_names_its_cause(slurm: SlurmCluster, project: Path) -> None:
@@ -235,11 +261,15 @@ def test_what_the_cluster_cannot_give_is_refused_before_anything_is_written(
         assert job.process.wait(timeout=PATIENCE_S) == 2
         return job.screen.read_text()
 
-    told = refused("slurm.gpu={nodes: 2, gpus: 8, cpus: 64}", "slurm.cpu={nodes: 1, partition: closed}")
+    told = refused(
+        "slurm.gpu={nodes: 2, gpus: 8, cpus: 64}", "slurm.cpu={nodes: 1, partition: closed}"
+    )
     assert "slurm.gpu.nodes: 2, but partition gpu has only 1" in told
     assert "slurm.gpu.gpus: 8, but nodes of partition gpu have at most 1" in told
     assert "slurm.gpu.cpus: 64, but nodes of partition gpu have at most 2" in told
     assert "slurm.cpu.partition: partition closed is not up" in told
     told = refused("slurm.gpu.extra=[--reservation=spring]")
-    assert told.startswith("error: sbatch: ") and "eservation" in told and len(told.splitlines()) == 1
+    assert (
+        told.startswith("error: sbatch: ") and "eservation" in told and len(told.splitlines()) == 1
+    )
     assert not list((project / "runs").glob("refused-*")), "a run that was refused leaves nothing"

@@ -41,7 +41,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(installed: Path, folder: Path, *words: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(CLEAN)}
     command = [str(installed / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,12 +51,19 @@ def run(installed: Path, folder: Path, *words: str) -> str:
 def test_a_new_project_trains_without_the_checkout_and_finds_the_examples(
     installed: Path, tmp_path: Path
 ) -> None:
-    where = "import launcher, stoker, sys; print(stoker.__file__, launcher.__file__, *sys.path)"
+    where = "import stoker_launcher, stoker, sys; print(stoker.__file__, stoker_launcher.__file__, *sys.path)"
     assert str(ROOT / "source_dir") not in run(installed, tmp_path, "python", "-c", where)
     assert run(installed, tmp_path, "stoker", "--version").split()[-1][0].isdigit()
     run(installed, tmp_path, "stoker", "init", "homes", "--kind", "tabular")
     before = {path.name for path in (tmp_path / "homes").iterdir()}
-    run(installed, tmp_path, "stoker", "homes/job.yaml", "train.epochs=1", "tracking.tensorboard=false")
+    run(
+        installed,
+        tmp_path,
+        "stoker",
+        "homes/job.yaml",
+        "train.epochs=1",
+        "tracking.tensorboard=false",
+    )
     summary = json.loads((tmp_path / "runs/latest/summary.json").read_text())
     assert summary["status"] == "succeeded"
     assert summary["records"]["trained"] == summary["records"]["read"] == 6000

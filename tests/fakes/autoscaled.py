@@ -73,7 +73,14 @@ def autoscaled(
 def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> dict[str, object]:
     store = 80 * 2**20
     # Ray does not fill in what an external provider leaves out.
-    commands = ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray", "initialization")
+    commands = (
+        "setup",
+        "head_setup",
+        "worker_setup",
+        "head_start_ray",
+        "worker_start_ray",
+        "initialization",
+    )
     return {
         **{f"{name}_commands": [] for name in commands},
         **{name: {} for name in ("auth", "file_mounts", "docker")},
@@ -96,7 +103,11 @@ def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> d
         },
         "head_node_type": "ray.head.default",
         "available_node_types": {
-            "ray.head.default": {"resources": {"CPU": head_cpus}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {
+                "resources": {"CPU": head_cpus},
+                "node_config": {},
+                "max_workers": 0,
+            },
             "cpu": {
                 "resources": {"CPU": cpus, "cpu_host": 1, "object_store_memory": store},
                 "labels": {"stoker.group": "cpu"},

@@ -28,7 +28,9 @@ def service_quotas(values: dict[str, float], per_page: int = 2) -> Iterator[None
         more = {"NextToken": str(start + per_page)} if start + per_page < len(rows) else {}
         return json.dumps({"Quotas": rows[start : start + per_page], **more})
 
-    with mock.patch.object(ServiceQuotasResponse, "list_service_quotas", list_service_quotas, create=True):
+    with mock.patch.object(
+        ServiceQuotasResponse, "list_service_quotas", list_service_quotas, create=True
+    ):
         yield
 
 

@@ -89,7 +89,9 @@ class JobService:
         named = re.fullmatch(r"/v1/(projects/[^/]+/locations/[^/]+/customJobs/\d+)(:cancel)?", path)
         job = self.jobs.get(named[1]) if named else None
         if job is None:
-            return 404, {"error": {"code": 404, "status": "NOT_FOUND", "message": f"{path} is not found."}}
+            return 404, {
+                "error": {"code": 404, "status": "NOT_FOUND", "message": f"{path} is not found."}
+            }
         if method == "POST" and named and named[2]:
             job["state"] = "JOB_STATE_CANCELLED"
             return 200, {}

@@ -59,7 +59,16 @@ class RayNodes:
         if alone and index:
             own, of_head = self.scratch / str(index), self.scratch / "0"
             own.mkdir()
-            command = ["unshare", "--mount", "sh", "-c", IN_ITS_PLACE, str(own), str(of_head), *command]
+            command = [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                IN_ITS_PLACE,
+                str(own),
+                str(of_head),
+                *command,
+            ]
         # Two nodes of one machine that start at once wait for each other for ever.
         self.processes[index] = started(command, self.environment, self.scratch / f"{index}.log")
         return index

@@ -46,7 +46,9 @@ def volume(folder: Path, libraries: Path) -> Iterator[Volume]:
     try:
         deadline = time.monotonic() + 60
         while not made.mount.is_mount():
-            assert server.poll() is None and time.monotonic() < deadline, "the volume was not mounted"
+            assert server.poll() is None and time.monotonic() < deadline, (
+                "the volume was not mounted"
+            )
             time.sleep(0.1)
         yield made
     finally:

@@ -27,7 +27,9 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) -> list[dict[Any, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]
+) -> list[dict[Any, Any]]:
     found = on_two_ranks[request.module.__name__]
     for rank, part in enumerate(found):
         assert isinstance(part, dict), f"rank {rank}: {part}"

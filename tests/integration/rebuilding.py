@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from launcher.advise.peek.peek_run import rebuild
+from stoker_launcher.advise.peek.peek_run import rebuild
 
 
-def rebuilt_as_recorded(run_dir: Path, batch_size: int, epoch_steps: int, steps: Iterable[int]) -> None:
+def rebuilt_as_recorded(
+    run_dir: Path, batch_size: int, epoch_steps: int, steps: Iterable[int]
+) -> None:
     """Every step of a run without restarts, one batch per train worker and step, is what each one trained."""
     for number in steps:
         epoch, within = divmod(number - 1, epoch_steps)

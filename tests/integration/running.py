@@ -78,7 +78,9 @@ def run_job(
     **sections: Any,
 ) -> Outcome:
     path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections}))
+    path.write_text(
+        yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections})
+    )
     run_dir = run_dir or folder / "run"
     try:
         resolved = load(path, overrides)
@@ -88,4 +90,6 @@ def run_job(
     folders = (run_dir, run_dir / "checkpoints", run_dir / "model")
     place = RunPlace("local", *folders, train_group=train_group, killed_after_s=killed_after_s)
     code = driver.run(resolved, place).code
-    return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)
+    return Outcome(
+        code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir
+    )

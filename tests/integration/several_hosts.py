@@ -85,14 +85,18 @@ def placement() -> dict[str, Any]:
     """Blocks by host while enough is ready, and while training always waits for data."""
     train = Train(job({"records": 60_000, "ms": 10}, batch=100))
     # Until eight steps are ready everybody works, and a task holds several shards.
-    until(lambda: sum(made_by(train).values()) > 240 and {"cpu-1", "cpu-2"} <= made_by(train).keys())
+    until(
+        lambda: sum(made_by(train).values()) > 240 and {"cpu-1", "cpu-2"} <= made_by(train).keys()
+    )
     before = Counter(made_by(train))
     until(lambda: (Counter(made_by(train)) - before).total() > 120)
     enough = Counter(made_by(train)) - before
     steps, ids, helped = train.steps("train", 0), list[int](), made_by(train).get("gpu-0", 0)
 
     def made() -> Counter[str]:
-        for _ in range(8):  # asking takes long on a busy machine, and training is to be faster than the CPUs
+        for _ in range(
+            8
+        ):  # asking takes long on a busy machine, and training is to be faster than the CPUs
             ids.extend(next(steps))
         return Counter(made_by(train))
 
@@ -113,7 +117,13 @@ def slow_sample() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for order in ("any", "exact"):
         with tempfile.NamedTemporaryFile(delete=False) as count:
-            params = {"records": 400, "ms": 10, "slow": slow, "slow_until": 350, "count": count.name}
+            params = {
+                "records": 400,
+                "ms": 10,
+                "slow": slow,
+                "slow_until": 350,
+                "count": count.name,
+            }
         train = Train(job(params, order=order))
         ids = [i for step in train.steps("train", 0) for i in step]
         found[order] = {
@@ -155,7 +165,10 @@ def lost_server() -> dict[str, Any]:
     def take(batch: Any) -> None:
         values.extend(batch["x"][:, 0].tolist())
         rows = zip(
-            batch["index"].tolist(), batch["tail"].tolist(), batch["tail_length"].tolist(), strict=True
+            batch["index"].tolist(),
+            batch["tail"].tolist(),
+            batch["tail_length"].tolist(),
+            strict=True,
         )
         tails.extend([index, *tail[:length]] for index, tail, length in rows)
 
@@ -211,14 +224,20 @@ def given_up() -> dict[str, Any]:
 
     params = {"records": GIVEN_UP_RECORDS, "ms": 5, "kb": 32}
     train = Train(job(params, batch=50, block=25, preprocess_on=["gpu", "cpu"]))
-    hosts = {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"][HOST] in ("cpu-1", "cpu-2")}
+    hosts = {
+        n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"][HOST] in ("cpu-1", "cpu-2")
+    }
     _, notes = kill_agents(train, hosts, times=4)
     until(lambda: not hosts & at_work(train))
     before, ids = Counter(made_by(train)), list[int]()
     for step in train.steps("train", 0):
         ids += step
         train.portions.clear()
-    found = {"notes": notes, "made": Counter(made_by(train)) - before, "each_once": len(ids) == len(set(ids))}
+    found = {
+        "notes": notes,
+        "made": Counter(made_by(train)) - before,
+        "each_once": len(ids) == len(set(ids)),
+    }
     found["books"] = train.reconcile("train", 0, ids)
     train.close()
     return found
@@ -299,7 +318,9 @@ def kill_agents(train: Train, nodes: set[str], times: int) -> tuple[list[int], l
 
     def alive() -> list[Any]:
         servers = servers_of(train)
-        found = [servers[node] for node in nodes & servers.keys() if servers[node].port not in ports]
+        found = [
+            servers[node] for node in nodes & servers.keys() if servers[node].port not in ports
+        ]
         return found if len(found) == len(nodes) else []
 
     def died() -> int:
@@ -321,7 +342,11 @@ def ready_servers(train: Train) -> dict[str, Any]:
 
     head = ray.get_runtime_context().get_node_id()
     servers: dict[str, Any] = ray.get(train.coordinator.servers.remote(), timeout=120).servers
-    return {node: server for node, server in servers.items() if node != head} if len(servers) == 3 else {}
+    return (
+        {node: server for node, server in servers.items() if node != head}
+        if len(servers) == 3
+        else {}
+    )
 
 
 def made_on_the_head() -> dict[str, Any]:
@@ -342,7 +367,10 @@ def made_on_the_head() -> dict[str, Any]:
     ray.get(takes.remote(train.coordinator, configs[1], own), timeout=180)
     left = [part for part in own if any((root / part.block).exists() for root in folder.roots)]
     train.close()
-    return {"whole": sorted(ids) == sorted(record_id(str(i)) for i in range(200)), "left": len(left)}
+    return {
+        "whole": sorted(ids) == sorted(record_id(str(i)) for i in range(200)),
+        "left": len(left),
+    }
 
 
 def take_and_drop(coordinator: Any, config: Config, parts: list[BlockSlice]) -> None:
@@ -364,7 +392,9 @@ def all_ids(coordinator: Any, configs: list[Config]) -> list[int]:
     from stoker.protocol import ID_COLUMN
     from stoker.serve.blocks.client import open_transport
 
-    transports = [open_transport(coordinator, config.data, torch.device("cpu")) for config in configs]
+    transports = [
+        open_transport(coordinator, config.data, torch.device("cpu")) for config in configs
+    ]
     ids: list[int] = []
     for step in range(20):
         transport = transports[step % 2]
@@ -405,7 +435,9 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     number = nodes.start("spot")  # late
     name = f"spot-{number}"
     (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
-    until(lambda: chain_workers_on(nodes, node))  # else all work may be done before they ask for some
+    until(
+        lambda: chain_workers_on(nodes, node)
+    )  # else all work may be done before they ask for some
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
 
     def noted() -> bool:
@@ -429,7 +461,9 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 10)
     found["more"] = made_by(train)[name] - made
     # Its agent ends when no block is needed from it.
-    found["rescued"] = bool(until(lambda: node not in ray.get(train.coordinator.servers.remote()).servers))
+    found["rescued"] = bool(
+        until(lambda: node not in ray.get(train.coordinator.servers.remote()).servers)
+    )
     for _ in range(3):  # with what train workers have taken before, they let go of its last blocks
         ids.extend(next(steps, []))
         train.portions.clear()
@@ -460,7 +494,9 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
     ]
 
     def is_full(train: Train) -> bool:
-        return name in made_by(train) and inside(train, lambda service: rests(service.attempt.planner))
+        return name in made_by(train) and inside(
+            train, lambda service: rests(service.attempt.planner)
+        )
 
     def rests(planner: Any) -> bool:
         return not planner.active and planner._held_bytes() >= planner.budget_bytes
@@ -504,7 +540,9 @@ def lost_alone(nodes: RayNodes) -> dict[str, Any]:
     import ray
 
     number = nodes.start("extra")
-    alone = Train(job({"records": 10_000, "ms": 20}, batch=40, preprocess_on=["extra"], stall_timeout_s=10))
+    alone = Train(
+        job({"records": 10_000, "ms": 20}, batch=40, preprocess_on=["extra"], stall_timeout_s=10)
+    )
     steps = alone.steps("train", 0)
     for _ in range(4):
         next(steps)

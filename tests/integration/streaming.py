@@ -32,8 +32,12 @@ class Train:
 
     def __post_init__(self) -> None:
         data = open_data(self.config)
-        self.coordinator = start_coordinator(self.config, data, self.workers, self.first_epoch, self.place)
-        begin = self.coordinator.begin.remote(self.coordinator, 0, self.workers, self.first_epoch, self.place)
+        self.coordinator = start_coordinator(
+            self.config, data, self.workers, self.first_epoch, self.place
+        )
+        begin = self.coordinator.begin.remote(
+            self.coordinator, 0, self.workers, self.first_epoch, self.place
+        )
         self.ray.get(begin, timeout=180)
         self.transport = block_transport(self.coordinator, pinned=False, timeout_s=120.0)
 
@@ -46,7 +50,9 @@ class Train:
 
     def again(self, workers: int, first_epoch: int, place: dict[str, Any] | None) -> None:
         self.attempt, self.workers = self.attempt + 1, workers
-        begin = self.coordinator.begin.remote(self.coordinator, self.attempt, workers, first_epoch, place)
+        begin = self.coordinator.begin.remote(
+            self.coordinator, self.attempt, workers, first_epoch, place
+        )
         self.ray.get(begin, timeout=120)
 
     def steps(self, split: str, epoch: int, first: int = 0) -> Iterator[list[int]]:
@@ -97,7 +103,11 @@ class Train:
         return counts
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [e for e in self.ray.get(self.coordinator.drain.remote(), timeout=120) if e["event"] == kind]
+        return [
+            e
+            for e in self.ray.get(self.coordinator.drain.remote(), timeout=120)
+            if e["event"] == kind
+        ]
 
     def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = self.ray.get(self.coordinator.figures.remote(), timeout=120)

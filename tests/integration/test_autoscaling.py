@@ -59,7 +59,11 @@ class Scene:
         }
         job["params"] = {**job["params"], "pace": str(self.pace)}
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
-        own = {"STOKER_PLACE": "ray", "STOKER_RUN_DIR": str(self.run_dir), "RAY_TRAIN_V2_ENABLED": "1"}
+        own = {
+            "STOKER_PLACE": "ray",
+            "STOKER_RUN_DIR": str(self.run_dir),
+            "RAY_TRAIN_V2_ENABLED": "1",
+        }
         self.output = folder / "output"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -122,11 +126,15 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
     assert counts[0] == 1 and max(counts) > 1 and counts[-1] == 0, requests
     assert rising == sorted(rising) and falling == sorted(falling, reverse=True), "no flapping"
     assert "training waits" in requests[0]["reason"] and "per 1M records" in requests[1]["reason"]
-    joined, released = ({e["node"] for e in job.events(kind)} for kind in ("host_joined", "host_released"))
+    joined, released = (
+        {e["node"] for e in job.events(kind)} for kind in ("host_joined", "host_released")
+    )
     assert released and released <= joined and not job.events("host_lost")
     assert set(summary["chain_tasks_by_host"]) > {"head"}, "they preprocessed"
     hours = summary["cost"]["cpu_host_hours"]
-    assert 0 < hours < len(joined) * summary["seconds"] / 3600, "hosts cost money while they are there"
+    assert 0 < hours < len(joined) * summary["seconds"] / 3600, (
+        "hosts cost money while they are there"
+    )
 
 
 @pytest.mark.soak
@@ -141,5 +149,9 @@ def test_a_scripts_loader_has_hosts_while_training_waits(tmp_path: Path) -> None
             env=environment | own, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
     assert done.stdout == "preprocessed on 3 hosts\nthen they were let go\n", done.stderr[-4000:]
-    counts = [event["count"] for event in map(json.loads, told.read_text().splitlines()) if "count" in event]
+    counts = [
+        event["count"]
+        for event in map(json.loads, told.read_text().splitlines())
+        if "count" in event
+    ]
     assert counts == [1, 2, 0]

@@ -31,7 +31,9 @@ def test_a_late_first_batch_is_told_as_that_wait_and_not_as_a_bottleneck(
     )
     summary = outcome.summary
     assert outcome.code == 0, summary.error
-    assert summary.speed.steps == 60 and 3 < summary.speed.first_wait_s == summary.speed.longest_wait_s
+    assert (
+        summary.speed.steps == 60 and 3 < summary.speed.first_wait_s == summary.speed.longest_wait_s
+    )
     assert summary.bottleneck == "one_wait"
     told = verdict(summary)
     assert re.search(r"one wait explains .*: \d+\.\d s for the first batch", told.headline), told
@@ -68,7 +70,9 @@ def test_the_screen_the_summary_the_report_and_the_model_agree_on_the_best_epoch
     about = json.loads((run_dir / "model/model.json").read_text())
     assert (about["epoch"], about["step"]) == (epoch, epoch * STEPS)
     assert about["classes"] == ["cat", "dog"]
-    assert float(load_file(run_dir / "model/model.safetensors")["bias"]) == pytest.approx(epoch * STEPS)
+    assert float(load_file(run_dir / "model/model.safetensors")["bias"]) == pytest.approx(
+        epoch * STEPS
+    )
     frame = runs_dataframe([run_dir])
     assert frame[f"best/{by}"].tolist() == pytest.approx([best[by]])
     other = shutil.copytree(run_dir, tmp_path / "other")

@@ -43,11 +43,20 @@ BEFORE_TRAINING = {
     "unknown parameter": (recipe("rows:Counting", train_record=3), "did you mean train_records?"),
     "wrong parameter type": (recipe("rows:Counting", train_records="x"), "params.train_records: "),
     "missing parameter": (recipe("rows:RaisesIn"), "params.where: is required"),
-    "read raises": (recipe("rows:RaisesIn", where="read"), "RaisesIn.read('train') failed: RuntimeError"),
-    "preprocess raises": (recipe("rows:RaisesIn", where="preprocess"), "broken preprocess (rows.py:"),
+    "read raises": (
+        recipe("rows:RaisesIn", where="read"),
+        "RaisesIn.read('train') failed: RuntimeError",
+    ),
+    "preprocess raises": (
+        recipe("rows:RaisesIn", where="preprocess"),
+        "broken preprocess (rows.py:",
+    ),
     "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
     "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
-    "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
+    "every record fails": (
+        recipe("rows:RaisesIn", where="record"),
+        "Fails: ValueError: cannot be used",
+    ),
     "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
     "truncated tar": (
         copied("webdataset", lambda d: truncate(d / "train" / "shard-0002.tar")),
@@ -56,7 +65,10 @@ BEFORE_TRAINING = {
 }
 
 BY_OVERRIDE = {
-    "a group that is not there": ("data.preprocess_on=[cpus]", "no host in group cpus; available: "),
+    "a group that is not there": (
+        "data.preprocess_on=[cpus]",
+        "no host in group cpus; available: ",
+    ),
 }
 
 IN_TRAINING = {
@@ -77,7 +89,10 @@ IN_THE_CHAIN = {
         recipe("rows:RaisesIn", where="batch"),
         "stage fails: ValueError: no such batch",
     ),
-    "a stage loses records": (recipe("rows:RaisesIn", where="loses"), "a chain must keep every record"),
+    "a stage loses records": (
+        recipe("rows:RaisesIn", where="loses"),
+        "a chain must keep every record",
+    ),
 }
 """What the train workers are told, and end with as "truncated JPEG" does."""
 
@@ -97,13 +112,17 @@ def check(folder: Path, digits: Path, make: Any, expected: str, code: int, *over
 
 
 @pytest.mark.parametrize("case", BEFORE_TRAINING)
-def test_refused_before_training(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+def test_refused_before_training(
+    case: str, ray_cluster: None, tmp_path: Path, digits: Path
+) -> None:
     make, expected = BEFORE_TRAINING[case]
     check(tmp_path, digits, make, expected, 2)
 
 
 @pytest.mark.parametrize("case", BY_OVERRIDE)
-def test_a_wrong_value_is_refused(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+def test_a_wrong_value_is_refused(
+    case: str, ray_cluster: None, tmp_path: Path, digits: Path
+) -> None:
     override, expected = BY_OVERRIDE[case]
     check(tmp_path, digits, recipe("rows:Counting"), expected, 2, override)
 
@@ -115,7 +134,9 @@ def test_fails_while_training(case: str, ray_cluster: None, tmp_path: Path, digi
 
 
 @pytest.mark.parametrize("case", IN_THE_CHAIN)
-def test_the_data_side_says_why_it_ends(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+def test_the_data_side_says_why_it_ends(
+    case: str, ray_cluster: None, tmp_path: Path, digits: Path
+) -> None:
     make, expected = IN_THE_CHAIN[case]
     sections = make(tmp_path / "data", digits)
     job = {"data": {"bad_record_budget": 0}, "train": {"epochs": 1, "batch_size": 16}, **sections}

@@ -132,12 +132,18 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     cache = outcome.summary.cache
     assert cache is not None
     assert cache["kind"] == "memory"
-    assert 33 < cache["hit_pct"] < 44, "3 MB hold 732 pages, one for each of some of the 1,797 digits"
+    assert 33 < cache["hit_pct"] < 44, (
+        "3 MB hold 732 pages, one for each of some of the 1,797 digits"
+    )
     [host] = cache["hosts"]
     node = outcome.summary.cluster.hosts[0].model_dump()["node_id"]
-    until(lambda: not [*Path("/dev/shm").glob(f"stoker-cache-*-{node[:12]}")])  # nor in shared memory
+    until(
+        lambda: not [*Path("/dev/shm").glob(f"stoker-cache-*-{node[:12]}")]
+    )  # nor in shared memory
     assert host["bytes"] <= host["limit_bytes"] == 3_000_000
-    events = [json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()
+    ]
     train = [e for e in events if e["event"] == "cache" and e["split"] == "train"]
     assert [e["found"] > 450 for e in train] == [False, True, True]
     [note] = [e["text"] for e in events if e["event"] == "note" and "data.cache" in e["text"]]
@@ -147,7 +153,9 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     assert "of the last epoch's records came from memory" in said
 
 
-def test_a_cache_that_could_hold_nothing_is_refused(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
+def test_a_cache_that_could_hold_nothing_is_refused(
+    ray_cluster: None, digits: Path, tmp_path: Path
+) -> None:
     outcome = run_job(tmp_path, recipe="rows:Counting", data={"cache": "disk"}, train={"epochs": 2})
     assert outcome.code == 2
     assert "data.cache: the training chain is empty" in (outcome.summary.error or "")

@@ -15,7 +15,9 @@ from stoker.config.schema import Config
 DATA = {"bad_record_budget": 0.1, "block_records": 20, "shuffle": False, "order": "exact"}
 
 
-def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     outcome = run_job(
         tmp_path,
         recipe="uncertain:Short",
@@ -39,7 +41,9 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
         if more
         else {"recipe": "rows:Counting", "params": {"train_records": 101, "bad": (3,)}}
     )
-    train = Train(Config.model_validate({**recipe, "data": DATA, "train": {"epochs": 1, "batch_size": 10}}))
+    train = Train(
+        Config.model_validate({**recipe, "data": DATA, "train": {"epochs": 1, "batch_size": 10}})
+    )
     try:
         ids = [i for step in islice(train.steps("train", 0), 3) for i in step]
         train.again(1, 0, train.position(0, 3, ids))

@@ -49,7 +49,9 @@ def start(rank: int, seed: int, train: dict[str, Any]) -> Worker:
 
 def state(worker: Worker) -> dict[str, Any]:
     """What a step depends on, whole on rank 0."""
-    weights, optimizer = strategies.Copier().copy(strategies.full_state(worker.model, worker.optimizer))
+    weights, optimizer = strategies.Copier().copy(
+        strategies.full_state(worker.model, worker.optimizer)
+    )
     return {
         "weights": weights,
         "optimizer": optimizer,
@@ -69,19 +71,31 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         run(worker, Step(worker), batches[:2], epochs=1)
         if worker.scaler:
             worker.scaler.update(1024.0)  # another scale than a new scaler's
-        progress = Progress(0, steps=2, samples=32, loss_sum=torch.tensor(float(rank)), loss_rows=16)
+        progress = Progress(
+            0, steps=2, samples=32, loss_sum=torch.tensor(float(rank)), loss_rows=16
+        )
         parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
         live = snapshot.live_state(worker)
-        meta = {"step": 2, "next_epoch": 0, "epoch_steps": 2, "epoch_samples": 32, "global_batch": 16}
+        meta = {
+            "step": 2,
+            "next_epoch": 0,
+            "epoch_steps": 2,
+            "epoch_samples": 32,
+            "global_batch": 16,
+        }
         if rank == 0:
-            checkpoint.save(store, snapshot.checkpoint_content(live, parts, meta, strategies.Copier()))
+            checkpoint.save(
+                store, snapshot.checkpoint_content(live, parts, meta, strategies.Copier())
+            )
         losses = run(worker, Step(worker), batches[2:], epochs=1)["losses"]
         whole = (losses, state(worker))
 
         other = start(rank, 11, train)
         run(other, Step(other), batches[:1], epochs=1)
         content: Content | None = (
-            checkpoint.load_checkpoint(checkpoint.load_meta(store, "step-00000002")) if rank == 0 else None
+            checkpoint.load_checkpoint(checkpoint.load_meta(store, "step-00000002"))
+            if rank == 0
+            else None
         )
         ranks = snapshot.restore_state(other, content)
         carried = snapshot.carried_progress(other, meta, ranks)

@@ -17,9 +17,17 @@ from running import run_job
     ("recipe", "records", "epochs", "data", "metric", "good"),
     [
         ("recipes.text:Reviews", 1000, 2, {"cache": "memory"}, "val/acc1", 0.9),
-        pytest.param("recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5, marks=pytest.mark.soak),
         pytest.param(
-            "recipes.audio:Tones", 600, 1, {"transport": "ray"}, "val/acc1", 0.8, marks=pytest.mark.soak
+            "recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5, marks=pytest.mark.soak
+        ),
+        pytest.param(
+            "recipes.audio:Tones",
+            600,
+            1,
+            {"transport": "ray"},
+            "val/acc1",
+            0.8,
+            marks=pytest.mark.soak,
         ),
         pytest.param("recipes.video:Motion", 800, 3, {}, "val/acc1", 0.5, marks=pytest.mark.soak),
     ],
@@ -43,7 +51,9 @@ def test_an_example_learns_and_loses_no_record(
         train={"epochs": epochs, "batch_size": 16, "optimizer": "adamw", "lr": 0.003},
     )
     assert outcome.code == 0, outcome.summary.error
-    assert (outcome.summary.records.read, outcome.summary.records.trained) == (epochs * records,) * 2
+    assert (outcome.summary.records.read, outcome.summary.records.trained) == (
+        epochs * records,
+    ) * 2
     assert outcome.summary.metrics.best[metric] > good
 
 

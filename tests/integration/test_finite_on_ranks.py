@@ -55,7 +55,9 @@ def test_all_ranks_say_the_same_of_what_one_has(ranks: list[dict[Any, str]], str
     found = {kind: text for (name, kind), text in ranks[0].items() if name == strategy}
     assert found["sound"] == ""
     assert found["loss"].startswith("the sum of the epoch's losses is nan by step 2 (epoch 1); ")
-    assert found["weight"].startswith("weight stem.weight holds NaN or infinity by step 2 (epoch 4); ")
+    assert found["weight"].startswith(
+        "weight stem.weight holds NaN or infinity by step 2 (epoch 4); "
+    )
     assert found["ema"].startswith("averaged weight stem.weight holds NaN or infinity")
     assert found["optimizer"].startswith("optimiser state")
     assert found["weight"].endswith("; the checkpoint step-00000001 is kept")

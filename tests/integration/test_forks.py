@@ -106,7 +106,12 @@ def run(code: str, folder: Path) -> str:
     source = Path(__file__).resolve().parents[2] / "source_dir"
     environment = {**os.environ, "PYTHONPATH": str(source), "TMPDIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500, cwd=folder
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -24,7 +24,13 @@ def seeded(epoch: int, without: tuple[int, ...]) -> list[int]:
 
 
 def params(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"train_records": RECORDS, "val_records": 5, "shard": SHARD, "folder": str(folder), **more}
+    return {
+        "train_records": RECORDS,
+        "val_records": 5,
+        "shard": SHARD,
+        "folder": str(folder),
+        **more,
+    }
 
 
 def test_a_record_that_kills_its_process_is_quarantined_in_every_epoch(
@@ -45,13 +51,21 @@ def test_a_record_that_kills_its_process_is_quarantined_in_every_epoch(
     for epoch in range(2):
         path = outcome.run_dir / "records" / f"train-epoch-{epoch:03d}-rank-0.txt"
         assert [int(key) for key in path.read_text().split()] == seeded(epoch, (17,))
-    lines = [json.loads(line) for line in (outcome.run_dir / "quarantine.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (outcome.run_dir / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert [line["key"] for line in lines] == ["17"], "listed once, by the epoch that met it first"
     assert all("its process died 2 times" in line["reason"] for line in lines)
     deaths = len((tmp_path / "deaths").read_text())
-    assert 4 <= deaths <= 8, "four, and as many in a task of the next epoch that had been sent before"
-    again = [event["split"] for event in outcome.summary.events if event["event"] == "work_repeated"]
-    assert again == ["train"] * deaths, "the work of a process that died is done again, and the run says so"
+    assert 4 <= deaths <= 8, (
+        "four, and as many in a task of the next epoch that had been sent before"
+    )
+    again = [
+        event["split"] for event in outcome.summary.events if event["event"] == "work_repeated"
+    ]
+    assert again == ["train"] * deaths, (
+        "the work of a process that died is done again, and the run says so"
+    )
 
 
 def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_position(
@@ -87,7 +101,9 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
         for note in notes
     ), notes
     late = [note for note in notes if "no result for" in note]
-    assert late and all(note.startswith("host ") and "train shard number" in note for note in late), notes
+    assert late and all(
+        note.startswith("host ") and "train shard number" in note for note in late
+    ), notes
     train.close()
 
     resumed = Train(config, place=place)
@@ -99,10 +115,16 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
 
 def test_deadly_records_count_against_the_budget_at_once(ray_cluster: None, tmp_path: Path) -> None:
     config = Config.model_validate(
-        {"recipe": "faults:Faulty", "params": params(tmp_path, kills=tuple(range(RECORDS))), "seed": SEED}
+        {
+            "recipe": "faults:Faulty",
+            "params": params(tmp_path, kills=tuple(range(RECORDS))),
+            "seed": SEED,
+        }
     )
     train = Train(config)
-    with pytest.raises(AssertionError, match=r"1 of 120 train records cannot be used.*its process died"):
+    with pytest.raises(
+        AssertionError, match=r"1 of 120 train records cannot be used.*its process died"
+    ):
         list(train.steps("train", 0))
     assert len((tmp_path / "deaths").read_text()) <= 12
     train.close()

@@ -33,7 +33,9 @@ def job(recipe: str = "rows:Counting", order: str = "exact", **params: object) -
 @pytest.mark.parametrize("order", ["exact", "any"])
 def test_interrupted_is_uninterrupted(ray_cluster: None, order: str) -> None:
     # Shards of 100 records are preprocessed in four groups of up to 32, some with bad records.
-    train = Train(job(order=order, train_records=RECORDS, val_records=7, bad=BAD, shard=100), workers=2)
+    train = Train(
+        job(order=order, train_records=RECORDS, val_records=7, bad=BAD, shard=100), workers=2
+    )
     whole = flat(list(train.steps("train", 0)))
     train.reconcile("train", 0, whole)
     list(train.steps("val", 0))
@@ -56,11 +58,17 @@ def test_interrupted_is_uninterrupted(ray_cluster: None, order: str) -> None:
             assert seen + rest == whole, "the same records in the same order"
         assert sorted(seen + rest) == sorted(whole), "each record once"
         counts = train.reconcile("train", 0, rest)
-        assert (counts["read"], counts["trained"], counts["quarantined"]) == (RECORDS, RECORDS - 3, 3)
+        assert (counts["read"], counts["trained"], counts["quarantined"]) == (
+            RECORDS,
+            RECORDS - 3,
+            3,
+        )
     train.close()
 
 
-def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_cluster: None) -> None:
+def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(
+    ray_cluster: None,
+) -> None:
     config = job(train_records=RECORDS, val_records=7, bad=BAD, shard=100)
     first = Train(config)
     steps = list(islice(first.steps("train", 0), 20))
@@ -83,10 +91,15 @@ def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_
     resumed.close()
 
     with pytest.raises(UsageError, match="the training data has changed"):
-        Train(config.model_copy(update={"params": {**config.params, "train_records": 522}}), place=place)
+        Train(
+            config.model_copy(update={"params": {**config.params, "train_records": 522}}),
+            place=place,
+        )
 
 
-def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(ray_cluster: None) -> None:
+def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(
+    ray_cluster: None,
+) -> None:
     train = Train(job(train_records=RECORDS, shard=100))
 
     def call(name: str, *given: Any) -> Any:
@@ -119,7 +132,13 @@ def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(ray
     train.again(1, 0, early)
     assert list(train.steps("train", 0)) == whole[2:]
     logged = call("drain")
-    assert [e["ahead"] for e in logged if e["event"] == "attempt"] == [False, True, True, False, True]
+    assert [e["ahead"] for e in logged if e["event"] == "attempt"] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert sum(e["event"] == "recovered" for e in logged) == 2
     train.close()
 

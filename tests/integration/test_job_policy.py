@@ -54,13 +54,17 @@ class Policed:
             if not self.allows(action, resource):
                 self.denied.append(f"{action} {resource}")
                 start_response("403 Forbidden", [("Content-Type", "application/xml")])
-                return [b"<Error><Code>AccessDenied</Code><Message>denied by the policy</Message></Error>"]
+                return [
+                    b"<Error><Code>AccessDenied</Code><Message>denied by the policy</Message></Error>"
+                ]
         return self.moto(environ, start_response)
 
     def allows(self, action: str, resource: str) -> bool:
         return any(
             action in as_list(statement["Action"])
-            and any(fnmatch.fnmatchcase(resource, pattern) for pattern in as_list(statement["Resource"]))
+            and any(
+                fnmatch.fnmatchcase(resource, pattern) for pattern in as_list(statement["Resource"])
+            )
             for statement in self.statements
         )
 
@@ -80,7 +84,9 @@ def wanted(environ: dict[str, Any], body: bytes) -> list[tuple[str, str]]:
             keys = re.findall(rb"<Key>(.*?)</Key>", body)
             return [("s3:DeleteObject", f"{arn}/{name.decode()}") for name in keys]
         names = {"GET": "s3:GetBucketLocation" if "location" in query else "s3:ListBucket"}
-        return [(names.get(method, "s3:ListBucket" if method == "HEAD" else f"s3:{method}Bucket"), arn)]
+        return [
+            (names.get(method, "s3:ListBucket" if method == "HEAD" else f"s3:{method}Bucket"), arn)
+        ]
     actions = {"GET": "GetObject", "HEAD": "GetObject", "PUT": "PutObject", "POST": "PutObject"}
     deletes = "AbortMultipartUpload" if "uploadId" in query else "DeleteObject"
     return [(f"s3:{actions.get(method, deletes)}", f"{arn}/{key}")]
@@ -107,7 +113,10 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
 def keep_four(store: CheckpointStore, said: list[str]) -> Retention:
     shelf = Retention(store, newest=2, top_k=0, tell=said.append)
     for step in range(1, 5):
-        about = {"step": step, "monitored": {"metric": "val/loss", "mode": "min", "value": 1.0 / step}}
+        about = {
+            "step": step,
+            "monitored": {"metric": "val/loss", "mode": "min", "value": 1.0 / step},
+        }
         shelf.add(checkpoint.save(store, Content({"w": torch.full((9,), float(step))}, {}, about)))
     return shelf
 
@@ -154,10 +163,10 @@ def test_a_denied_delete_is_said_once_and_every_checkpoint_stays(s3: Policed) ->
 
 
 def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_path: Path) -> None:
-    from launcher.job import open_job
-    from launcher.places import sagemaker
-    from launcher.places.sagemaker import aws
     from stoker.config.loading import load
+    from stoker_launcher.job import open_job
+    from stoker_launcher.places import sagemaker
+    from stoker_launcher.places.sagemaker import aws
 
     s3.statements = statements("launcher")
     (tmp_path / "shards").mkdir()
@@ -174,4 +183,6 @@ def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_pa
         aws.client.cache_clear()
     assert s3.denied == []
     assert s3.asked == {"s3:ListBucket", "s3:PutObject"}
-    assert s3.owners == {ROLE.split(":")[4]}, "every upload names the account that must own the bucket"
+    assert s3.owners == {ROLE.split(":")[4]}, (
+        "every upload names the account that must own the bucket"
+    )

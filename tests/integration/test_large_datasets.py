@@ -29,7 +29,13 @@ class Holds(Dataset[Any]):
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, last = (int(each, 16) for each in line.split()[0].split("-"))
             if first <= address < last:
-                return os.getpid(), line.split()[4], line.split()[-1], int(self.table[0]), int(self.table[-1])
+                return (
+                    os.getpid(),
+                    line.split()[4],
+                    line.split()[-1],
+                    int(self.table[0]),
+                    int(self.table[-1]),
+                )
         raise AssertionError("memory without a mapping")
 
 
@@ -75,4 +81,6 @@ def test_what_a_changed_dataset_held_before_is_removed() -> None:
         dataset.table += epoch
         names.append({Path(file) for _, _, file, _, _ in loader}.pop())
     assert len({*names}) == 4 and all(name.parent == names[0].parent for name in names)
-    until(lambda: sum(name.exists() for name in names) <= 2)  # hosts remove theirs when they are asked next
+    until(
+        lambda: sum(name.exists() for name in names) <= 2
+    )  # hosts remove theirs when they are asked next

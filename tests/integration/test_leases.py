@@ -20,7 +20,9 @@ def test_an_error_of_ray_data_is_noticed_though_nobody_waits_for_its_rows(
     def execution(places: list[str]) -> Any:
         leases = ray.data.from_items([{"lease": n} for n in range(4)], override_num_blocks=4)
         leases.context.max_errored_blocks = 0
-        leases.context.execution_no_progress_timeout_s = 600.0  # as in a run, and not as tests here set it
+        leases.context.execution_no_progress_timeout_s = (
+            600.0  # as in a run, and not as tests here set it
+        )
         return leases.map_batches(fails_at_the_last, batch_size=None)
 
     def fails_at_the_last(rows: Any) -> Any:

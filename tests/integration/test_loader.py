@@ -123,7 +123,9 @@ class Shuffled(IterableDataset[Any]):
             yield torch.tensor([self.epoch, number])
 
 
-def test_each_stream_is_read_once_by_one_process_whatever_else_there_is_to_do(tmp_path: Path) -> None:
+def test_each_stream_is_read_once_by_one_process_whatever_else_there_is_to_do(
+    tmp_path: Path,
+) -> None:
     """Five of them on two processes, and passes within the pass; their order cannot be repeated."""
     found, inner = [], 0
     for n, batch in enumerate(DataLoader(Shuffled(tmp_path), batch_size=4, num_workers=5)):
@@ -143,14 +145,18 @@ def test_passes_in_step_share_processes_that_are_too_few_for_their_streams(tmp_p
 
 
 @pytest.mark.parametrize("seed", [1, None], ids=["repeats", "does not repeat"])
-def test_a_stream_whose_process_dies_is_opened_again_if_it_repeats(tmp_path: Path, seed: int | None) -> None:
+def test_a_stream_whose_process_dies_is_opened_again_if_it_repeats(
+    tmp_path: Path, seed: int | None
+) -> None:
     opened, lives = tmp_path / "opened", tmp_path / "lives"
     for folder in (opened, lives):
         folder.mkdir()
     (lives / "1").touch()
     loader = DataLoader(Shuffled(opened, lives, seed), batch_size=4, num_workers=2)
     if seed is None:
-        with pytest.raises(RuntimeError, match=r"stream of worker 1 was opened again.*first \d+ batches"):
+        with pytest.raises(
+            RuntimeError, match=r"stream of worker 1 was opened again.*first \d+ batches"
+        ):
             list(loader)
         return
     assert sorted(n for batch in loader for n in batch[:, 1].tolist()) == list(range(240))
@@ -163,7 +169,9 @@ def test_copies_that_persistent_workers_keep_count_their_epochs_and_are_not_repl
     opened, lives = tmp_path / "opened", tmp_path / "lives"
     for folder in (opened, lives):
         folder.mkdir()
-    loader = DataLoader(Shuffled(opened, lives), batch_size=4, num_workers=3, persistent_workers=True)
+    loader = DataLoader(
+        Shuffled(opened, lives), batch_size=4, num_workers=3, persistent_workers=True
+    )
     epochs = []
     for epoch in range(3):
         found = [each for batch in loader for each in batch.tolist()]
@@ -174,7 +182,9 @@ def test_copies_that_persistent_workers_keep_count_their_epochs_and_are_not_repl
             next(iter(loader))  # given up: its epoch has begun
     assert epochs == [{1}, {3}, {4}]
     (lives / "1").touch()
-    with pytest.raises(RuntimeError, match=r"the copy of the dataset that served worker \d .* was lost"):
+    with pytest.raises(
+        RuntimeError, match=r"the copy of the dataset that served worker \d .* was lost"
+    ):
         list(loader)
 
 
@@ -191,9 +201,13 @@ class Dies(Records):
         return torch.tensor(index)
 
 
-def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(tmp_path: Path) -> None:
+def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "once").touch()
-    assert [i for b in DataLoader(Dies(tmp_path), batch_size=6) for i in b.tolist()] == list(range(61))
+    assert [i for b in DataLoader(Dies(tmp_path), batch_size=6) for i in b.tolist()] == list(
+        range(61)
+    )
     for n in range(50):
         (tmp_path / str(n)).touch()
     with pytest.raises(RuntimeError, match=r"DataLoader batch.* its process died"):
@@ -212,7 +226,9 @@ class Broken(Records):
 def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> None:
     iterator = iter(DataLoader(Broken(), batch_size=6))
     assert next(iterator).tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(KeyError, match=r"(?s)at index 7 \(batch 1\), on host .*in __getitem__.*no record 7"):
+    with pytest.raises(
+        KeyError, match=r"(?s)at index 7 \(batch 1\), on host .*in __getitem__.*no record 7"
+    ):
         next(iterator)
     assert next(iterator).tolist() == [12, 13, 14, 15, 16, 17]
 
@@ -302,7 +318,9 @@ def seeds_its_copy(worker: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_generators_of_copies_in_several_processes_do_not_draw_alike(workers: int) -> None:
-    loader = DataLoader(OwnDraws(96), batch_size=4, num_workers=workers, worker_init_fn=seeds_its_copy)
+    loader = DataLoader(
+        OwnDraws(96), batch_size=4, num_workers=workers, worker_init_fn=seeds_its_copy
+    )
     found = [torch.stack(batch).tolist() for batch in loader]
     for nth in range(2):
         assert len({number for batch in found for number in batch[nth]}) == 96
@@ -365,18 +383,24 @@ def test_an_interrupt_leaves_loader_and_cluster_of_use() -> None:
             threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
             next(iterator)
         del iterator
-    assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
+    assert equal(
+        list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6))
+    )
 
 
 def test_batches_that_fill_the_store_many_times_all_come() -> None:
     """A gigabyte through the store, each batch written into by the script, which keeps some."""
     records, kept = Large(), []
-    for n, batch in enumerate(DataLoader(records, batch_size=1, collate_fn=lambda records: records[0])):
+    for n, batch in enumerate(
+        DataLoader(records, batch_size=1, collate_fn=lambda records: records[0])
+    ):
         assert (batch == n).all()
         batch += 1
         kept += [batch[7:9]] if n % 9 == 0 else []
     assert n == len(records) - 1
-    assert all((each == number + 1).all() for each, number in zip(kept, range(0, n + 1, 9), strict=True))
+    assert all(
+        (each == number + 1).all() for each, number in zip(kept, range(0, n + 1, 9), strict=True)
+    )
 
 
 class Large(Dataset[Any]):
@@ -457,7 +481,11 @@ def end_the_service() -> None:
 
     name = f"stoker-loader-{connection.service_name()}"
     ray.kill(ray.get_actor(name, namespace="stoker"))
-    until(lambda: name not in {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)})
+    until(
+        lambda: (
+            name not in {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        )
+    )
 
 
 def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
@@ -476,7 +504,9 @@ class Endless(IterableDataset[Any]):
             yield self.at - 1
 
 
-def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_next_pass_says() -> None:
+def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_next_pass_says() -> (
+    None
+):
     loader = DataLoader(Endless(), batch_size=2)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
@@ -500,7 +530,9 @@ assert len(list(loader)) == 2
 """
 
 
-def test_a_script_may_load_a_module_again_and_a_fork_of_it_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_script_may_load_a_module_again_and_a_fork_of_it_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
     done = run_script(EDITS + FORKS, str(tmp_path))
     assert done.returncode == 0, done.stderr
     *edited, refused = done.stdout.splitlines()
@@ -508,10 +540,14 @@ def test_a_script_may_load_a_module_again_and_a_fork_of_it_is_refused_at_once(tm
     assert "this process was forked" in refused and "spawn" in refused
 
 
-def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
+def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> (
+    None
+):
     list(DataLoader(Records(), batch_size=6))
     until(lambda: ray.available_resources().get("CPU", 0) >= 2)
-    assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
+    assert equal(
+        list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6))
+    )
 
 
 SAVES = """
@@ -562,7 +598,9 @@ print(next(iter(loader)).tolist())
 def test_a_script_that_leaves_within_a_pass_ends_its_thread_before_ray_is_gone() -> None:
     """It drops references to blocks, and Ray ends a process that does so while it disconnects."""
     done = run_script(LEAVES)
-    said = [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # it warns of a busy machine
+    said = [
+        line for line in done.stdout.splitlines() if "(raylet)" not in line
+    ]  # it warns of a busy machine
     assert (done.returncode, said) == (0, ["[0, 1]", "[]"] * 2), done.stderr
 
 

@@ -120,7 +120,9 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
                 found[kind, rows] = str(error)
             found[kind, rows, "notes"] = evaluation.scores.notes
     told: list[PassEnded] = []
-    worker.coordinator = SimpleNamespace(log=SimpleNamespace(remote=lambda event, after: told.append(event)))
+    worker.coordinator = SimpleNamespace(
+        log=SimpleNamespace(remote=lambda event, after: told.append(event))
+    )
     times = StepTimes()
     times.add([0.0, 0.25 * rank, 0.0, 0.0, 0.25 * (1 - rank)])
     feed: Any = SimpleNamespace(split="train", epoch=0, times=times)
@@ -133,10 +135,16 @@ def test_the_input_wait_is_that_of_the_train_worker_for_which_the_others_wait(
 ) -> None:
     (first, told), (second, silent) = (found["waits"] for found in ranks)
     assert first == second == 0.25 and silent == []
-    assert (told[0]["wait_s"], told[0]["wait_transfer_s"], told[0]["compute_s"]) == (0.25, 0.25, 0.0)
+    assert (told[0]["wait_s"], told[0]["wait_transfer_s"], told[0]["compute_s"]) == (
+        0.25,
+        0.25,
+        0.0,
+    )
 
 
-def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(ranks: list[dict[Any, Any]]) -> None:
+def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(
+    ranks: list[dict[Any, Any]],
+) -> None:
     refused = "recipe: Measured.metrics: own differs between train workers, so it is of a part"
     for found in ranks:
         for kind in ("share", "without state"):
@@ -147,7 +155,11 @@ def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(ranks: li
 def test_a_metric_that_does_not_combine_its_state_is_named(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         for kind, differs in (("unsynced", True), ("added up", False), ("derived", False)):
-            notes = [text for text in found[kind, (4, 2), "notes"] if "differs between train workers" in text]
+            notes = [
+                text
+                for text in found[kind, (4, 2), "notes"]
+                if "differs between train workers" in text
+            ]
             assert bool(notes) == differs, (kind, notes)
 
 

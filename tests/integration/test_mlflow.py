@@ -65,7 +65,13 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
         name="digits",
         recipe="recipes.digits:Digits",
         params={"data": str(digits / "webdataset")},
-        train={"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 0.003, "scheduler": "cosine"},
+        train={
+            "epochs": 2,
+            "batch_size": 64,
+            "optimizer": "adamw",
+            "lr": 0.003,
+            "scheduler": "cosine",
+        },
         tracking={"log_every_steps": 5, "mlflow": tracked},
         export=["safetensors"],
     )
@@ -92,7 +98,9 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
     )
     assert shown["data/quarantined"] == 0
     assert any(name.startswith("system/") and "cpu_utilization" in name for name in shown)
-    events = [json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()
+    ]
     steps = [(e["step"], e["loss"]) for e in events if e["event"] == "step"]
     assert server.history(run, "train/step_loss") == steps
     epochs = [(e["step"], e["metrics"]["val/acc1"]) for e in events if e["event"] == "epoch"]
@@ -115,8 +123,15 @@ def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
     assert [v["version"] for v in registered["latest_versions"]] == ["1"]
     images = np.random.default_rng(0).integers(0, 256, (7, 1, 32, 32), dtype=np.uint8)
     np.save(tmp_path / "images.npy", images)
-    words = [server.uri, str(tmp_path / "images.npy"), "models:/digits/1", str(tmp_path / "answer.npy")]
-    done = subprocess.run([sys.executable, "-c", LOAD, *words], cwd=tmp_path, capture_output=True, text=True)
+    words = [
+        server.uri,
+        str(tmp_path / "images.npy"),
+        "models:/digits/1",
+        str(tmp_path / "answer.npy"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *words], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     program = torch.export.load(outcome.run_dir / "model/model.pt2").module()
     expected = program(torch.from_numpy(images)).detach().numpy()
@@ -151,7 +166,9 @@ def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
     assert outcome.summary.status == "succeeded"
     log = (outcome.run_dir / "logs/console.log").read_text()
     (missing,) = [line for line in log.splitlines() if "lacks part of this run" in line]
-    assert re.search(r": \d+ metric values from step \d+ on, the best values, the tags, the files, ", missing)
+    assert re.search(
+        r": \d+ metric values from step \d+ on, the best values, the tags, the files, ", missing
+    )
     assert str(outcome.run_dir) in missing and "the model" not in missing, "none is exported"
     assert "Traceback" not in log
 
@@ -159,14 +176,18 @@ def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
 def recorded(folder: Path, name: str) -> Path:
     run_dir = folder / name
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 9}}))
+    (run_dir / "config.yaml").write_text(
+        yaml.safe_dump({"name": "recorded", "train": {"epochs": 9}})
+    )
     return run_dir
 
 
 def train(sink: MlflowSink, steps: range) -> None:
     for step in steps:
         rates = {"epoch_samples": 10 * step, "elapsed_s": 1.0 * step, "wait_s": 0.1 * step}
-        sink.on_event(StepLogged(time=1.7e9 + step, epoch=0, step=step, loss=1 / step, lr=0.1, **rates))
+        sink.on_event(
+            StepLogged(time=1.7e9 + step, epoch=0, step=step, loss=1 / step, lr=0.1, **rates)
+        )
 
 
 def finished(steps: int, status: str = "succeeded") -> Summary:
@@ -192,7 +213,9 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     monkeypatch.setattr(mlflow, "RETRY_EVERY_S", 0.5)
     settings = MlflowConfig(uri=server.uri, run_name="restarted", close_timeout_s=500)
     said: list[str] = []
-    sink = MlflowSink(settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append)
+    sink = MlflowSink(
+        settings, "recorded", recorded(tmp_path, "first"), {}, kept=kept, tell=said.append
+    )
     train(sink, range(1, 301))
     until(lambda: not sink.rows)
 
@@ -214,8 +237,12 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
 
     # A restart on another host finds the run through what was kept with the checkpoints.
     again = recorded(tmp_path, "second")
-    (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
-    second = MlflowSink(settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append)
+    (again / "config.yaml").write_text(
+        yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}})
+    )
+    second = MlflowSink(
+        settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append
+    )
     train(second, range(401, 411))
     second.close(finished(410))
     assert len(said) == 2, "nothing more was to be said"
@@ -226,7 +253,9 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     assert pairs(run, "tags")["stoker.changed.train.epochs"] == "12"
 
 
-def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(
+    tmp_path: Path,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         settings = MlflowConfig(uri=uri, timeout_s=300, close_timeout_s=1.5)

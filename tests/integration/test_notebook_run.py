@@ -22,12 +22,12 @@ import yaml
 from pyarrow import parquet
 
 import stoker
-from launcher import notebook as launched
-from launcher.notebook import plan, submit
 from stoker.checkpoints import format as checkpoint
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port
 from stoker.storage.checkpoint_store import open_store
+from stoker_launcher import notebook as launched
+from stoker_launcher.notebook import plan, submit
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
@@ -102,7 +102,9 @@ def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_a
 
     # The next cell goes on there.
     capsys.readouterr()
-    result = stoker.run("example:digits", *job, f"train.epochs={epochs}", resume=str(stopped.run_dir))
+    result = stoker.run(
+        "example:digits", *job, f"train.epochs={epochs}", resume=str(stopped.run_dir)
+    )
     shown = capsys.readouterr().out
     assert result.code == 0 and result.status == "succeeded" and result.run_dir != stopped.run_dir
     [resumed] = [event for event in result.summary["events"] if event["event"] == "resumed"]
@@ -118,20 +120,30 @@ def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_a
     assert {"checkpoints", "model"} <= there and not {"code", "process.id"} & there
     assert result.summary["model"] == str(result.run_dir / "model")
     assert (result.run_dir / "model" / "model.safetensors").is_file()
-    assert not any((launched.LOCAL_DISK / "stoker-runs").iterdir()), "nothing stays on the driver's disk"
+    assert not any((launched.LOCAL_DISK / "stoker-runs").iterdir()), (
+        "nothing stays on the driver's disk"
+    )
 
     summary = result.summary
     assert summary == json.loads((result.run_dir / "summary.json").read_text())
     assert (summary["place"], len(summary["cluster"]["hosts"])) == ("ray", 3)
     assert fields(summary) == EVERYWHERE
-    assert summary["records"]["read"] == summary["records"]["trained"] + summary["records"]["remainder"]
+    assert (
+        summary["records"]["read"]
+        == summary["records"]["trained"] + summary["records"]["remainder"]
+    )
     written = (result.run_dir / "config.yaml").read_text()
-    assert '"tracking.mlflow.uri": "Databricks"' in written and '"train.epochs": "stoker.run"' in written
+    assert (
+        '"tracking.mlflow.uri": "Databricks"' in written
+        and '"train.epochs": "stoker.run"' in written
+    )
     assert yaml.safe_load(written)["tracking"]["mlflow"]["experiment"] == EXPERIMENT
     everything = shown + "".join(
         path.read_text(errors="replace") for path in result.run_dir.rglob("*") if path.is_file()
     )
-    assert "dapi0123456789abcdef" not in everything and os.environ["RAY_AUTH_TOKEN"] not in everything
+    assert (
+        "dapi0123456789abcdef" not in everything and os.environ["RAY_AUTH_TOKEN"] not in everything
+    )
 
     [run] = [run for run in workspace.runs(EXPERIMENT) if run["info"]["status"] == "FINISHED"]
     assert latest(run)["val/acc1"] == pytest.approx(result.metrics["val/acc1"])
@@ -158,7 +170,10 @@ def test_a_cluster_that_is_gone_or_refuses_the_token_is_one_line(
 
 def test_data_that_does_not_fit_is_refused_and_leaves_no_run(notebook: Path) -> None:
     result = stoker.run(
-        "example:digits", f"params.data={notebook / 'none'}", f"output_dir={notebook / 'runs'}", check=False
+        "example:digits",
+        f"params.data={notebook / 'none'}",
+        f"output_dir={notebook / 'runs'}",
+        check=False,
     )
     assert (result.code, result.status) == (2, "refused")
     assert "none" in result.error and "\n" not in result.error
@@ -168,12 +183,16 @@ def test_data_that_does_not_fit_is_refused_and_leaves_no_run(notebook: Path) -> 
 def test_a_resumed_run_that_fails_at_once_has_no_result_of_the_start_before(notebook: Path) -> None:
     run_dir = notebook.parent / "made"
     (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "summary.json").write_text('{"status": "succeeded", "metrics": {"last": {"val/acc1": 1.0}}}')
+    (run_dir / "summary.json").write_text(
+        '{"status": "succeeded", "metrics": {"last": {"val/acc1": 1.0}}}'
+    )
     request = plan("example:digits", (f"params.data={notebook / 'none'}",), "local")
     environment = {**request.environment, "STOKER_RUN_DIR": str(run_dir)}
     result = submit(replace(request, run_dir=run_dir, environment=environment)).wait()
     assert (result.code, result.metrics, result.status) == (2, {}, "refused")
-    assert "val/acc1" in (run_dir / "summary.json").read_text(), "the earlier start's stays as it was"
+    assert "val/acc1" in (run_dir / "summary.json").read_text(), (
+        "the earlier start's stays as it was"
+    )
 
 
 def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:

@@ -95,7 +95,9 @@ def wait_until_nothing_is_left(folder: Path) -> None:
 def started(command: list[str], shared: Path, folder: Path) -> Iterator[IO[str]]:
     environment = {**os.environ, "TMPDIR": str(shared), "PYTHONPATH": str(ROOT / "source_dir")}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True
+    )
     assert process.stdout is not None
     try:
         yield process.stdout
@@ -113,12 +115,16 @@ def test_a_scripts_cluster_is_its_users_alone_and_ends_with_a_killed_script(
         refuse_to_others(shared)
 
 
-def test_a_local_run_is_its_users_alone_and_ends_with_a_killed_launcher(shared: Path, tmp_path: Path) -> None:
+def test_a_local_run_is_its_users_alone_and_ends_with_a_killed_launcher(
+    shared: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "own"
     source.mkdir()
     (source / "endless.py").write_text(RECIPE)
     shutil.copy(ROOT / "tests/recipes/rows.py", source)
-    (tmp_path / "job.yaml").write_text("recipe: endless:Endless\ntrain: {epochs: 5000, batch_size: 8}\n")
+    (tmp_path / "job.yaml").write_text(
+        "recipe: endless:Endless\ntrain: {epochs: 5000, batch_size: 8}\n"
+    )
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", "own"]
     with started(command, shared, tmp_path) as output:
         assert any("epoch 1/5000 done" in line for line in output)

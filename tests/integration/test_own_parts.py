@@ -45,7 +45,9 @@ def test_batches_made_on_cpu_hosts_train_the_same_model_also_after_an_interrupti
     whole = run(tmp_path / "rest", "Collated", f"checkpoint.resume={begun.run_dir}")
     assert whole.code == 0, whole.summary.error
     assert [event["step"] for event in whole.summary.events if event["event"] == "resumed"] == [5]
-    weights = [load_file(outcome.run_dir / "model" / "model.safetensors") for outcome in (stacked, whole)]
+    weights = [
+        load_file(outcome.run_dir / "model" / "model.safetensors") for outcome in (stacked, whole)
+    ]
     assert all((weights[0][name] == values).all() for name, values in weights[1].items())
     assert whole.summary.metrics.last["val/loss"] == stacked.summary.metrics.last["val/loss"]
     collate = whole.summary.chain[-1]
@@ -58,7 +60,9 @@ def test_batches_made_on_cpu_hosts_train_the_same_model_also_after_an_interrupti
     assert all(line.loss is not None for line in step.lines), step.notes
 
 
-def test_a_collate_that_fails_ends_the_run_with_its_error(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_collate_that_fails_ends_the_run_with_its_error(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     outcome = run(tmp_path / "later", "Collated", fails_at=60)
     assert outcome.code == 1
     assert "collate: ValueError: this one does not fit (collating.py:" in str(outcome.summary.error)

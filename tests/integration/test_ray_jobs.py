@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launcher.job import Job, open_job
-from launcher.places import attach, remote
-from launcher.places import ray as ray_jobs
-from launcher.places import ray as ray_place
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.raynode import free_port
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import attach, remote
+from stoker_launcher.places import ray as ray_jobs
+from stoker_launcher.places import ray as ray_place
 from tests.fakes.answers import Answer, answering
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
@@ -166,7 +166,9 @@ def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[
     return caught.value.problems
 
 
-def test_no_token_and_a_wrong_token(nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_and_a_wrong_token(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (problem,) = refused(nodes.dashboard, tmp_path)
     assert "requires a token; set RAY_AUTH_TOKEN" in problem
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
@@ -197,7 +199,12 @@ def test_a_relative_output_folder_is_refused(entered: RayNodes, tmp_path: Path) 
 
 def dashboard_of(ray: str, python: str) -> contextlib.AbstractContextManager[str]:
     answers: dict[str, Any] = {
-        "/api/version": {"version": "4", "ray_version": ray, "ray_commit": "x", "session_name": "s"},
+        "/api/version": {
+            "version": "4",
+            "ray_version": ray,
+            "ray_commit": "x",
+            "session_name": "s",
+        },
         "/api/v0/cluster_metadata": {"result": True, "data": {"pythonVersion": python}},
     }
 
@@ -215,7 +222,9 @@ def test_a_cluster_that_is_too_old_is_refused_before_submission(tmp_path: Path) 
     assert any("Python 3.9.18 there; Stoker needs 3.11 to 3.13" in line for line in problems)
 
 
-def test_a_cluster_of_other_supported_versions_is_used_and_the_differences_are_named(tmp_path: Path) -> None:
+def test_a_cluster_of_other_supported_versions_is_used_and_the_differences_are_named(
+    tmp_path: Path,
+) -> None:
     python = "3.12.9" if sys.version_info[:2] != (3, 12) else "3.13.9"
     with dashboard_of("2.99.1", python) as address:
         request = ray_place.plan(job_of(Probe, tmp_path), address=address)
@@ -331,11 +340,17 @@ def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
     (tmp_path / "mine" / "train.py").write_text(SCRIPT)
     (tmp_path / "mine" / "points.py").write_text(POINTS)
     words = [str(tmp_path / "mine" / "train.py"), "--on=ray", f"--address={entered.dashboard}"]
-    done = submit(*words, f"output_dir={tmp_path}", "name=mine", "train.workers=2", token=entered.token)
+    done = submit(
+        *words, f"output_dir={tmp_path}", "name=mine", "train.workers=2", token=entered.token
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     (path,) = tmp_path.glob("mine-*/summary.json")
     summary = json.loads(path.read_text())
-    assert (summary["status"], summary["place"], summary["script"]) == ("succeeded", "ray", "train.py")
+    assert (summary["status"], summary["place"], summary["script"]) == (
+        "succeeded",
+        "ray",
+        "train.py",
+    )
     assert summary["metrics"]["last"]["loss"] == 0.5 and summary["steps"] > 0
     assert (path.parent / "checkpoints" / "last.txt").read_text() == "saved"
     until(lambda: states_of("LoaderService", entered) == {"DEAD"})  # with its job

@@ -42,7 +42,9 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
     everyone = {str(i) for i in range(1003)} - {"5", "400"}
     for epoch in range(2):
         books = next(
-            e for e in outcome.summary.records.epochs if e["split"] == "train" and e["epoch"] == epoch
+            e
+            for e in outcome.summary.records.epochs
+            if e["split"] == "train" and e["epoch"] == epoch
         )
         trained = ids(outcome, "train", epoch)
         assert books["read"] == 1003
@@ -52,7 +54,9 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
         assert set(trained.values()) == {1}, "no record twice"
         assert len(everyone - set(trained)) == books["remainder"]
         assert set(trained) <= everyone
-        assert ids(outcome, "val", epoch) == Counter(str(i) for i in range(37)), "validation is exact"
+        assert ids(outcome, "val", epoch) == Counter(str(i) for i in range(37)), (
+            "validation is exact"
+        )
     assert outcome.summary.records.trained == 2 * (1001 - 1001 % workers)
     quarantined = (outcome.run_dir / "quarantine.jsonl").read_text().splitlines()
     assert len(quarantined) == 2, "each once, though both epochs have met them"
@@ -66,7 +70,9 @@ def test_a_pass_in_which_nothing_moves_for_as_long_as_ray_data_bears_goes_on(
 ) -> None:
     job = {
         "recipe": recipe,
-        "params": {"slow_s": NO_PROGRESS_S + 3} if recipe == "rows:FromRay" else {"train_records": 103},
+        "params": {"slow_s": NO_PROGRESS_S + 3}
+        if recipe == "rows:FromRay"
+        else {"train_records": 103},
         "data": {"order": "exact", "shuffle": False, "block_records": 8},
         "train": {"epochs": 2, "batch_size": 8},
     }
@@ -78,7 +84,9 @@ def test_a_pass_in_which_nothing_moves_for_as_long_as_ray_data_bears_goes_on(
     train.close()
 
 
-def test_the_order_is_permuted_anew_in_every_epoch_and_the_same_in_every_run(ray_cluster: None) -> None:
+def test_the_order_is_permuted_anew_in_every_epoch_and_the_same_in_every_run(
+    ray_cluster: None,
+) -> None:
     job = {
         "recipe": "rows:Counting",
         "params": {"train_records": 200, "val_records": 3},
@@ -112,7 +120,10 @@ def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize(
     ("source", "records"),
     [
-        ({"recipe": "rows:Counting", "params": {"train_records": 203, "bad": [5], "shard": 50}}, 203),
+        (
+            {"recipe": "rows:Counting", "params": {"train_records": 203, "bad": [5], "shard": 50}},
+            203,
+        ),
         ({"recipe": "rows:FromRay"}, 103),
         ({"recipe": "uncertain:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
     ],
@@ -157,7 +168,11 @@ def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
 
     if source["recipe"] == "rows:Counting":
         # A limit that is the end of an epoch leaves nothing of it.
-        assert booked(job(2 * per_epoch).summary) == [first, first, tuple(2 * count for count in first)]
+        assert booked(job(2 * per_epoch).summary) == [
+            first,
+            first,
+            tuple(2 * count for count in first),
+        ]
 
 
 def job(order: str, block_records: int = 32) -> Config:
@@ -186,14 +201,19 @@ def test_an_epoch_that_begins_again_counts_what_it_trains_once_more(ray_cluster:
     assert (counts["read"], counts["trained"]) == (103, 103)
     assert counts["repeated"] == 40 + 30
     notes = [event["text"] for event in train.events("note")]
-    assert "epoch 1 begins again" in notes[0] and "40 records are trained once more (40 repeated" in notes[0]
+    assert (
+        "epoch 1 begins again" in notes[0]
+        and "40 records are trained once more (40 repeated" in notes[0]
+    )
     assert "30 records are trained once more (70 repeated" in notes[1]
     # The next epoch has nothing to repeat.
     assert train.reconcile("train", 1, flat(list(train.steps("train", 1))))["repeated"] == 0
     train.close()
 
 
-def test_rows_go_on_exactly_with_other_blocks_and_begin_again_in_another_order(ray_cluster: None) -> None:
+def test_rows_go_on_exactly_with_other_blocks_and_begin_again_in_another_order(
+    ray_cluster: None,
+) -> None:
     exact = Train(job("exact"))
     place = interrupted(exact, 4)
     exact.again(1, 0, None)
@@ -228,7 +248,10 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
     )
     assert outcome.code == 0, outcome.summary.error
     assert outcome.summary.records.repeated == 2
-    assert [e["repeated"] for e in outcome.summary.records.epochs if e["split"] == "train"] == [1, 1]
+    assert [e["repeated"] for e in outcome.summary.records.epochs if e["split"] == "train"] == [
+        1,
+        1,
+    ]
     assert outcome.summary.records.read == outcome.summary.records.trained == 130
     for epoch in range(2):
         ranks = (outcome.run_dir / "records").glob(f"train-epoch-{epoch:03d}-rank-*.txt")

@@ -21,16 +21,24 @@ def test_without_restarts_the_cause_is_named(ray_cluster: None, tmp_path: Path) 
     assert len((outcome.summary.error or "").splitlines()) == 1
 
 
-def test_a_restart_without_the_last_checkpoint_fails_and_names_it(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_restart_without_the_last_checkpoint_fails_and_names_it(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     outcome = run_job(
         tmp_path,
         recipe="rows:LosesItsDisk",
-        params={"train_records": 96, "marker": str(tmp_path / "marker"), "run_dir": str(tmp_path / "run")},
+        params={
+            "train_records": 96,
+            "marker": str(tmp_path / "marker"),
+            "run_dir": str(tmp_path / "run"),
+        },
         train={"epochs": 3, "batch_size": 16, "max_failures": 1},
         data={"order": "exact"},
     )
     error = outcome.summary.error or ""
-    assert outcome.code == 1, f"{outcome.summary.epochs} epochs, {outcome.summary.steps} steps: {error}"
+    assert outcome.code == 1, (
+        f"{outcome.summary.epochs} epochs, {outcome.summary.steps} steps: {error}"
+    )
     assert f"{tmp_path}/run/checkpoints/step-00000006, the last checkpoint of this run" in error
     assert "checkpoint.dir must be s3:// or a folder that they share" in error
     assert "\n" not in error

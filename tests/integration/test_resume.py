@@ -130,7 +130,9 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def whole(
+    ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
     folder = tmp_path_factory.mktemp("whole")
     kept = {"every_steps": 2, "keep": 4, "save_top_k": 2}
     outcome = run_job(folder, **sections(folder / "trace", environment=s3), checkpoint=kept)
@@ -141,7 +143,9 @@ def whole(ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPa
 def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", *arguments]
     recipes = ["--source-dir", str(ROOT / "tests/recipes")]
-    return subprocess.run([*command, *recipes], cwd=folder, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        [*command, *recipes], cwd=folder, capture_output=True, text=True, timeout=500
+    )
 
 
 @pytest.mark.timeout(max(600, 300 * TIMES))
@@ -168,7 +172,9 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
         assert done.returncode == code, done.stdout + done.stderr
         # The first start goes on after its train worker, too.
         assert "resumed from" in done.stdout
-        assert start or ("restarting training" in done.stdout and "training again after" in done.stdout)
+        assert start or (
+            "restarting training" in done.stdout and "training again after" in done.stdout
+        )
     newest = max((run_dir / "checkpoints").glob("step-*"))
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-3] ^= 4
@@ -177,7 +183,9 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     assert outcome.code == 0, outcome.summary.error
     passed_over = f"skipping checkpoint {newest.name}: model.safetensors is damaged"
     assert passed_over in (run_dir / "logs/console.log").read_text()
-    assert len(list((tmp_path / "runs").glob("chain-*"))) == 1, "one run directory for the whole run"
+    assert len(list((tmp_path / "runs").glob("chain-*"))) == 1, (
+        "one run directory for the whole run"
+    )
 
     assert_equal((run_dir, trace), (whole.run_dir, whole.run_dir.parent / "trace"))
     lost, recovered = events(run_dir, "train_worker_lost"), events(run_dir, "recovered")
@@ -188,7 +196,9 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     assert len(resumed) == len(WAYS) * TIMES
     assert any(event["step"] % STEPS for event in resumed), "within an epoch"
     taken = events(whole.run_dir, "checkpoint")
-    assert any(event["step"] % STEPS for event in taken), "by the clock, within an epoch, on all ranks"
+    assert any(event["step"] % STEPS for event in taken), (
+        "by the clock, within an epoch, on all ranks"
+    )
     for summary in (outcome.summary, whole.summary):
         assert summary.status == "succeeded"
         assert summary.epochs == EPOCHS
@@ -197,9 +207,9 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
         assert [books["read"] for books in trained] == [RECORDS] * EPOCHS
         assert [books["quarantined"] for books in trained] == [1] * EPOCHS
         assert [books["trained"] for books in trained] == [RECORDS - 1] * EPOCHS
-        assert [event["reason"][:14] for event in summary.events if event["event"] == "stopped"][-1:] == [
-            "early stopping"
-        ]
+        assert [event["reason"][:14] for event in summary.events if event["event"] == "stopped"][
+            -1:
+        ] == ["early stopping"]
     told = [event for event in outcome.summary.events if event["event"] == "resumed"]
     assert len(told) == len(resumed), "the summary is of the whole run"
 
@@ -220,9 +230,14 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
     # 1 million weights and their momentum: 8 MB, of which one fits.
     job = sections(tmp_path / "trace", width=250_000)
     job["train"] |= {"lr": 1e-9, "workers": 1, "max_failures": 0}
-    outcome = run_job(tmp_path, **job, checkpoint={"dir": str(small_disk / "kept"), "every_steps": 5})
+    outcome = run_job(
+        tmp_path, **job, checkpoint={"dir": str(small_disk / "kept"), "every_steps": 5}
+    )
     assert outcome.code == 1
-    checkpoint, disk = f"{small_disk}/kept/step-00000010", f"the disk mounted at {small_disk} (12 MB) is full"
+    checkpoint, disk = (
+        f"{small_disk}/kept/step-00000010",
+        f"the disk mounted at {small_disk} (12 MB) is full",
+    )
     assert f"cannot write the checkpoint {checkpoint}: {disk}" in (outcome.summary.error or "")
     from stoker.storage.checkpoint_store import open_store, verify
 
@@ -238,7 +253,9 @@ def test_a_run_on_new_hosts_finds_its_checkpoints_in_s3_without_being_told(
     import boto3
 
     client = boto3.client("s3")
-    within = max(path for path in whole.run_dir.glob("checkpoints/step-*") if int(path.name[5:]) % STEPS)
+    within = max(
+        path for path in whole.run_dir.glob("checkpoints/step-*") if int(path.name[5:]) % STEPS
+    )
     for folder in whole.run_dir.glob("checkpoints/step-*"):
         for file in folder.iterdir() if folder <= within else ():
             client.upload_file(str(file), "kept", f"run/{folder.name}/{file.name}")
@@ -253,7 +270,9 @@ def test_a_run_on_new_hosts_finds_its_checkpoints_in_s3_without_being_told(
     keys = {item["Key"] for item in client.list_objects_v2(Bucket="kept")["Contents"]}
     last = f"step-{EPOCHS * STEPS:08d}"
     assert {f"run/{last}/manifest.json", "run/best.json"} <= keys
-    found = [[event["path"] for event in events(outcome.run_dir, "resumed")] for outcome in outcomes]
+    found = [
+        [event["path"] for event in events(outcome.run_dir, "resumed")] for outcome in outcomes
+    ]
     assert found == [[f"s3://kept/run/{within.name}"], [f"s3://kept/run/{last}"]]
     for outcome in outcomes:
         assert outcome.summary.epochs == EPOCHS

@@ -20,7 +20,9 @@ def job() -> Config:
         "bucket_by": "ids",
     }
     train = {"epochs": 4, "batch_size": 7}
-    return Config.model_validate({"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1})
+    return Config.model_validate(
+        {"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1}
+    )
 
 
 def rows(train: Train) -> list[int]:
@@ -38,7 +40,9 @@ def rows(train: Train) -> list[int]:
     return found
 
 
-def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(ray_cluster: None) -> None:
+def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(
+    ray_cluster: None,
+) -> None:
     train = Train(job(), workers=2, keeps=True)
     expected = []
     for epoch in range(4):

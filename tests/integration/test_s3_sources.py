@@ -147,7 +147,11 @@ def test_a_bucket_that_is_listed_in_parts_has_the_same_files(
     client, bucket = boto3.client("s3"), f"stoker-listing-{most}-{at_once}"
     client.create_bucket(Bucket=bucket)
     folders = ["a", "a/b", "a/b/c", "b", "c.jpg", "d/e/f/g/h"]
-    keys = [f"top/{folder}/{n}" for folder in folders for n in range(3)] + ["top/c", "top/a.jpg", "topmost/x"]
+    keys = [f"top/{folder}/{n}" for folder in folders for n in range(3)] + [
+        "top/c",
+        "top/a.jpg",
+        "topmost/x",
+    ]
     for key in [*keys, "top/empty/", "top/a/b/"]:
         client.put_object(Bucket=bucket, Key=key, Body=b"" if key.endswith("/") else b"1")
     monkeypatch.setattr(filesystems, "MOST_LISTED", most)

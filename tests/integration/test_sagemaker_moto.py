@@ -15,10 +15,10 @@ from botocore.stub import Stubber
 from clouds import SAGEMAKER, job_of
 from moto.server import ThreadedMotoServer
 
-from launcher.job import Job
-from launcher.places import remote, sagemaker
-from launcher.places.sagemaker import aws
 from stoker.errors import UsageError
+from stoker_launcher.job import Job
+from stoker_launcher.places import remote, sagemaker
+from stoker_launcher.places.sagemaker import aws
 from tests.fakes.aws import REGION, moto_server
 
 BUCKET = "stoker-test"
@@ -87,11 +87,24 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
 
     code = f"stoker/{request.name}/code/"
     names = {key.removeprefix(code) for key in keys_below(code)}
-    assert {"train.py", "job.yaml", "requirements.txt", ".ray-token", "stoker/config/loading.py"} <= names
+    assert {
+        "train.py",
+        "job.yaml",
+        "requirements.txt",
+        ".ray-token",
+        "stoker/config/loading.py",
+    } <= names
     assert not any("__pycache__" in name for name in names)
-    text = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}job.yaml")["Body"].read().decode()
+    text = (
+        boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}job.yaml")["Body"].read().decode()
+    )
     assert "data: /opt/ml/input/data/data" in text
-    token = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}.ray-token")["Body"].read().decode()
+    token = (
+        boto3.client("s3")
+        .get_object(Bucket=BUCKET, Key=f"{code}.ray-token")["Body"]
+        .read()
+        .decode()
+    )
     assert len(token) == 64
     assert token not in json.dumps(described, default=str)
     data = request.data[0].uri.removeprefix(f"s3://{BUCKET}/")
@@ -110,14 +123,18 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
     ]
     manifest = request.data[0].uri.removeprefix(f"s3://{BUCKET}/").rstrip("/") + ".json"
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=manifest)
-    sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
+    sagemaker.submit(
+        sagemaker.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append
+    )
     assert "data: 4 B uploaded" in told[-2]
 
 
 def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
     key = boto3.client("kms", region_name=REGION).create_key()["KeyMetadata"]["KeyId"]
     (tmp_path / "x.bin").write_bytes(b"1")
-    request = sagemaker.plan(make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")}))
+    request = sagemaker.plan(
+        make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")})
+    )
     sagemaker.submit(request, quiet)
     client = boto3.client("s3")
     for name in keys_below("stoker/"):
@@ -147,7 +164,9 @@ def test_absent_buckets_and_prefixes_are_named_together() -> None:
 
 def test_bucket_in_another_region_is_refused() -> None:
     s3 = boto3.client("s3", region_name="eu-west-1")
-    s3.create_bucket(Bucket="stoker-eu", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    s3.create_bucket(
+        Bucket="stoker-eu", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
+    )
     with pytest.raises(UsageError, match="is in eu-west-1, the job in us-east-1"):
         sagemaker.plan(make_job({"sagemaker.s3_uri": "s3://stoker-eu/x"}))
 
@@ -174,7 +193,9 @@ def write_logs(name: str, lines: list[tuple[str, str, int]]) -> None:
         stream = f"{name}/{host}-1700000000"
         logs.create_log_stream(logGroupName=sagemaker.LOG_GROUP, logStreamName=stream)
         events = [{"timestamp": start + at, "message": text} for h, text, at in lines if h == host]
-        logs.put_log_events(logGroupName=sagemaker.LOG_GROUP, logStreamName=stream, logEvents=events)
+        logs.put_log_events(
+            logGroupName=sagemaker.LOG_GROUP, logStreamName=stream, logEvents=events
+        )
 
 
 def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
@@ -238,7 +259,9 @@ def test_status_wait_and_closing_with_cost() -> None:
     assert (again.region, again.name) == (REGION, submitted.name)
     assert sagemaker.attach(submitted.describe()["TrainingJobArn"]).name == submitted.name
     closing = submitted.closing()
-    assert ["gpu", "1", "ml.g5.2xlarge", "0.123"] in [line.split()[:4] for line in closing.splitlines()]
+    assert ["gpu", "1", "ml.g5.2xlarge", "0.123"] in [
+        line.split()[:4] for line in closing.splitlines()
+    ]
     assert "ml.c5.4xlarge" in closing and "model: s3://" in closing
 
 
@@ -398,14 +421,18 @@ def test_dry_run_asks_only_whether_things_exist(calls: list[str], tmp_path: Path
 
 def test_launcher_policy_allows_what_the_launcher_calls(calls: list[str], tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"1")
-    submitted = sagemaker.submit(sagemaker.plan(make_job({"params.data": str(tmp_path / "x.bin")})), quiet)
+    submitted = sagemaker.submit(
+        sagemaker.plan(make_job({"params.data": str(tmp_path / "x.bin")})), quiet
+    )
     list(submitted.logs())
     submitted.closing()
     policy = json.loads((Path(__file__).parents[2] / "docs" / "iam" / "launcher.json").read_text())
     allowed = {
         action
         for statement in policy["Statement"]
-        for action in ([statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])
+        for action in (
+            [statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"]
+        )
     }
     named_otherwise = {"s3:HeadBucket": "s3:ListBucket", "s3:ListObjectsV2": "s3:ListBucket"}
     assert {named_otherwise.get(call, call) for call in calls} <= allowed

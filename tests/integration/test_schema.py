@@ -29,7 +29,9 @@ def batches(train: Train) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for batch in train.kept():
         for name, column in batch.items():
-            found.setdefault(name, []).extend(column if isinstance(column, list) else column.tolist())
+            found.setdefault(name, []).extend(
+                column if isinstance(column, list) else column.tolist()
+            )
     assert found["__id"] == [one for step in ids for one in step]
     return found
 
@@ -40,7 +42,9 @@ def test_a_null_is_refused_before_training(ray_cluster: None, tmp_path: Path) ->
     parquet.write_table(table, tmp_path / "train.parquet")
     outcome = run_job(tmp_path, recipe="rows:Regression", params={"data": str(tmp_path)})
     assert outcome.code == 2
-    assert "train.parquet: column x0 holds 1 NULL in 64 rows; handle them" in (outcome.summary.error or "")
+    assert "train.parquet: column x0 holds 1 NULL in 64 rows; handle them" in (
+        outcome.summary.error or ""
+    )
 
 
 def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None) -> None:
@@ -59,7 +63,9 @@ def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
     def worded(**params: Any) -> Config:
         params = {"data": "dog", "image_size": 8, "augment": "none", **params}
         return discover(
-            Resolved(config("holes:Worded", shuffle=False).model_copy(update={"params": params}), {})
+            Resolved(
+                config("holes:Worded", shuffle=False).model_copy(update={"params": params}), {}
+            )
         )
 
     columns = {"image_column": "img", "label_column": "what"}
@@ -69,7 +75,9 @@ def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
     found = batches(train)
     train.close()
     assert found["label"] == [1, 0, 1] * 4
-    with pytest.raises(UsageError, match="val has the label bird, which is no class of train: cat, dog"):
+    with pytest.raises(
+        UsageError, match="val has the label bird, which is no class of train: cat, dog"
+    ):
         worded(data="bird", **columns)
     with pytest.raises(UsageError) as refused:
         worded()
@@ -89,7 +97,9 @@ def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: N
 def test_a_first_record_that_ends_its_process_does_not_end_the_head(ray_cluster: None) -> None:
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
-    assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]
+    assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [
+        ["__id", "x0", "x1", "y"]
+    ]
 
 
 def test_a_chain_that_other_processes_cannot_load_does_not_end_the_head(

@@ -40,8 +40,16 @@ def test_no_file_of_a_run_holds_a_secret(
         },
         data={"bad_record_budget": 0.1},
         train={"epochs": 1, "batch_size": 16},
-        tracking={"mlflow": {"uri": f"sqlite:///{folder}/mlflow.db", "tags": {"api_key": TAG, "team": "a"}}},
-        sagemaker={"environment": {"HF_TOKEN": VARIABLE}, "hyperparameters": {"params.hf_token": TOKEN}},
+        tracking={
+            "mlflow": {
+                "uri": f"sqlite:///{folder}/mlflow.db",
+                "tags": {"api_key": TAG, "team": "a"},
+            }
+        },
+        sagemaker={
+            "environment": {"HF_TOKEN": VARIABLE},
+            "hyperparameters": {"params.hf_token": TOKEN},
+        },
     )
     assert outcome.code == 0, outcome.summary.error
     assert outcome.summary.records.quarantined == 1
@@ -63,9 +71,14 @@ def test_no_file_of_a_run_holds_a_secret(
         holding = [str(path) for path, content in written.items() if secret.encode() in content]
         assert [name for name in holding if name != str(job_file)] == []
     shown = capfd.readouterr()
-    assert not [secret for secret in (TOKEN, PASSWORD, TAG, VARIABLE) if secret in shown.out + shown.err]
+    assert not [
+        secret for secret in (TOKEN, PASSWORD, TAG, VARIABLE) if secret in shown.out + shown.err
+    ]
     config = (run_dir / "config.yaml").read_text()
     assert config.count("(redacted)") == 6 and "team: a" in config and "user: ann" in config
-    assert all(json.loads(line)["time"] > 1e9 for line in (run_dir / "events.jsonl").read_text().splitlines())
+    assert all(
+        json.loads(line)["time"] > 1e9
+        for line in (run_dir / "events.jsonl").read_text().splitlines()
+    )
     reason = json.loads((run_dir / "quarantine.jsonl").read_text().splitlines()[0])["reason"]
     assert "401 for https://host/x?token=(redacted)" in reason

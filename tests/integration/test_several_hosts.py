@@ -51,7 +51,9 @@ def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[st
 
 def test_another_host_that_trains_gets_what_the_head_made(seen: dict[str, Any]) -> None:
     assert seen["made_on_the_head"]["whole"], "over sockets and over Ray"
-    assert seen["made_on_the_head"]["left"] == 1, "the next request over Ray drops what was taken before"
+    assert seen["made_on_the_head"]["left"] == 1, (
+        "the next request over Ray drops what was taken before"
+    )
 
 
 def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
@@ -74,10 +76,14 @@ def test_an_agent_that_dies_is_started_again_and_noted(seen: dict[str, Any]) -> 
     assert found["sampled"], "its CPUs, too"
 
 
-def test_an_agent_that_never_answers_counts_as_dead_and_is_started_again(seen: dict[str, Any]) -> None:
+def test_an_agent_that_never_answers_counts_as_dead_and_is_started_again(
+    seen: dict[str, Any],
+) -> None:
     found = seen["silent_agents"]
     assert found["died"] and found["served"]
-    assert all("died (no answer within 4 s)" in text and "restarting it" in text for text in found["notes"])
+    assert all(
+        "died (no answer within 4 s)" in text and "restarting it" in text for text in found["notes"]
+    )
 
 
 def test_hosts_whose_agents_die_again_and_again_get_no_more_work_and_others_do_it(
@@ -110,7 +116,9 @@ def test_a_host_that_is_about_to_be_taken_away_gets_no_more_work_and_others_go_o
     assert spot["emptied"] and spot["others"], "its chain workers end, and those of others go on"
     assert spot["more"] == 0, "it gets no more work"
     assert spot["books"]["read"] == spot["books"]["trained"] == 6_000 and spot["each_once"]
-    assert spot["rescued"] and spot["again"] == [], "its ready blocks were copied, so none is made again"
+    assert spot["rescued"] and spot["again"] == [], (
+        "its ready blocks were copied, so none is made again"
+    )
 
 
 def test_a_host_that_is_lost_in_the_middle_of_long_shards_blocks_nothing_while_no_more_fits(
@@ -124,7 +132,9 @@ def test_a_host_that_is_lost_in_the_middle_of_long_shards_blocks_nothing_while_n
     assert all(books["read"] == books["trained"] == 10_000 for books in lost["books"])
     for notes in lost["notes"]:
         # Which comes first, the lost blocks made again or the rest of their shard elsewhere, is open.
-        assert any("Input/output error" in text for text in notes), "shards could not be read at once"
+        assert any("Input/output error" in text for text in notes), (
+            "shards could not be read at once"
+        )
 
 
 def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) -> None:

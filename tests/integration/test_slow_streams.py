@@ -31,7 +31,9 @@ class Slows(IterableDataset[Any]):
 
 
 @pytest.mark.long
-def test_a_stream_that_is_read_again_for_longer_than_its_deadline_comes_to_its_place(tmp_path: Path) -> None:
+def test_a_stream_that_is_read_again_for_longer_than_its_deadline_comes_to_its_place(
+    tmp_path: Path,
+) -> None:
     loader = DataLoader(Slows(tmp_path / "opened"), batch_size=2)
     iterator = iter(loader)
     part = [next(iterator).tolist() for _ in range(18)]
@@ -55,7 +57,9 @@ class Answers(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_may_wait_for_what_the_loop_does_with_its_last_batch(tmp_path: Path, workers: int) -> None:
+def test_a_stream_may_wait_for_what_the_loop_does_with_its_last_batch(
+    tmp_path: Path, workers: int
+) -> None:
     found = []
     for batch in DataLoader(Answers(tmp_path), batch_size=None, num_workers=workers):
         found.append(batch)

@@ -45,7 +45,9 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         )
         found[strategy, "overflow"] = (before, after)
         run(worker, step, feed(8, 4, rank, 2), epochs=1)
-        found[strategy, "recovered"] = strategies.Copier().copy(strategies.full_state(worker.model, None))[0]
+        found[strategy, "recovered"] = strategies.Copier().copy(
+            strategies.full_state(worker.model, None)
+        )[0]
     try:
         run(*make(rank, 2, optimizer="novograd", strategy="fsdp"), feed(8, 4, rank, 2))
     except Exception as error:
@@ -78,7 +80,9 @@ def test_accumulated_batches_make_the_same_steps_even_where_a_window_is_short(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_16_bits_stay_near_to_32(ranks: list[Any], single: Any, strategy: str, precision: str) -> None:
+def test_16_bits_stay_near_to_32(
+    ranks: list[Any], single: Any, strategy: str, precision: str
+) -> None:
     found = ranks[0][strategy, precision, 22]["losses"]
     assert found == pytest.approx(single[22]["losses"], rel=0.02)
     assert found != single[22]["losses"]
@@ -97,4 +101,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Any], strateg
 
 def test_an_optimiser_that_cannot_be_sharded_is_named(ranks: list[Any]) -> None:
     for found in ranks:
-        assert found["refused"].startswith("UsageError: train.optimizer: NvNovoGrad cannot work on sharded")
+        assert found["refused"].startswith(
+            "UsageError: train.optimizer: NvNovoGrad cannot work on sharded"
+        )

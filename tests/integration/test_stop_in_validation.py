@@ -66,7 +66,9 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     # It goes on by validating; a stop that comes when all is done is no interruption.
     monkeypatch.setattr(driver, "_stop_reason", "")
     events = run_dir / "events.jsonl"
-    with when(lambda: '"event": "complete"' in events.read_text(), lambda: driver.request_stop("SIGTERM")):
+    with when(
+        lambda: '"event": "complete"' in events.read_text(), lambda: driver.request_stop("SIGTERM")
+    ):
         rest = run_job(tmp_path, run_dir=run_dir, **job)
     assert (rest.code, rest.summary.status) == (0, "succeeded"), rest.summary.error
     assert rest.summary.steps == RECORDS // 2
@@ -77,9 +79,9 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     x = torch.stack([numbers % 7, numbers % 3], 1).float()
     loss = ((x @ weights["weight"].T + weights["bias"]).squeeze(1) - x.sum(1)).square().mean()
     assert rest.summary.metrics.last["val/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert json.loads((run_dir / "model/model.json").read_text())["metrics"]["val/loss"] == pytest.approx(
-        loss.item(), rel=1e-5
-    )
+    assert json.loads((run_dir / "model/model.json").read_text())["metrics"][
+        "val/loss"
+    ] == pytest.approx(loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,9 @@ def test_a_stop_may_last_where_nobody_kills(
     with when((tmp_path / "began").exists, lambda: driver.request_stop("SIGTERM")):
         stopped = run_job(tmp_path, run_dir=run_dir, killed_after_s=killed_after_s, **job)
     assert stopped.summary.error == (reason or "SIGTERM")
-    assert (stopped.code, stopped.summary.status) == ((1, "failed") if reason else (143, "interrupted"))
+    assert (stopped.code, stopped.summary.status) == (
+        (1, "failed") if reason else (143, "interrupted")
+    )
     saved = checkpoint.newest_valid(open_store(str(run_dir / "checkpoints")))
     assert (saved is None) == bool(reason)
 
@@ -125,8 +129,13 @@ def test_a_stop_while_nobody_trains_does_not_wait_for_progress(
 ) -> None:
     monkeypatch.setattr(driver, "_stop_reason", "SIGTERM")
     monkeypatch.setattr(driver, "NOBODY_S", 2.0)
-    stopped = run_job(tmp_path, recipe="rows:Counting", train={"epochs": 1}, train_group="not there")
-    assert (stopped.code, stopped.summary.error) == (1, "training did not end within 2 s of: SIGTERM")
+    stopped = run_job(
+        tmp_path, recipe="rows:Counting", train={"epochs": 1}, train_group="not there"
+    )
+    assert (stopped.code, stopped.summary.error) == (
+        1,
+        "training did not end within 2 s of: SIGTERM",
+    )
 
 
 def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
@@ -137,7 +146,12 @@ def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
     job: dict[str, Any] = {
         "recipe": "interrupted:Interrupted",
         # All of them would take a minute, so the stop comes before the end of the epoch.
-        "params": {"train_records": 1203, "val_records": 4, "trace": str(tmp_path), "pause_s": 0.05},
+        "params": {
+            "train_records": 1203,
+            "val_records": 4,
+            "trace": str(tmp_path),
+            "pause_s": 0.05,
+        },
         "train": {"epochs": 1, "batch_size": 1, "lr": 0.01, "threads": 1},
     }
     events = run_dir / "events.jsonl"

@@ -23,7 +23,9 @@ class Net(nn.Module):
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 100)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(100, 101), nn.Linear(101, 100)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(100, 101), nn.Linear(101, 100)) for _ in range(2)
+        )
         self.norm = nn.BatchNorm1d(100) if norm else nn.Identity()
         self.head = nn.Linear(100, 3)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -76,7 +78,9 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
             for other in ("ddp", "fsdp"):
                 again, second = make(other, name, seed=7 + rank)
                 strategies.load_full_state(again, second, weights, state)
-                found[strategy, name, other] = train(again, second, range(STEPS, 2 * STEPS), rank, 2)
+                found[strategy, name, other] = train(
+                    again, second, range(STEPS, 2 * STEPS), rank, 2
+                )
     for strategy in ("ddp", "fsdp"):
         model, optimizer = make(strategy, "sgd", norm=True)
         train(model, optimizer, range(STEPS), rank, 2)
@@ -95,7 +99,10 @@ def single() -> dict[str, tuple[list[float], list[float]]]:
     runs = {}
     for name in OPTIMIZERS:
         model, optimizer = make("ddp", name)
-        runs[name] = (train(model, optimizer, range(STEPS)), train(model, optimizer, range(STEPS, 2 * STEPS)))
+        runs[name] = (
+            train(model, optimizer, range(STEPS)),
+            train(model, optimizer, range(STEPS, 2 * STEPS)),
+        )
     return runs
 
 
@@ -112,7 +119,9 @@ def test_two_ranks_with_half_batches_train_like_one(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_saved_state_continues_in_any_strategy(ranks: list[Any], strategy: str, optimizer: str) -> None:
+def test_a_saved_state_continues_in_any_strategy(
+    ranks: list[Any], strategy: str, optimizer: str
+) -> None:
     _, later, weights, state = ranks[0][strategy, optimizer]
     assert ranks[0][strategy, optimizer, strategy] == later
     other = "fsdp" if strategy == "ddp" else "ddp"

@@ -32,7 +32,9 @@ def test_a_validation_that_fails_costs_no_step(ray_cluster: None, tmp_path: Path
     assert outcome.summary.steps == 0 and not events(outcome, "step")
 
 
-def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     """19 images in batches of four on each of two train workers; on one: tests/unit/test_last_batch.py."""
     images_of(tmp_path / "data", 19)
     job: dict[str, Any] = {
@@ -41,7 +43,9 @@ def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: Non
         "train": {"epochs": 1, "batch_size": 4, "workers": 2, "threads": 1},
     }
     refused = run_job(tmp_path, **job)
-    assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), refused.summary.error
+    assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), (
+        refused.summary.error
+    )
     outcome = run_job(tmp_path, "data.remainder=2", run_dir=tmp_path / "again", **job)
     assert outcome.code == 0, outcome.summary.error
     records = outcome.summary.records
@@ -49,7 +53,9 @@ def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: Non
     assert outcome.summary.steps == 2
 
 
-def test_a_rank_without_validation_records_mixes_nothing_up(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_rank_without_validation_records_mixes_nothing_up(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     """One record on two ranks: a sea horse's number is 2, a dog's 1; record 0 is a cat, predicted as one."""
     outcome = shaped(
         tmp_path / "one",

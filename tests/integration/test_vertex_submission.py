@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launcher.job import Job, open_job
-from launcher.places import attach, vertex
-from launcher.places.vertex import VertexRun, google_cloud
-from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files
+from stoker_launcher.command_line import app
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import attach, vertex
+from stoker_launcher.places.vertex import VertexRun, google_cloud
 from tests.fakes.google_cloud import BUCKET, JobService, cloud_storage, job_service
 
 pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
@@ -86,9 +86,14 @@ def test_the_job_is_created_after_its_code_and_data(service: JobService, tmp_pat
     assert base.startswith(f"{ROOT}/flowers-")
     command = job["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["command"][-1]
     mounted = f"/gcs/{base.removeprefix('gs://')}/code.tar.gz"
-    assert f"python -m tarfile -e {mounted} /tmp/stoker-code && cd /tmp/stoker-code && exec python" in command
+    assert (
+        f"python -m tarfile -e {mounted} /tmp/stoker-code && cd /tmp/stoker-code && exec python"
+        in command
+    )
     with tarfile.open(download(f"{base}/code.tar.gz", tmp_path)) as tar:
-        assert {"train.py", "job.yaml", "stoker/entry/driver.py", ".ray-token"} <= set(tar.getnames())
+        assert {"train.py", "job.yaml", "stoker/entry/driver.py", ".ray-token"} <= set(
+            tar.getnames()
+        )
         staged = tar.extractfile("job.yaml")
         assert staged is not None
         assert f"data: /gcs/{BUCKET}/stoker/data/" in staged.read().decode()
@@ -122,7 +127,10 @@ def test_a_failure_tells_the_heads_words_of_the_last_attempt(service: JobService
     run = submit()
     job = service.jobs[run.name]
     job["state"] = "JOB_STATE_FAILED"
-    job["error"] = {"code": 3, "message": "The replica workerpool0-0 exited with a non-zero status of 1."}
+    job["error"] = {
+        "code": 3,
+        "message": "The replica workerpool0-0 exited with a non-zero status of 1.",
+    }
     assert run.status() == "failed: The replica workerpool0-0 exited with a non-zero status of 1."
     base = job["jobSpec"]["baseOutputDirectory"]["outputUriPrefix"]
     write(f"{base}/failures/20261123-100000-workerpool0-0", "an earlier attempt ran out of memory")
@@ -138,7 +146,12 @@ def test_logs_come_from_cloud_logging_and_the_end_names_the_results(service: Job
 
     def entry(number: int, host: str, **payload: object) -> dict[str, object]:
         labels = {"resource": {"labels": {"task_name": host}}}
-        return {"insertId": str(number), "timestamp": f"2026-11-23T10:00:0{number}Z", **labels, **payload}
+        return {
+            "insertId": str(number),
+            "timestamp": f"2026-11-23T10:00:0{number}Z",
+            **labels,
+            **payload,
+        }
 
     service.entries = [entry(1, "workerpool0-0", textPayload="[gpu host head] step 1  loss 2.3")]
 
@@ -172,7 +185,10 @@ def test_logs_come_from_cloud_logging_and_the_end_names_the_results(service: Job
     [
         ((403, "PERMISSION_DENIED", "Permission denied."), "docs/iam/vertex-launcher.yaml"),
         ((429, "RESOURCE_EXHAUSTED", "Quota of NVIDIA_L4 exceeded."), "request the quota"),
-        ((400, "INVALID_ARGUMENT", "Machine type is not supported."), "Machine type is not supported."),
+        (
+            (400, "INVALID_ARGUMENT", "Machine type is not supported."),
+            "Machine type is not supported.",
+        ),
     ],
 )
 def test_a_refusal_of_the_service_is_one_line(

@@ -38,7 +38,9 @@ def _process(rank: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=limit, rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", timeout=limit, rank=rank, world_size=2
+    )
     found: dict[str, Any] = {}
     for name in MODULES:
         try:

@@ -20,7 +20,9 @@ class Draw(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         number = int(record["key"])
         image = np.arange(number, number + 6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
-        marks = {"marks": [np.full((n, 4), number) for n in range(number % 4)]} if self.marks else {}
+        marks = (
+            {"marks": [np.full((n, 4), number) for n in range(number % 4)]} if self.marks else {}
+        )
         return {**record, "image": image, "name": record["key"], **marks}
 
 
@@ -28,7 +30,9 @@ class Plain(Recipe):
     train_records: int = 101
 
     def read(self, split: str) -> Any:
-        return Numbers(self.train_records if split == "train" else 13, (7,) if split == "train" else ())
+        return Numbers(
+            self.train_records if split == "train" else 13, (7,) if split == "train" else ()
+        )
 
     def preprocess(self, split: str) -> list[Any]:
         return [Draw(self.collates)]
@@ -65,7 +69,9 @@ class Collated(Plain):
 
     def training_step(self, model: Any, batch: Any) -> Any:
         for number, marks in zip(self.numbers(batch), batch["marks"], strict=True):
-            assert [each.tolist() for each in marks] == [[[number] * 4] * n for n in range(number % 4)]
+            assert [each.tolist() for each in marks] == [
+                [[number] * 4] * n for n in range(number % 4)
+            ]
         return super().training_step(model, batch)
 
 

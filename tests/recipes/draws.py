@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import Drop, Record, RecordTransform, Shard, Source, StreamedSource, read_range, read_torch
+from stoker.data import (
+    Drop,
+    Record,
+    RecordTransform,
+    Shard,
+    Source,
+    StreamedSource,
+    read_range,
+    read_torch,
+)
 from stoker.recipe import Recipe
 
 
@@ -94,7 +103,12 @@ class Own(RecordTransform):
     "memory" and "model", which it does not take along to other processes, not at all."""
 
     def __init__(self, how: str) -> None:
-        self.how, self.rng, self.calls, self.drawn = how, np.random.default_rng(0), 0, dict[str, float]()
+        self.how, self.rng, self.calls, self.drawn = (
+            how,
+            np.random.default_rng(0),
+            0,
+            dict[str, float](),
+        )
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         self.calls += 1
@@ -106,7 +120,11 @@ class Own(RecordTransform):
             raise ValueError("too often")
         if self.how == "raises":
             return record
-        own = {"counter": self.calls, "time": time.perf_counter(), "rarely": self.rng.random() < 1 / 3}
+        own = {
+            "counter": self.calls,
+            "time": time.perf_counter(),
+            "rarely": self.rng.random() < 1 / 3,
+        }
         return {**record, "own": float(own.get(self.how, self.rng.random()))}
 
 

@@ -41,7 +41,9 @@ class Interrupted(Counting):
     def model(self) -> Any:
         from torch import nn
 
-        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, 1))
+        return nn.Sequential(
+            nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, 1)
+        )
 
     def export_inputs(self) -> list[str]:
         return ["x0", "x1"]
@@ -90,7 +92,9 @@ def _notes_of_this_process(folder: Path, rank: int) -> Path:
 def _wait_for_a_checkpoint(run_dir: Path) -> None:
     """Else there may be nothing to resume from, on a machine where the writer is slow."""
     deadline = time.monotonic() + 300
-    while not list(run_dir.glob("checkpoints/step-*/manifest.json")) and time.monotonic() < deadline:
+    while (
+        not list(run_dir.glob("checkpoints/step-*/manifest.json")) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
 
 

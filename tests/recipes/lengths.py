@@ -19,7 +19,12 @@ class Lengthen(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         ids = np.array(values(record["index"]), np.int64)
-        return {"key": record["key"], "index": record["index"], "ids": ids, "pairs": np.stack([ids, -ids], 1)}
+        return {
+            "key": record["key"],
+            "index": record["index"],
+            "ids": ids,
+            "pairs": np.stack([ids, -ids], 1),
+        }
 
 
 class Lengths(Recipe):

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import BadRecord, Joint, Record, RecordTransform, Shard, Source, cut_indices, read_torch
+from stoker.data import (
+    BadRecord,
+    Joint,
+    Record,
+    RecordTransform,
+    Shard,
+    Source,
+    cut_indices,
+    read_torch,
+)
 from stoker.recipe import Recipe
 
 
@@ -84,7 +93,11 @@ class Shapes(RecordTransform):
 
 
 def whole(batch: dict[str, Any]) -> dict[str, Any]:
-    return {"image": batch["image"], "label": batch["label"], "mean": batch["image"].mean((1, 2, 3))}
+    return {
+        "image": batch["image"],
+        "label": batch["label"],
+        "mean": batch["image"].mean((1, 2, 3)),
+    }
 
 
 def raises(batch: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import BadRecord, Record, RecordTransform, Source, cut_indices, read_parquet, read_torch
+from stoker.data import (
+    BadRecord,
+    Record,
+    RecordTransform,
+    Source,
+    cut_indices,
+    read_parquet,
+    read_torch,
+)
 from stoker.recipe import Recipe
 
 
@@ -53,7 +61,12 @@ class Numbers(Source):
             if i in self.bad:
                 yield BadRecord(str(i), "made bad")
             else:
-                yield {"key": str(i), "x0": float(i % 7), "x1": float(i % 3), "y": float(i % 7 + i % 3)}
+                yield {
+                    "key": str(i),
+                    "x0": float(i % 7),
+                    "x1": float(i % 3),
+                    "y": float(i % 7 + i % 3),
+                }
 
 
 class Counting(Regression):
@@ -228,7 +241,9 @@ class Listening(Counting):
         import torch.distributed as dist
 
         assert dist.is_initialized()
-        listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+        listening = [
+            c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"
+        ]
         everywhere = [each for each in listening if not each.ip.strip("0.:")]
         assert len(everywhere) <= 1, f"besides Ray's own: {everywhere}"
         if dist.get_world_size() == 1:

@@ -53,7 +53,9 @@ class Tells(Connects):
         self._steps += 1
         if self._steps > 4:
             told = [os.environ[name] for name in os.environ["TOLD"].split()]
-            raise PermissionError(f"401: {self.hf_token} {self.database['password']} {' '.join(told)}")
+            raise PermissionError(
+                f"401: {self.hf_token} {self.database['password']} {' '.join(told)}"
+            )
         return Regression.training_step(self, model, batch)
 
 

@@ -63,11 +63,16 @@ def make(name: str) -> Any:
     if name == "confusion":
         return many.MulticlassConfusionMatrix(3)
     if name == "classwise":
-        return ClasswiseWrapper(many.MulticlassAccuracy(3, average=None), labels=["cat", "dog", "horse"])
+        return ClasswiseWrapper(
+            many.MulticlassAccuracy(3, average=None), labels=["cat", "dog", "horse"]
+        )
     if name == "numbered":
         return ClasswiseWrapper(many.MulticlassAccuracy(3, average=None))
     if name == "collection":
-        one, other = many.MulticlassAccuracy(3, average="micro"), many.MulticlassRecall(3, average=None)
+        one, other = (
+            many.MulticlassAccuracy(3, average="micro"),
+            many.MulticlassRecall(3, average=None),
+        )
         return MetricCollection({"acc": one, "recall": other})
     if name == "minmax":
         return MinMaxMetric(many.MulticlassAccuracy(3, average="micro"))

@@ -74,7 +74,9 @@ class Timed(Recipe):
         return read_range(self.records) if split == "train" else None
 
     def preprocess(self, split: str) -> list[Any]:
-        return [Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random, self.meet)]
+        return [
+            Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random, self.meet)
+        ]
 
 
 class Range(Source):

@@ -18,7 +18,11 @@ class Unknown(Counting):
     first_bad: int = 0
 
     def read(self, split: str) -> Any:
-        return Uncounted(self.train_records, tuple(range(self.first_bad))) if split == "train" else None
+        return (
+            Uncounted(self.train_records, tuple(range(self.first_bad)))
+            if split == "train"
+            else None
+        )
 
 
 class Miscounted(Numbers):

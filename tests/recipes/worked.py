@@ -47,7 +47,9 @@ class Worked(Recipe):
 
         if split == "val":
             return None
-        return ray.data.range(self.records, override_num_blocks=self.records // 20).map(Busy(self.dataset_ms))
+        return ray.data.range(self.records, override_num_blocks=self.records // 20).map(
+            Busy(self.dataset_ms)
+        )
 
     def preprocess(self, split: str) -> list[Any]:
         return [BusyStage(self.chain_ms)]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rehearsals import CHEAP, LINGER_S, Rehearse, Rehearsed, StandInJob, new_name, processes_left
 
-from launcher.places import rehearsal
-from launcher.rehearsal.running import RehearsalRun
 from stoker.config.loading import load
+from stoker_launcher.places import rehearsal
+from stoker_launcher.rehearsal.running import RehearsalRun
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RehearsalRu
     def begin(*overrides: str, data: dict[str, str] | None = None, **params: Any) -> RehearsalRun:
         folder = tmp_path_factory.mktemp("rehearsal")
         given = [f"params.{key}={json.dumps(value)}" for key, value in params.items()]
-        resolved = load(None, [*CHEAP, f"output_dir={folder}", f"name={new_name()}", *given, *overrides])
+        resolved = load(
+            None, [*CHEAP, f"output_dir={folder}", f"name={new_name()}", *given, *overrides]
+        )
         request = rehearsal.plan(StandInJob(resolved, None, data or {}))
         return rehearsal.submit(request, show=False)
 

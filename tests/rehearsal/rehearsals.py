@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.job import Job
-from launcher.rehearsal.running import RehearsalRun
+from stoker_launcher.job import Job
+from stoker_launcher.rehearsal.running import RehearsalRun
 
 HERE = Path(__file__).parent
 SAME_PRIORITY = "sagemaker.environment={RAY_worker_niceness: '0'}"
@@ -28,8 +28,8 @@ RAY_ALONE = "\nFOR_CHAINS = FOR_TRAINING = ('ray._private.workers.default_worker
 LINGER_S = 120.0
 """In place of 30 s, which leaving may take on a busy machine."""
 PATIENT = (
-    f"from launcher.places import rehearsal\nrehearsal.LINGER_S = {LINGER_S}\n"
-    "from launcher.submit import main\nmain()\n"
+    f"from stoker_launcher.places import rehearsal\nrehearsal.LINGER_S = {LINGER_S}\n"
+    "from stoker_launcher.command_line import main\nmain()\n"
 )
 """The launcher with it."""
 
@@ -46,9 +46,9 @@ def processes_left() -> list[str]:
     left = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            known = ((process / "environ").read_bytes() + (process / "cmdline").read_bytes()).decode(
-                errors="replace"
-            )
+            known = (
+                (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            ).decode(errors="replace")
             if any(f"={name}\0" in known or f"/{name}-2" in known for name in NAMES):
                 left.append(f"{process.name}: {known[-200:]}")
     return left

@@ -142,7 +142,9 @@ def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
     from stoker.checkpoints import format as checkpoint
     from stoker.storage.checkpoint_store import open_store
 
-    newest = checkpoint.newest_valid(open_store(str(stopped / "runs" / "latest" / "checkpoints"), False))
+    newest = checkpoint.newest_valid(
+        open_store(str(stopped / "runs" / "latest" / "checkpoints"), False)
+    )
     assert newest is not None
     content = checkpoint.load_checkpoint(newest)
     assert content.weights and content.state
@@ -159,4 +161,6 @@ def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
     assert len(summary["cluster"]["hosts"]) == 1 and summary["cost"]["usd_per_hour"] == 1.408
     assert (stopped / "runs/latest/model/model.safetensors").is_file()
     assert summary["records"]["read"] == summary["records"]["trained"] == (epoch + 1) * 1437
-    assert trained(stopped / "runs/latest", epoch) == 1437, "every record of the interrupted epoch once"
+    assert trained(stopped / "runs/latest", epoch) == 1437, (
+        "every record of the interrupted epoch once"
+    )

@@ -54,7 +54,7 @@ SUBMITS = """
 import sys
 sys.path.insert(0, "tests/rehearsal")
 from rehearsals import StandInJob
-from launcher.places import rehearsal
+from stoker_launcher.places import rehearsal
 from rehearsals import LINGER_S
 from stoker.config.loading import load
 rehearsal.LINGER_S = LINGER_S
@@ -64,17 +64,27 @@ sys.exit(rehearsal.submit(rehearsal.plan(StandInJob(load(None, sys.argv[1:]), No
 
 def submitted(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SUBMITS, *CHEAP, f"output_dir={folder}", f"name={new_name()}", *overrides],
+        [
+            sys.executable,
+            "-c",
+            SUBMITS,
+            *CHEAP,
+            f"output_dir={folder}",
+            f"name={new_name()}",
+            *overrides,
+        ],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": "."},
+        env={**os.environ, "PYTHONPATH": ".:launcher"},
         # A shell that runs the tests in the background has them ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
-    process = submitted(tmp_path, "rehearsal.hosts=gpu=1,cpu=1", "params.tasks=500", "params.task_s=0.5")
+    process = submitted(
+        tmp_path, "rehearsal.hosts=gpu=1,cpu=1", "params.tasks=500", "params.task_s=0.5"
+    )
     assert process.stdout is not None
     shown = ""
     for line in process.stdout:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from rehearsals import Rehearse, Rehearsed
 
-from launcher.places import rehearsal
-from launcher.rehearsal import running
-from launcher.rehearsal.running import RehearsalRun
+from stoker_launcher.places import rehearsal
+from stoker_launcher.rehearsal import running
+from stoker_launcher.rehearsal.running import RehearsalRun
 from tests.waiting import until
 
 pytestmark = pytest.mark.long
@@ -60,7 +60,9 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(
     assert "was still running 30 s after the head's end" in done.run.failure_reason
 
 
-def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_link(start: Start) -> None:
+def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_link(
+    start: Start,
+) -> None:
     """Long: Ray itself must declare the lost machine dead before its tasks are done elsewhere."""
     hosts = ("rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=500")
     disturbed = Disturbed(start(*hosts, tasks=60, task_s=0.5, until_hosts=3, until_lost=2))
@@ -87,7 +89,9 @@ def test_hosts_that_are_lost_or_cut_off_for_seconds_join_again_also_over_a_slow_
 
 
 def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
-    done = rehearse("rehearsal.entry=toolkit", "rehearsal.hosts=gpu=1", "rehearsal.faults=[occupy:algo-1@0s]")
+    done = rehearse(
+        "rehearsal.entry=toolkit", "rehearsal.hosts=gpu=1", "rehearsal.faults=[occupy:algo-1@0s]"
+    )
     assert done.code == done.codes["algo-1"] == 1
     cause = "AlgorithmError: cluster.port: port 6379 of the head (10.77.0.2) is taken"
     assert done.run.failure_reason.startswith(cause), "also through the toolkit"
@@ -106,7 +110,9 @@ def test_two_beside_each_other_one_without_root_and_a_stranger_one_with_limits(
         assert "--user" in running.unshare_command()
         rootless = start(*common, "rehearsal.link_mbps=200", client=True)
     limited = start(*common, "rehearsal.link_mbps=40", measure=True, tasks=2)
-    assert [rootless.wait(), limited.wait()] == [0, 0], rootless.failure_reason + limited.failure_reason
+    assert [rootless.wait(), limited.wait()] == [0, 0], (
+        rootless.failure_reason + limited.failure_reason
+    )
     said = Rehearsed(rootless, 0).result["refused_client"]
     host, code, *_ = said.split(" ")
     assert host == "algo-2" and code != "0"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rehearsals import CHEAP, Rehearse, new_name
 
-from launcher.job import Job
-from launcher.places import rehearsal
 from stoker.config.loading import load
+from stoker_launcher.job import Job
+from stoker_launcher.places import rehearsal
 
 
 @pytest.mark.soak
@@ -84,7 +84,9 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 
 @pytest.mark.long
-def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(tmp_path: Path) -> None:
+def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(
+    tmp_path: Path,
+) -> None:
     keys = [
         *CHEAP, f"output_dir={tmp_path}", f"name={new_name()}", "recipe=rows:Counting",
         "rehearsal.hosts=gpu=2", "rehearsal.timeout_s=500",

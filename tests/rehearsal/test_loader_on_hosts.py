@@ -91,7 +91,14 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     command = [sys.executable, "-c", PATIENT, "project/train.py", *keys]
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "words.txt").write_text("some words")
-    command += ["params.words=words/", "rehearsal.entry=container", "--on", "rehearsal", "--", "an argument"]
+    command += [
+        "params.words=words/",
+        "rehearsal.entry=container",
+        "--on",
+        "rehearsal",
+        "--",
+        "an argument",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     print(done.stdout, done.stderr)
     assert done.returncode == 0

@@ -17,7 +17,9 @@ LIKE = ("rehearsal.like=vertex", "vertex.environment={RAY_worker_niceness: '0'}"
 
 
 @pytest.mark.soak
-def test_digits_train_on_the_second_pool_and_leave_their_results_in_the_bucket(tmp_path: Path) -> None:
+def test_digits_train_on_the_second_pool_and_leave_their_results_in_the_bucket(
+    tmp_path: Path,
+) -> None:
     """The first pool has no GPU, so the job ends with a host that does not train."""
     options = (*LIKE, "train.epochs=1", "tracking.record_ids=true", "data.preprocess_on=[cpu]")
     code, screen, summary, report = rehearse_digits(tmp_path, *options, hosts="cpu=1,gpu=1")
@@ -35,7 +37,13 @@ def test_digits_train_on_the_second_pool_and_leave_their_results_in_the_bucket(t
     assert f"[gpu {gpu} head] epoch 1/1 done" in screen
     assert [host["exit_code"] for host in report["hosts"]] == [0, 0]
     assert summary["model"].startswith("/gcs/rehearsal/"), "the mounted bucket of AIP_MODEL_DIR"
-    for file in ("model/model.safetensors", "config.yaml", "events.jsonl", "report.html", "logs/driver.log"):
+    for file in (
+        "model/model.safetensors",
+        "config.yaml",
+        "events.jsonl",
+        "report.html",
+        "logs/driver.log",
+    ):
         assert (run / file).is_file(), file
     assert list((run / "tensorboard").glob("events.*")), "from AIP_TENSORBOARD_LOG_DIR"
     assert list((run / "checkpoints").glob("step-*/manifest.json")), "from AIP_CHECKPOINT_DIR"

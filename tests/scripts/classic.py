@@ -34,7 +34,9 @@ else:
 torch.manual_seed(0)
 random.seed(0)
 torch.set_num_threads(1)
-chain = transforms.Compose([transforms.Resize(32), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])])
+chain = transforms.Compose(
+    [transforms.Resize(32), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
+)
 train = ImageFolder(options.data / "train", chain)
 val = ImageFolder(options.data / "val", chain)
 train.samples, val.samples = train.samples[::5], val.samples[::4]  # some of each class

@@ -93,7 +93,12 @@ def huggingface(loaders: type[DataLoader[Any]]) -> Found:
     """Its Trainer makes its loaders itself, so ours comes in by replacing torch's."""
     if loaders is stoker.DataLoader:
         stoker.replace_torch_loader()
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     trainer = Trainer(
         model=BertForSequenceClassification(BertConfig(vocab_size=50, **shape)),
         args=TrainingArguments(

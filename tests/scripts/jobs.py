@@ -38,7 +38,9 @@ def of_script(path: str) -> list[float]:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
     lines = [
-        line.strip("[]") for line in printed.getvalue().splitlines() if re.fullmatch(r"[\d., \[\]]+", line)
+        line.strip("[]")
+        for line in printed.getvalue().splitlines()
+        if re.fullmatch(r"[\d., \[\]]+", line)
     ]
     return [float(number) for line in lines for number in line.split(",")]
 
@@ -53,5 +55,7 @@ def cluster() -> contextlib.AbstractContextManager[None]:
 
 
 with cluster():
-    found = {name: (of_script if name.endswith(".py") else of_recipe)(name) for name in sys.argv[2:]}
+    found = {
+        name: (of_script if name.endswith(".py") else of_recipe)(name) for name in sys.argv[2:]
+    }
 Path(sys.argv[1]).write_text(json.dumps(found))

@@ -37,7 +37,9 @@ class Head:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.log = SimpleNamespace(
-            remote=lambda event, after=None: self.events.append({"event": event.event, **event.values()})
+            remote=lambda event, after=None: self.events.append(
+                {"event": event.event, **event.values()}
+            )
         )
         self.position = SimpleNamespace(remote=self._position)
         self.saved = SimpleNamespace(remote=lambda epoch, position: None)
@@ -129,7 +131,13 @@ def start(
         records = sum(len(batch["y"]) for batch in data(feed.split, feed.epoch).batches)
         used = {"train": "trained", "val": "validated"}[feed.split]
         whole = feed.rows == sum(len(batch["y"]) for batch in feed.batches)
-        return {"split": feed.split, "epoch": feed.epoch, "read": records, used: records, "whole": whole}
+        return {
+            "split": feed.split,
+            "epoch": feed.epoch,
+            "read": records,
+            used: records,
+            "whole": whole,
+        }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "open_pass", open_pass)

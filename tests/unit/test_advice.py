@@ -7,12 +7,28 @@ from typing import Any
 from stoker.events.bottleneck import Verdict, verdict
 from stoker.events.summary import Summary
 
-GPU_HOST = {"host": "algo-1", "group": "gpu", "cpus": 3, "gpus": 1, "ip": "10.0.0.1", "type": "ml.g5.xlarge"}
-BLURS = [{"stage": f"blur {i}", "cpu_ms_per_sample": 4.0, "bytes_out": 150_528} for i in range(1, 6)]
+GPU_HOST = {
+    "host": "algo-1",
+    "group": "gpu",
+    "cpus": 3,
+    "gpus": 1,
+    "ip": "10.0.0.1",
+    "type": "ml.g5.xlarge",
+}
+BLURS = [
+    {"stage": f"blur {i}", "cpu_ms_per_sample": 4.0, "bytes_out": 150_528} for i in range(1, 6)
+]
 
 
 def cpu_host(number: int, type_: str = "ml.c5.4xlarge", cpus: int = 16) -> dict[str, Any]:
-    return {"host": f"algo-{number}", "group": "cpu", "cpus": cpus, "gpus": 0, "ip": "", "type": type_}
+    return {
+        "host": f"algo-{number}",
+        "group": "cpu",
+        "cpus": cpus,
+        "gpus": 0,
+        "ip": "",
+        "type": type_,
+    }
 
 
 def judged(
@@ -81,23 +97,37 @@ class TestInputBound:
         # The network of an ml.g5.xlarge carries 2,076 of these samples a second.
         far = judged(waits={"wait_transfer": 60.0}, bottleneck="network")
         assert far.binds == "late"
-        assert judged(waits={"wait_transfer": 60.0}, bottleneck="network", rate=1900).binds == "network"
+        assert (
+            judged(waits={"wait_transfer": 60.0}, bottleneck="network", rate=1900).binds
+            == "network"
+        )
 
     def test_a_share_that_one_wait_explains_is_told_as_that_wait(self) -> None:
         waits = {"wait_production": 100.0}
-        figures = {"input_wait_pct": 40.0, "steps": 400, "first_wait_s": 36.0, "longest_wait_s": 36.0}
+        figures = {
+            "input_wait_pct": 40.0,
+            "steps": 400,
+            "first_wait_s": 36.0,
+            "longest_wait_s": 36.0,
+        }
         first = judged(waits=waits, compute=150, speed=figures, bottleneck="cpu")
         assert first.binds == "one_wait"
         assert "36.0 s for the first batch of each epoch; without it, 6 % of" in first.headline
         one = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 0.1})
         assert "36.0 s for one batch" in one.headline
-        assert judged(waits=waits, compute=150, speed=figures | {"longest_wait_s": 1.0}).binds == "one_wait"
-        spread = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 1, "longest_wait_s": 1})
+        assert (
+            judged(waits=waits, compute=150, speed=figures | {"longest_wait_s": 1.0}).binds
+            == "one_wait"
+        )
+        spread = judged(
+            waits=waits, compute=150, speed=figures | {"first_wait_s": 1, "longest_wait_s": 1}
+        )
         assert spread.binds == "cpu"
 
     def test_network(self) -> None:
         found = judged(
-            waits={"wait_transfer": 30.0, "wait_production": 5.0}, speed={"bytes_per_sample": 602_112}
+            waits={"wait_transfer": 30.0, "wait_production": 5.0},
+            speed={"bytes_per_sample": 602_112},
         )
         assert found.binds == "network"
         assert found.headline.endswith("the network to the GPU hosts is the bottleneck")
@@ -113,7 +143,9 @@ class TestInputBound:
     def test_a_wait_for_a_lost_hosts_work_is_not_taken_for_a_slow_network(self) -> None:
         found = judged(waits={"wait_transfer": 300.0}, bottleneck="lost_hosts")
         assert found.binds == "lost_hosts"
-        assert found.headline.endswith("waits for data; a lost host's work had to be done elsewhere")
+        assert found.headline.endswith(
+            "waits for data; a lost host's work had to be done elsewhere"
+        )
         assert not any("network" in text or "uint8" in text for text in found.details)
 
     def test_cutting_batches(self) -> None:
@@ -126,14 +158,18 @@ class TestFedWell:
     def test_the_gpus_bind(self) -> None:
         found = judged(waits={"wait_production": 3.0}, compute=97)
         assert found.binds == "gpu"
-        assert found.headline == "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data"
+        assert (
+            found.headline
+            == "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data"
+        )
         never = judged(waits={"wait_production": 0.2}, compute=99.8)
         assert never.headline.endswith("; less than 1 % of each step waits for data")
 
     def test_fewer_hosts_where_they_idle(self) -> None:
         hosts = (GPU_HOST, *(cpu_host(n) for n in (2, 3, 4, 5)))
         used = [
-            {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0} for n in (2, 3, 4, 5)
+            {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0}
+            for n in (2, 3, 4, 5)
         ]
         found = judged(hosts=hosts, host_cpu=used)
         assert found.details == ["the CPU hosts were only 20 % busy: 1 instead of 4 would do"]
@@ -155,7 +191,9 @@ class TestTooLittleKnown:
 
     def test_nothing_measured(self) -> None:
         assert verdict(Summary(steps=100)).binds is None
-        assert judged(speed={"step_terms_ms": {}}).headline.startswith("no step times were measured")
+        assert judged(speed={"step_terms_ms": {}}).headline.startswith(
+            "no step times were measured"
+        )
 
     def test_runs_without_terms_of_a_step_are_judged_by_input_wait_and_bottleneck(self) -> None:
         speed = {"step_terms_ms": {}, "input_wait_pct": 25.0}

@@ -33,7 +33,15 @@ from benchmarks import (
 from benchmarks.harness import Measure
 from benchmarks.jobs import RECIPES
 from benchmarks.limits import NETWORK, RECEIVER, SWEEP, Row, measures
-from benchmarks.loaders.work import Consumer, files_of, longest_gap, pillow, rate, slope, write_folder
+from benchmarks.loaders.work import (
+    Consumer,
+    files_of,
+    longest_gap,
+    pillow,
+    rate,
+    slope,
+    write_folder,
+)
 from stoker.config.schema import Config
 from stoker.data import read_images, read_webdataset
 from stoker.read.far_files import READS
@@ -50,7 +58,16 @@ def jpeg(level: int) -> bytes:
 
 def test_the_rate_is_that_of_the_window_alone() -> None:
     """Slow at first (starting), then 10 records in 1 s, then slow again (the last tasks, alone)."""
-    times = [(0.0, 10), (50.0, 40), (51.0, 50), (52.0, 60), (53.0, 70), (54.0, 80), (55.0, 90), (56.0, 95)]
+    times = [
+        (0.0, 10),
+        (50.0, 40),
+        (51.0, 50),
+        (52.0, 60),
+        (53.0, 70),
+        (54.0, 80),
+        (55.0, 90),
+        (56.0, 95),
+    ]
     assert rate(times, 100) == pytest.approx(45 / 5)
     assert longest_gap(times) == 50.0
 
@@ -133,13 +150,17 @@ def test_the_rate_of_batches_that_come_in_waves_is_that_of_the_waves() -> None:
 def test_uneven_records_that_do_not_come_once_are_found(change: str) -> None:
     indices = list(range(slow_samples.TOTAL))
     slow_samples.taken(torch.tensor(indices).split(100))
-    wrong = {"absent": indices[:-1], "twice": [*indices, 7], "another one": [*indices[:-1], 7]}[change]
+    wrong = {"absent": indices[:-1], "twice": [*indices, 7], "another one": [*indices[:-1], 7]}[
+        change
+    ]
     with pytest.raises(RuntimeError, match="of 2400"):
         slow_samples.taken(torch.tensor(wrong).split(100))
 
 
 @pytest.mark.long
-def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_behind_the_link_are_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3, "SHARD_RECORDS", 50)
     monkeypatch.setattr(s3, "SHARDS", 3)
     monkeypatch.setattr(s3, "TOTAL", 150)
@@ -164,19 +185,22 @@ def test_small_objects_are_listed_and_requested_once_and_the_server_counts_that(
         images = [record["image"] for shard in shards[:2] for record in source.read(shard, None)]
         found = small_objects.counts(ports["link"])
     assert images == [far_objects.CONTENT] * 200
-    assert found["GET"] == found["keys"] == 200 and found["most of a key"] == 1 and "HEAD" not in found
+    assert (
+        found["GET"] == found["keys"] == 200 and found["most of a key"] == 1 and "HEAD" not in found
+    )
     assert found["most open"] <= READS + 10, "those of pyarrow, which listed"
     [share, asked, *_] = small_objects.rows(15.0, 1.0, {**found, "HEAD": 200})
     assert (share.ratio, share.met, asked.ours, asked.met) == (0.5, False, 2.0, False)
 
 
 def test_processes_of_a_gpu_host_are_told_apart() -> None:
-    raylet = (
-        "/lib/ray/core/src/ray/raylet/raylet --python_worker_command=/opt/code/stoker/hosts/forks/forked.py"
-    )
+    raylet = "/lib/ray/core/src/ray/raylet/raylet --python_worker_command=/opt/code/stoker/hosts/forks/forked.py"
     expected = {
         "ray::Coordinator.ahead": (gpu_host.OURS, "data service, with Ray Data's executor"),
-        "ray::_AutoscalingCoordinatorActor": (gpu_host.RAYS, "other actors of Ray Data and Ray Train"),
+        "ray::_AutoscalingCoordinatorActor": (
+            gpu_host.RAYS,
+            "other actors of Ray Data and Ray Train",
+        ),
         "ray::RayTrainWorker": (gpu_host.TRAIN, "train worker"),
         "python3 /opt/ml/input/data/code/train.py": (gpu_host.OURS, "driver"),
         raylet: (gpu_host.RAYS, "raylet"),
@@ -246,7 +270,11 @@ def test_the_peer_gives_the_same_columns_with_the_same_in_them(
     ],
 )
 def test_a_data_loader_that_does_other_work_is_no_peer(change: dict[str, Any], reason: str) -> None:
-    seen = {"rows": shapes.total_of("text"), "means": {"ids": 20.0}, "kinds": {"ids": ["torch.int64", 2]}}
+    seen = {
+        "rows": shapes.total_of("text"),
+        "means": {"ids": 20.0},
+        "kinds": {"ids": ["torch.int64", 2]},
+    }
     shapes.check("text", seen, seen)
     with pytest.raises(RuntimeError, match=reason):
         shapes.check("text", seen, seen | change)
@@ -257,7 +285,9 @@ SHAPES = [*SWEEP, *RECEIVER, *NETWORK]
 
 def as_predicted() -> list[Row]:
     rows = [Row(case, 1.0, "gpu") for case in SHAPES]
-    return [replace(r, samples_per_s=r.predicted.samples_per_s, binds=r.predicted.binds) for r in rows]
+    return [
+        replace(r, samples_per_s=r.predicted.samples_per_s, binds=r.predicted.binds) for r in rows
+    ]
 
 
 def test_each_limit_binds_in_some_of_them() -> None:

@@ -43,7 +43,9 @@ class Given:
 def note_of(records: Any, *entries: Any) -> str:
     """What a run says of the records before it begins; it may refuse them."""
     chain = Chain(as_stages([*entries]), seed=0)
-    chain.collate = lambda records: {"text": [str(one.get("label")) for one in records]}  # takes lists, too
+    chain.collate = lambda records: {
+        "text": [str(one.get("label")) for one in records]
+    }  # takes lists, too
     given = Given(records if isinstance(records, list) else [records] * 4)
     fix_schemas({"train": read_torch(given)}, {"train": chain}, 4)
     return chain.note
@@ -65,14 +67,20 @@ PLACES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_what_is_about_places_in_the_image_does_not_stay_where_a_random_flip_moves_it(name: str) -> None:
+def test_what_is_about_places_in_the_image_does_not_stay_where_a_random_flip_moves_it(
+    name: str,
+) -> None:
     record = {"image": photo(), name: PLACES[name]}
-    with pytest.raises(UsageError, match=f"train: chain: RandomHorizontalFlip moves .* those of {name}; put"):
+    with pytest.raises(
+        UsageError, match=f"train: chain: RandomHorizontalFlip moves .* those of {name}; put"
+    ):
         note_of(record, DecodeImage(), FLIP)
     left = f"RandomHorizontalFlip in Joint moves .* not those of {name}; name"
     if "box" in name.lower() or name == "objects":  # the Joint may have them in another column
         note = note_of(record | {"found": BOXES}, DecodeImage(), Joint(FLIP, boxes=["found"]))
-        assert f"not those of {name}; name" in note and note.endswith("unless it shows something else")
+        assert f"not those of {name}; name" in note and note.endswith(
+            "unless it shows something else"
+        )
     else:
         with pytest.raises(UsageError, match=left):
             note_of(record | {"found": BOXES}, DecodeImage(), Joint(FLIP, boxes=["found"]))
@@ -183,7 +191,10 @@ def test_what_joint_or_a_transform_of_the_users_own_moves_is_not_left_behind() -
         [Joint(v2.Compose([v2.Lambda(lambda each: each), Own(1.0), FLIP]), boxes=["found"])],
     ):
         left = {} if "found" in str([getattr(e, "boxes", "") for e in entries]) else {"found"}
-        assert note_of({n: v for n, v in record.items() if n not in left}, DecodeImage(), *entries) == ""
+        assert (
+            note_of({n: v for n, v in record.items() if n not in left}, DecodeImage(), *entries)
+            == ""
+        )
     wrapped = as_stages([DecodeImage(), Wrap(), Joint(FLIP, boxes=["found"])])
     columns, _ = Chain(wrapped, seed=0).run([{"key": "a", **record}], 0)
     assert columns["keypoints"][0, 0].tolist() == [58, 1]
@@ -206,7 +217,9 @@ def test_what_does_not_reach_training_is_no_reason_to_refuse_the_run() -> None:
     record = {"image": photo(), "label": 1, "depth": np.ones(SIZE, np.float32)}
     assert note_of(record, DecodeImage(), FLIP, Keep()) == ""
     record["mask"] = np.zeros(SIZE, np.uint8)
-    assert "not those of mask" in note_of(record, DecodeImage(), FLIP, Keep()), "it may be the label now"
+    assert "not those of mask" in note_of(record, DecodeImage(), FLIP, Keep()), (
+        "it may be the label now"
+    )
     with pytest.raises(UsageError, match="not those of mask"):
         note_of(record, DecodeImage(), FLIP, Rename(classes="mask"))
 
@@ -223,12 +236,19 @@ def test_a_mask_that_a_stage_of_the_users_own_decodes_after_a_resize_is_known() 
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(seg, "PNG")
     with pytest.raises(UsageError, match="not those of seg;"):
         note_of(
-            {"image": photo(), "seg": seg.getvalue()}, DecodeImage(), v2.Resize((8, 8)), DecodeOwn(), FLIP
+            {"image": photo(), "seg": seg.getvalue()},
+            DecodeImage(),
+            v2.Resize((8, 8)),
+            DecodeOwn(),
+            FLIP,
         )
 
 
 def test_a_record_without_the_column_does_not_hide_it() -> None:
-    records = [{"image": photo(), "label": 1}, *[{"image": photo(), "label": 1, "boxes": BOXES}] * 3]
+    records = [
+        {"image": photo(), "label": 1},
+        *[{"image": photo(), "label": 1, "boxes": BOXES}] * 3,
+    ]
     with pytest.raises(UsageError, match="not those of boxes;"):
         note_of(records, DecodeImage(), FLIP)
 

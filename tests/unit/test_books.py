@@ -53,13 +53,27 @@ def test_an_exchanged_record_is_found_although_the_counts_agree() -> None:
 @pytest.mark.parametrize(
     ("made", "late", "expected"),
     [
-        ([(3, 0, False)], (3, 0, False), "block 0 of shard number 3 arrived, but block 1 was the next one"),
-        ([(3, 0, False)], (3, 2, True), "block 2 of shard number 3 arrived, but block 1 was the next one"),
+        (
+            [(3, 0, False)],
+            (3, 0, False),
+            "block 0 of shard number 3 arrived, but block 1 was the next one",
+        ),
+        (
+            [(3, 0, False)],
+            (3, 2, True),
+            "block 2 of shard number 3 arrived, but block 1 was the next one",
+        ),
         ([(3, 0, False), (3, 1, True)], (3, 1, True), "block 1 .* but none was to follow"),
         ([(3, 0, False), (3, 1, True)], (3, 2, True), "block 2 .* but none was to follow"),
         ([(2, 0, True), (4, 0, True)], (3, 1, True), "block 1 .* but block 0 was the next one"),
     ],
-    ids=["repeated", "one is missing", "repeated after the last", "one too many", "the first is missing"],
+    ids=[
+        "repeated",
+        "one is missing",
+        "repeated after the last",
+        "one too many",
+        "the first is missing",
+    ],
 )
 def test_a_block_out_of_turn_ends_the_run(
     made: list[tuple[int, int, bool]], late: tuple[int, int, bool], expected: str
@@ -83,7 +97,9 @@ def test_a_block_of_what_an_earlier_run_consumed_ends_the_run() -> None:
 def test_the_budget_is_checked_against_the_whole_split() -> None:
     books = books_of(["a", "b"], bad=["b"])
     books.check_budget(0.001, total=1000)
-    with pytest.raises(DataError, match=r"1 of 999 train records cannot be used.*the first is b: broken"):
+    with pytest.raises(
+        DataError, match=r"1 of 999 train records cannot be used.*the first is b: broken"
+    ):
         books.check_budget(0.001, total=999)
 
 

@@ -121,14 +121,21 @@ def test_a_host_learns_when_ray_is_ready_and_how_the_job_ends(door: Door) -> Non
         assert ended.value.code == 3
 
 
-def test_neither_side_of_the_door_believes_a_wrong_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_side_of_the_door_believes_a_wrong_token(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     door.tell({"ready": {}})
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
-    with pytest.raises(ClusterError, match=r"closed the connection: is its token that of this host\?"):
+    with pytest.raises(
+        ClusterError, match=r"closed the connection: is its token that of this host\?"
+    ):
         Head("127.0.0.1", door.port, "algo-2").reach(time.monotonic(), nothing)
     assert not door.gone(0.0)
     monkeypatch.setattr(wire, "GREETING_TIMEOUT_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="cannot reach"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(ClusterError, match="cannot reach"),
+    ):
         Head("127.0.0.1", silent.getsockname()[1], "algo-2").reach(time.monotonic(), nothing)
 
 
@@ -191,10 +198,16 @@ def test_the_object_store_never_outgrows_shared_memory(
         f_bavail = (64 * 2**20) // 4096
 
     monkeypatch.setattr(raynode.os, "statvfs", lambda path: Stat)
-    assert "--plasma-directory" in store_arguments(None, tmp_path)[1] and "on disk" in capsys.readouterr().out
+    assert (
+        "--plasma-directory" in store_arguments(None, tmp_path)[1]
+        and "on disk" in capsys.readouterr().out
+    )
     Stat.f_bavail = (200 * 2**20) // 4096
     (small,) = store_arguments(1024, tmp_path)
-    assert int(small.partition("=")[2]) <= 200 * 2**20 and "limited to 190 MB" in capsys.readouterr().out
+    assert (
+        int(small.partition("=")[2]) <= 200 * 2**20
+        and "limited to 190 MB" in capsys.readouterr().out
+    )
     Stat.f_bavail = 2**40 // 4096
     assert store_arguments(1024, tmp_path) == [f"--object-store-memory={1024 * 2**20}"]
 
@@ -215,9 +228,15 @@ def test_ray_takes_this_jobs_token_and_no_other_whatever_the_environment_says() 
         "from ray._private.authentication.authentication_utils import validate_request_token as takes;"
         "print(takes('Bearer ' + 'a' * 64), takes('Bearer ' + 'b' * 64))"
     )
-    other = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "b" * 64, "RAY_AUTH_TOKEN_PATH": "/none"}
+    other = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_TOKEN": "b" * 64,
+        "RAY_AUTH_TOKEN_PATH": "/none",
+    }
     environment = {**os.environ, **other}
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert shown.stdout.split() == ["True", "False"], shown.stderr
 
 
@@ -269,7 +288,9 @@ def test_names_that_resolve_late_are_waited_for(door: Door) -> None:
         (["127.0.0.1"] * 99, "port 1 of algo-1: Connection refused"),
     ],
 )
-def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(answer: Any, says: str) -> None:
+def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(
+    answer: Any, says: str
+) -> None:
     with (
         mock.patch.object(socket, "gethostbyname", side_effect=answer),
         pytest.raises(ClusterError, match=says),
@@ -346,7 +367,9 @@ def test_the_deadlines_on_sagemaker_are_those_of_its_two_minutes() -> None:
     assert killed_after_s * rank.STOP_SHARE == 60
 
 
-def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(raynode, "count_gpus", lambda: 0)
     monkeypatch.delenv("STOKER_PLACE", raising=False)
     hosts = {"current_host": "algo-1", "hosts": ["algo-1"]}
@@ -426,7 +449,11 @@ def test_ray_gets_a_folder_in_a_private_one_wherever_temporary_files_are(
     short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     made = []
     try:
-        for variable, where in (("TMPDIR", short), ("TMPDIR", tmp_path / ("é" * 14)), ("RAY_TMPDIR", short)):
+        for variable, where in (
+            ("TMPDIR", short),
+            ("TMPDIR", tmp_path / ("é" * 14)),
+            ("RAY_TMPDIR", short),
+        ):
             where.mkdir(exist_ok=True)
             monkeypatch.setenv(variable, str(where))
             monkeypatch.setattr("tempfile.tempdir", None)
@@ -455,11 +482,19 @@ FORMING = {"cpu": ["algo-2", "algo-3"], "gpu": ["algo-1"]}
     ],
 )
 def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
-    least: int | None, arrives: list[str], expected: str | list[str], monkeypatch: pytest.MonkeyPatch
+    least: int | None,
+    arrives: list[str],
+    expected: str | list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = [{"instance_group_name": name, "hosts": hosts} for name, hosts in FORMING.items()]
     hosts = [host for group in FORMING.values() for host in group]
-    about = {"current_host": "algo-1", "current_group_name": "gpu", "hosts": hosts, "instance_groups": groups}
+    about = {
+        "current_host": "algo-1",
+        "current_group_name": "gpu",
+        "hosts": hosts,
+        "instance_groups": groups,
+    }
     topology = resolve(about, "gpu")
     now = [0.0]
 
@@ -486,11 +521,16 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
     assert now[0] > 300 if waits else 5 + cluster.GONE_S <= now[0] < 5 + cluster.GONE_S + 1
 
 
-def test_a_stop_is_judged_by_progress_also_after_a_start_from_a_newer_checkpoint_than_foreseen() -> None:
+def test_a_stop_is_judged_by_progress_also_after_a_start_from_a_newer_checkpoint_than_foreseen() -> (
+    None
+):
     begun = kinds.AttemptStarted(workers=1, start={})
     for events, trains in (
         ([kinds.TrainWorkerStarted(rank=0, node="n"), begun], True),
-        ([kinds.TrainWorkerStarted(rank=0, node="n"), begun.model_copy(update={"ahead": True})], False),
+        (
+            [kinds.TrainWorkerStarted(rank=0, node="n"), begun.model_copy(update={"ahead": True})],
+            False,
+        ),
     ):
         deadline = driver.StopDeadline(None)
         deadline.take(events)

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 
-from launcher.job import open_job
-from launcher.notebook import plan
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.recipe import load_recipe
+from stoker_launcher.job import open_job
+from stoker_launcher.notebook import plan
 from tests.command_line import type_command
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
@@ -100,7 +100,8 @@ FILES = {
     "!!python/object:os.system x": "could not determine a constructor for the tag",
     "params:\n  a: &a [x,x,x,x,x,x,x,x,x,x]\n"
     + "".join(
-        f"  {n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in ("ab", "bc", "cd", "de", "ef", "fg")
+        f"  {n}: &{n} [{','.join(['*' + p] * 10)}]\n"
+        for p, n in ("ab", "bc", "cd", "de", "ef", "fg")
     ): "or it holds more than 1,000,000 values",
     "params: " + "[" * 3000 + "]" * 3000: "not valid YAML: it is nested too deeply",
 }
@@ -169,7 +170,10 @@ def marks(text: str) -> list[pytest.MarkDecorator]:
     ("text", "words", "expected"),
     [
         *(pytest.param(text, "", expected, marks=marks(text)) for text, expected in FILES.items()),
-        *(("seed: 1" if "--on r" not in words else REMOTE, words, said) for words, said in COMMANDS.items()),
+        *(
+            ("seed: 1" if "--on r" not in words else REMOTE, words, said)
+            for words, said in COMMANDS.items()
+        ),
     ],
     ids=range(len(FILES) + len(COMMANDS)),
 )
@@ -244,7 +248,10 @@ TYPED = {
     "an option without a value": (["jobs/job.yaml", "--on"], "Option '--on' requires an argument"),
     "a folder as the job": (["jobs"], "jobs: is a folder; did you mean jobs/job.yaml?"),
     "an empty folder as the job": (["empty"], "empty: is a folder; name a job's YAML file"),
-    "an override in the job's place": (["train.epochs=3"], "before overrides: JOB.yaml train.epochs=3"),
+    "an override in the job's place": (
+        ["train.epochs=3"],
+        "before overrides: JOB.yaml train.epochs=3",
+    ),
     "no such script": (["fin.py"], "script: no file fin.py; did you mean fine.py?"),
     "no such script to check": (
         ["check", "./jobs/../fin.py"],
@@ -254,7 +261,10 @@ TYPED = {
         ["broken.py"],
         "script: broken.py is not Python: invalid syntax (line 1)",
     ),
-    "a key that a script ignores": (["fine.py", "train.lr=3"], "train.lr: has no effect on a script"),
+    "a key that a script ignores": (
+        ["fine.py", "train.lr=3"],
+        "train.lr: has no effect on a script",
+    ),
     "a binary file": (["binary.yaml"], "binary.yaml: cannot be read as text"),
     "status before the first run": (["status"], "runs/latest: there is no run yet; start one"),
     "logs before the first run": (["logs"], "runs/latest: there is no run yet"),
@@ -265,7 +275,10 @@ TYPED = {
     "status without a region": (["status", "sagemaker:x"], "write sagemaker:<region>/x"),
     "status of no Ray job": (["status", "ray:foo"], "write ray:http://<head>:8265/<job>"),
     "report of no run": (["report", "nowhere"], "nowhere: not a run directory"),
-    "report of another folder": (["report", "jobs"], "jobs: not a run directory (no summary.json in it)"),
+    "report of another folder": (
+        ["report", "jobs"],
+        "jobs: not a run directory (no summary.json in it)",
+    ),
     "comparing nothing": (["compare", "nowhere"], "nowhere: not a run directory"),
     "size of a script": (["size", "fine.py"], "size: needs a recipe"),
     "size of nothing": (["size", "jbos/job.yaml"], "jbos/job.yaml: no such configuration file"),
@@ -279,7 +292,10 @@ TYPED = {
         ["check", "fine.py", "--gpu", "ml.c5.xlarge"],
         "--gpu ml.c5.xlarge: has no GPU",
     ),
-    "no time": (["check", "fine.py", "--timeout", "-5"], "--timeout: must be more than 0 seconds (got -5)"),
+    "no time": (
+        ["check", "fine.py", "--timeout", "-5"],
+        "--timeout: must be more than 0 seconds (got -5)",
+    ),
     "too many words": (["status", "a", "b"], "Got unexpected extra argument(s) (b)"),
     "a word for a number": (["check", "fine.py", "--steps", "x"], "Invalid value for '--steps'"),
 }
@@ -294,7 +310,11 @@ def test_a_mistyped_command_is_one_line_and_leaves_nothing(
     for folder in ("jobs", "empty"):
         Path(folder).mkdir()
     Path("jobs/job.yaml").write_text(GOOD)
-    for name, content in (("fine.py", b""), ("broken.py", b"def f(:\n"), ("binary.yaml", b"\xff\xfe\x00")):
+    for name, content in (
+        ("fine.py", b""),
+        ("broken.py", b"def f(:\n"),
+        ("binary.yaml", b"\xff\xfe\x00"),
+    ):
         Path(name).write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     code, lines, _ = type_command(words, capsys)
@@ -315,7 +335,9 @@ def test_a_disk_that_fails_while_the_source_is_staged_leaves_no_run(
     with mock.patch("shutil.copytree", side_effect=shutil.Error([("a", "b", str(failure))])):
         code, lines, _ = type_command(["job.yaml"], capsys)
     assert (
-        (code, len(lines)) == (2, 1) and os.strerror(number) in lines[0] and "cannot be written" in lines[0]
+        (code, len(lines)) == (2, 1)
+        and os.strerror(number) in lines[0]
+        and "cannot be written" in lines[0]
     )
     with mock.patch("shutil.copytree", side_effect=failure):
         code, lines, _ = type_command(["job.yaml"], capsys)
@@ -338,10 +360,17 @@ def test_a_text_too_long_for_a_path_is_no_path(
     assert type_command(words, capsys)[:2] == (0, [])
     assert open_job(load(None, [f"params.prompt={LONG}"])).data == {}
     planned = plan(
-        f"{{name: made, recipe: 'rows:Counting', tracking: {{mlflow: {{tags: {{n: {LONG}}}}}}}}}", (), "local"
+        f"{{name: made, recipe: 'rows:Counting', tracking: {{mlflow: {{tags: {{n: {LONG}}}}}}}}}",
+        (),
+        "local",
     )
     assert planned.job.name == "made"
-    for words in ([f"params.prompt={LONG}"], ["x" * 300], ["status", LONG], ["job.yaml", "--resume", LONG]):
+    for words in (
+        [f"params.prompt={LONG}"],
+        ["x" * 300],
+        ["status", LONG],
+        ["job.yaml", "--resume", LONG],
+    ):
         code, lines, _ = type_command(words, capsys)
         assert (code, len(lines)) == (2, 1), lines
 
@@ -352,7 +381,7 @@ def test_a_staging_folder_that_is_full_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(GOOD)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/staged")
-    with mock.patch("launcher.commands.run", side_effect=full):
+    with mock.patch("stoker_launcher.commands.run", side_effect=full):
         code, lines, _ = type_command(["job.yaml"], capsys)
     assert code == 2
     assert lines == [

@@ -89,14 +89,19 @@ def test_the_labels_of_a_series_say_whose_its_rows_are(index: list[int], kind: A
     if sorted(index) == [0, 1, 2] and kind != "str":
         assert run(series) == [6, 7, 5]
     else:
-        with pytest.raises(ChainError, match="column y is a pandas Series whose index has other labels"):
+        with pytest.raises(
+            ChainError, match="column y is a pandas Series whose index has other labels"
+        ):
             run(series)
     assert run(series.reset_index(drop=True)) == run(series.to_numpy()) == [5, 6, 7]
 
 
 def test_of_equal_keys_a_bad_record_is_taken_for_the_first() -> None:
     """Else one whose row was trained could seem to lie behind those."""
-    rows: list[Any] = [BadRecord("1", "cannot be read"), *({"key": str(i), "x": i} for i in range(3))]
+    rows: list[Any] = [
+        BadRecord("1", "cannot be read"),
+        *({"key": str(i), "x": i} for i in range(3)),
+    ]
     _, report = Chain(as_stages([]), seed=0).run(rows, epoch=0)
     assert [bad.place for bad in report.bad] == [0]
 
@@ -129,11 +134,17 @@ def test_decoded_images_travel_height_width_channels_and_say_so() -> None:
     [
         ([], [{"key": "a", "image": b"x"}], "still encoded bytes; add DecodeImage"),
         ([], [{"key": "a", "x": np.zeros(2)}, {"key": "b", "x": np.zeros(3)}], "differs in shape"),
-        ([], [{"key": "a", "x": 1}, {"key": "b", "x": 0.5}], "column 'x' is float64 in record b, int64 in"),
+        (
+            [],
+            [{"key": "a", "x": 1}, {"key": "b", "x": 0.5}],
+            "column 'x' is float64 in record b, int64 in",
+        ),
         ([lambda batch: 3], [{"key": "a", "x": 1}], "did not return a dict"),
     ],
 )
-def test_records_that_do_not_fit_together_end_the_run(stages: Any, rows: Any, expected: str) -> None:
+def test_records_that_do_not_fit_together_end_the_run(
+    stages: Any, rows: Any, expected: str
+) -> None:
     with pytest.raises(ChainError, match=expected):
         Chain(as_stages(stages), seed=0).run(rows, epoch=0)
 
@@ -151,8 +162,12 @@ def test_what_cannot_stand_in_a_chain_is_refused_by_name(entry: Any, expected: s
         as_stages([entry])
 
 
-@pytest.mark.parametrize(("shape", "channels"), [((40, 48, 3), 3), ((3, 40, 48), 3), ((28, 28, 1), 1)])
-def test_arrays_are_images_whichever_way_round_they_lie(shape: tuple[int, ...], channels: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "channels"), [((40, 48, 3), 3), ((3, 40, 48), 3), ((28, 28, 1), 1)]
+)
+def test_arrays_are_images_whichever_way_round_they_lie(
+    shape: tuple[int, ...], channels: int
+) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     chain = Chain(as_stages([v2.RandomHorizontalFlip(p=1.0)]), seed=0)
     columns, _ = chain.run([{"key": "a", "image": pixels}], epoch=0)

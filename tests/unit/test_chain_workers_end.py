@@ -40,7 +40,13 @@ class NoAgents:
 
 def node(name: str, gpus: int = 0) -> dict[str, Any]:
     resources = {"CPU": 1 + gpus, "GPU": gpus}
-    return {"NodeID": name, "Alive": True, "Labels": {}, "Resources": resources, "NodeManagerHostname": name}
+    return {
+        "NodeID": name,
+        "Alive": True,
+        "Labels": {},
+        "Resources": resources,
+        "NodeManagerHostname": name,
+    }
 
 
 @pytest.fixture
@@ -58,7 +64,13 @@ def head(monkeypatch: pytest.MonkeyPatch, draining: set[str]) -> Coordinator:
         {"recipe": "none:None", "data": data, "train": {"epochs": 1, "batch_size": RECORDS}}
     )
     passes = Passes(config, {"train": Uncounted(GROUPS)}, {"train": b""})
-    given = {"config": config, "node": "head", "budget_bytes": 10**6, "most_waiting": 4, "scaler": None}
+    given = {
+        "config": config,
+        "node": "head",
+        "budget_bytes": 10**6,
+        "most_waiting": 4,
+        "scaler": None,
+    }
     made = Coordinator(passes, {"train": None}, passes.identity("f"), **given)
     monkeypatch.setattr(made, "start_engine", lambda me: None)
     monkeypatch.setattr(made, "_rescue", lambda nodes: None)
@@ -92,7 +104,9 @@ class Worker:
         ids = sum(record_id(f"{number}/{nth}/{i}") for i in range(RECORDS))
         last = nth == GROUPS[number] - 1
         report = BlockReport(number, nth, last, RECORDS, 0.01, RECORDS, ids, bytes_out=10)
-        return self.head.block_made(self.me, self.reply.claim.number, Made(report, f"{number}/{nth}")).go_on
+        return self.head.block_made(
+            self.me, self.reply.claim.number, Made(report, f"{number}/{nth}")
+        ).go_on
 
     def work(self) -> None:
         while self.claim() and self.reply.claim:
@@ -121,14 +135,18 @@ def test_a_pass_is_over_when_its_last_block_has_come(head: Coordinator) -> None:
     assert pass_.complete() and pass_ not in head.attempt.planner.passes
 
 
-def test_nobody_is_late_by_what_nobody_could_do_while_the_machine_stood_still(head: Coordinator) -> None:
+def test_nobody_is_late_by_what_nobody_could_do_while_the_machine_stood_still(
+    head: Coordinator,
+) -> None:
     now = time.monotonic()
     head._look_once([node("A"), node("B")], now)
     Worker(head, "A").claim()
     waits = Worker(head, "B")
     assert head._look_once([node("A"), node("B")], now + 5000) == []
     assert waits.me.worker in head.workers and not head.pool.avoided
-    found = [head._look_once([node("A"), node("B")], now + 5000 + second) for second in range(1, 400)]
+    found = [
+        head._look_once([node("A"), node("B")], now + 5000 + second) for second in range(1, 400)
+    ]
     assert ["its handle"] in found, "it does hang"
 
 
@@ -152,7 +170,9 @@ def test_a_worker_that_shall_leave_and_dies_at_work_leaves_that_to_others(
     assert rows == counts["trained"] == ROWS
 
 
-def test_a_host_that_counted_as_lost_and_answers_again_makes_nothing_twice(head: Coordinator) -> None:
+def test_a_host_that_counted_as_lost_and_answers_again_makes_nothing_twice(
+    head: Coordinator,
+) -> None:
     now = time.monotonic()
     head._look_once([node("A"), node("B")], now)
     silent, other = Worker(head, "A"), Worker(head, "B")
@@ -179,7 +199,9 @@ def test_a_host_is_lost_when_neither_its_agent_nor_its_kernel_answers(
         port = listener.getsockname()[1]
         if not listens:
             listener.close()
-        agent = _Agent(None, None, time.monotonic() - answered_s_ago, Server(None, "127.0.0.1", port))
+        agent = _Agent(
+            None, None, time.monotonic() - answered_s_ago, Server(None, "127.0.0.1", port)
+        )
         assert agent.is_lost() == lost
 
 
@@ -194,7 +216,9 @@ def test_a_process_whose_lease_was_broken_off_at_work_has_not_made_it(head: Coor
     assert rows == counts["trained"] == ROWS
 
 
-def test_a_late_call_of_a_dead_process_takes_nothing_from_the_one_in_its_place(head: Coordinator) -> None:
+def test_a_late_call_of_a_dead_process_takes_nothing_from_the_one_in_its_place(
+    head: Coordinator,
+) -> None:
     head._look_once([node("A")], time.monotonic())
     dead = Worker(head, "A")
     living = Worker(head, "A", dead.me.worker)
@@ -214,16 +238,27 @@ def test_deadly_items_of_an_earlier_checkpoint_are_refused_and_counted_once(
     config = Config.model_validate({"recipe": "none:None", "data": {"bad_record_budget": 0.25}})
     source = read_range(8)
     passes = Passes(config, {"train": source}, {"train": b""})
-    given = {"config": config, "node": "head", "budget_bytes": 10**6, "most_waiting": 4, "scaler": None}
+    given = {
+        "config": config,
+        "node": "head",
+        "budget_bytes": 10**6,
+        "most_waiting": 4,
+        "scaler": None,
+    }
     head = Coordinator(passes, {"train": 8}, passes.identity("f"), **given)
     monkeypatch.setattr(head, "start_engine", lambda me: None)
     place = fresh(0, head.plan, by_row=False).model_dump(mode="json")
-    head.begin(None, 0, 1, 0, {**place, "deadly": {"2": "its process died", "5": "its process died"}})
+    head.begin(
+        None, 0, 1, 0, {**place, "deadly": {"2": "its process died", "5": "its process died"}}
+    )
     (shard,) = source.shards(8, None)
     found = Guard(head.suspects.of("train"), None).read(source, shard, None)
     assert [record.key for record in found if isinstance(record, BadRecord)] == ["2", "5"]
     head.attempt.refuse_deadly("train")
-    later = {**head.position(0, 0, 0, 0), "deadly": {"7": "its process died"}}  # by the key of a record
+    later = {
+        **head.position(0, 0, 0, 0),
+        "deadly": {"7": "its process died"},
+    }  # by the key of a record
     head.suspects.deadly.clear()
     head.begin(None, 1, 1, 0, later)
     assert head.suspects.of("train").keys() == {"7"}

@@ -14,9 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import stoker
-from launcher.advise.advice import Wanted, advise
-from launcher.advise.check.fetching import Fetching, observe_fetchers
-from launcher.advise.check.timeline import (
+from stoker.errors import UsageError
+from stoker.events.prices import price_list
+from stoker_launcher.advise.advice import Wanted, advise
+from stoker_launcher.advise.check.fetching import Fetching, observe_fetchers
+from stoker_launcher.advise.check.timeline import (
     Loader,
     Take,
     TimeShare,
@@ -28,7 +30,7 @@ from launcher.advise.check.timeline import (
     training,
     wait_share,
 )
-from launcher.advise.check.verdict import (
+from stoker_launcher.advise.check.verdict import (
     Checked,
     FetchCost,
     checked,
@@ -37,15 +39,17 @@ from launcher.advise.check.verdict import (
     help_here,
     measured,
 )
-from launcher.advise.check.watch import GpuClock, Watch, describe_loader
-from stoker.errors import UsageError
-from stoker.events.prices import price_list
+from stoker_launcher.advise.check.watch import GpuClock, Watch, describe_loader
 
-TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60)
+TRAINS = Loader(
+    "train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60
+)
 IDLE = replace(TRAINS, batches=0, trained=0, optimizer_steps=0)
 
 
-def epoch(count: int, wait: float, compute: float, *, number: int = 0, since: float = 0.0) -> list[Take]:
+def epoch(
+    count: int, wait: float, compute: float, *, number: int = 0, since: float = 0.0
+) -> list[Take]:
     starts = [since + i * (wait + compute) for i in range(count + 1)]
     takes = [Take(0, number, i, start, start + wait) for i, start in enumerate(starts)]
     return [*takes[:-1], replace(takes[-1], got=starts[-1] + 0.001, ended=True)]
@@ -100,7 +104,9 @@ class TestWarmUp:
         assert wait_share(self.steps).value < 0.2, "counted with them it would look well fed"
 
     def test_later_epochs_leave_out_one_batch_per_worker(self) -> None:
-        steps = steps_of([*self.takes, *epoch(20, 0.09, 0.01, number=1, since=100)], [self.loader], 0)
+        steps = steps_of(
+            [*self.takes, *epoch(20, 0.09, 0.01, number=1, since=100)], [self.loader], 0
+        )
         assert next(s.number for s in steady(steps, self.loader) if s.epoch == 1) == 2
 
     def test_epochs_too_short_for_a_steady_step_count_whole(self) -> None:
@@ -121,14 +127,17 @@ class TestWarmUp:
             takes.append(Take(0, number // 12, number % 12, now, got))
             now = got + 0.1
         assert steady(steps_of(takes, [loader], 0), loader) == []
-        longer = [replace(take, epoch=0, number=n) for n, take in enumerate(takes) if take.number < 8]
+        longer = [
+            replace(take, epoch=0, number=n) for n, take in enumerate(takes) if take.number < 8
+        ]
         found = steady(steps_of(longer, [loader], 0), loader)
         assert len(found) % 8 == 0 and len(found) >= 24
 
 
 EVEN = steps_of(epoch(60, 0.05, 0.05), [TRAINS], 0)
 VARIED = [
-    s._replace(whole=0.1, wait=0.05) if i % 7 else s._replace(whole=1.5, wait=1.4) for i, s in enumerate(EVEN)
+    s._replace(whole=0.1, wait=0.05) if i % 7 else s._replace(whole=1.5, wait=1.4)
+    for i, s in enumerate(EVEN)
 ]
 SLOW = steps_of(epoch(20, 3.0, 4.0), [TRAINS], 0)
 
@@ -158,7 +167,9 @@ class Rows:
         return index
 
 
-def test_a_fetch_is_booked_with_the_loaders_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_is_booked_with_the_loaders_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch.utils.data.dataloader import _DatasetKind
 
     monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
@@ -171,15 +182,21 @@ def test_a_fetch_is_booked_with_the_loaders_in_it(tmp_path: Path, monkeypatch: p
     counted.write()
     found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
     assert found is not None
-    assert found.batches == 19, "the first is counted apart, and those of the loader within not at all"
+    assert found.batches == 19, (
+        "the first is counted apart, and those of the loader within not at all"
+    )
     assert found.samples_per_batch == 4 and found.cpu_s == pytest.approx(32)
 
 
 def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
     statistics = Loader("train.py:5", "Images", 8, 0, 0, False, None, batches=500, with_grad=500)
-    validates = Loader("train.py:30", "Images", 8, 0, 0, False, 20, 80, 0, trained=4, optimizer_steps=60)
+    validates = Loader(
+        "train.py:30", "Images", 8, 0, 0, False, 20, 80, 0, trained=4, optimizer_steps=60
+    )
     assert training([statistics, validates, TRAINS]) == 2
-    assert training([validates, statistics]) == 1, "without any step of an optimizer: gradients, batches"
+    assert training([validates, statistics]) == 1, (
+        "without any step of an optimizer: gradients, batches"
+    )
     assert training([replace(TRAINS, batches=0)]) is None
 
 
@@ -225,7 +242,9 @@ def one(
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
     cost = FetchCost(cpu, blocked, queued, 8, 50)
     loader = replace(TRAINS, num_workers=2, prefetch=2)
-    return Checked(0, loader, 50, TimeShare(share, spread), step_s, 8, 8 * 150_528, None, cost, False)
+    return Checked(
+        0, loader, 50, TimeShare(share, spread), step_s, 8, 8 * 150_528, None, cost, False
+    )
 
 
 def test_a_well_fed_script_needs_no_help() -> None:
@@ -277,7 +296,9 @@ CANNOT = "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up,
     ],
     ids=["idle CPUs here", "too few CPUs", "busy CPUs", "workers that wait", "workers that queue"],
 )  # fmt: skip
-def test_what_more_workers_would_do(cost: tuple[float, ...], cpus: float, idle: float, said: str) -> None:
+def test_what_more_workers_would_do(
+    cost: tuple[float, ...], cpus: float, idle: float, said: str
+) -> None:
     (found,) = help_here(one(*cost), cpus, idle)
     assert found.startswith(said)
 
@@ -293,7 +314,11 @@ class TestHosts:
         assert found is not None and found.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
         hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
         best = advise(found, hosts, price_list()).best
-        assert best is not None and best.cpu_hosts > 0 and 0 < best.low < best.samples_per_s < best.high
+        assert (
+            best is not None
+            and best.cpu_hosts > 0
+            and 0 < best.low < best.samples_per_s < best.high
+        )
         cpus = 4 * best.cpu_hosts * (2 if best.cpu_type == "ml.c5.2xlarge" else 1)
         # All of them at 95 % and the three that the GPU host has left.
         assert best.samples_per_s == pytest.approx(min(1000, (cpus + 3) * 0.95 / 0.02), rel=0.05)
@@ -303,7 +328,9 @@ class TestHosts:
         found = measured(one(0.001, 0.019, share=0.9), {}, None)
         assert found is not None and found.cpu_s == pytest.approx(0.02)
 
-    def test_a_rate_that_was_given_is_taken_and_an_unknown_gpu_is_assumed_to_be_as_fast(self) -> None:
+    def test_a_rate_that_was_given_is_taken_and_an_unknown_gpu_is_assumed_to_be_as_fast(
+        self,
+    ) -> None:
         given, unknown = (
             measured(self.script, {"A10G": 400.0}, "NVIDIA A10G"),
             measured(self.script, {}, None),
@@ -375,7 +402,9 @@ def test_steps_that_follow_no_batches_give_no_verdict(
     if judged:
         assert checked(found, [], "train.py")[0].steps >= 10
     else:
-        with pytest.raises(UsageError, match=r"its optimizer steps do not follow batches of a DataLoader"):
+        with pytest.raises(
+            UsageError, match=r"its optimizer steps do not follow batches of a DataLoader"
+        ):
             checked(found, [], "train.py")
 
 
@@ -383,12 +412,22 @@ def test_steps_that_follow_no_batches_give_no_verdict(
     ("takes", "loaders", "said"),
     [
         (0, [], "train.py: no torch DataLoader was iterated"),
-        (5, [replace(TRAINS, batches=5)], "train.py: too short to judge: 5 steps; at least 14 are needed"),
-        (50, [replace(TRAINS, in_thread=True)], r"another thread than the one that trains .* \(train.py:9\)"),
+        (
+            5,
+            [replace(TRAINS, batches=5)],
+            "train.py: too short to judge: 5 steps; at least 14 are needed",
+        ),
+        (
+            50,
+            [replace(TRAINS, in_thread=True)],
+            r"another thread than the one that trains .* \(train.py:9\)",
+        ),
         (1, [replace(TRAINS, ours=True)], r"its DataLoader \(train.py:9\) is already stoker's"),
     ],
 )
-def test_scripts_without_a_verdict_are_told_apart(takes: int, loaders: list[Loader], said: str) -> None:
+def test_scripts_without_a_verdict_are_told_apart(
+    takes: int, loaders: list[Loader], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         checked(seen(epoch(takes, 0.1, 0.1) if takes else [], *loaders), [], "train.py")
 
@@ -417,11 +456,20 @@ def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> Non
 
 
 def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:
-    worker = {"loader": 0, "fetches": 10, "samples": 80, "cpu_s": 0.8, "wall_s": 1.6, "delay_s": 0.4}
+    worker = {
+        "loader": 0,
+        "fetches": 10,
+        "samples": 80,
+        "cpu_s": 0.8,
+        "wall_s": 1.6,
+        "delay_s": 0.4,
+    }
     sums = [worker, worker, {**worker, "loader": 1}, {**worker, "cpu_s": 99.0, "first": True}]
     (found,) = checked(seen(epoch(50, 0.1, 0.1), TRAINS), sums, "t.py")
     assert found.fetched is not None
-    assert found.fetched.cpu_s == pytest.approx(0.01), "a first fetch counts only where there is no other"
+    assert found.fetched.cpu_s == pytest.approx(0.01), (
+        "a first fetch counts only where there is no other"
+    )
     assert found.fetched.blocked_s == pytest.approx(0.005) == found.fetched.queued_s
     alone = fetched_of(sums[3:])
     assert alone is not None and alone.cpu_s == pytest.approx(99 / 80)
@@ -466,7 +514,11 @@ class GpuEvent:
 @pytest.mark.parametrize(
     ("fetch", "step", "synchronous", "share"),
     [(0.05, 0.1, False, 0.0), (0.05, 0.1, True, 1 / 3), (0.2, 0.1, False, 0.5)],
-    ids=["fetched while the GPU computes", "fetched after it", "fetched for longer than it computes"],
+    ids=[
+        "fetched while the GPU computes",
+        "fetched after it",
+        "fetched for longer than it computes",
+    ],
 )
 def test_on_a_gpu_only_what_it_waits_for_is_waiting(
     fetch: float, step: float, synchronous: bool, share: float

@@ -26,7 +26,13 @@ from stoker.checkpoints.format import Content, Retention, Writer
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.storage import checkpoint_store
-from stoker.storage.checkpoint_store import MANIFEST, CheckpointStore, open_store, verify, write_manifest
+from stoker.storage.checkpoint_store import (
+    MANIFEST,
+    CheckpointStore,
+    open_store,
+    verify,
+    write_manifest,
+)
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
 from stoker.train import strategies
@@ -35,7 +41,9 @@ from tests.fakes.aws import moto, served
 from tests.waiting import until
 
 
-def save(store: CheckpointStore, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
+def save(
+    store: CheckpointStore, step: int, value: float | None = None, **meta: Any
+) -> checkpoint.Checkpoint:
     monitored = None if value is None else {"metric": "val/loss", "mode": "min", "value": value}
     weights = {"w": torch.full((64,), float(step))}
     about = {"step": step, "epoch": step, "monitored": monitored, **meta}
@@ -73,7 +81,13 @@ MOUNTS = """\
 def test_mounted_object_storage_which_renames_no_folder_is_recognised(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
-    for folder in ("/Volumes/a/b/c/runs", "/gcs/bucket", "/dbfs/x", "/mnt/data lake/a", "/mnt/s3/a/b"):
+    for folder in (
+        "/Volumes/a/b/c/runs",
+        "/gcs/bucket",
+        "/dbfs/x",
+        "/mnt/data lake/a",
+        "/mnt/s3/a/b",
+    ):
         assert takes_whole_files(Path(folder), table), folder
     for folder in ("/mnt/other/a", "/mnt/shared/a", "/mnt/s3/disk/a", "/mnt/s3x", "/home/me"):
         assert not takes_whole_files(Path(folder), table), folder
@@ -145,7 +159,9 @@ def test_a_checkpoint_of_the_version_before_has_its_history_in_its_meta_data(
     if outcome:
         later = {**earlier, "history": EPOCHS, "note": "later"}
         digest = hashlib.sha256(json.dumps(later).encode()).hexdigest()
-        (folder / "outcome.json").write_text(json.dumps({"outcome": later, "sha256": digest}, indent=1))
+        (folder / "outcome.json").write_text(
+            json.dumps({"outcome": later, "sha256": digest}, indent=1)
+        )
     found = checkpoint.newest_valid(store)
     assert found is not None
     assert found.meta["note"] == ("later" if outcome else "then")
@@ -165,7 +181,9 @@ def test_what_was_kept_is_known_without_reading_its_history_or_weights(
     content = store.content
     monkeypatch.setattr(store, "content", lambda file: read.append(file) or content(file))
     digested, digest = set[str](), store.digest
-    monkeypatch.setattr(store, "digest", lambda name, file: digested.add(file) or digest(name, file))
+    monkeypatch.setattr(
+        store, "digest", lambda name, file: digested.add(file) or digest(name, file)
+    )
     shelf = Retention(store, newest=1, top_k=1)
     shelf.fill(upto=1)
     assert shelf.monitored[saved.name]["value"] == 0.25
@@ -199,8 +217,15 @@ def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
     assert folder.exists(), "until a new one is there"
     shelf.add(save(store, 4, 0.5))
     assert shelf.best() == ["step-00000001"]
-    assert [name[-1] for name in store.names()] == ["4", "3", *([] if damage == "unfinished" else ["2"]), "1"]
-    assert len(said) == 1 and said[0].startswith("checkpoint step-00000002 does not compete for the model: ")
+    assert [name[-1] for name in store.names()] == [
+        "4",
+        "3",
+        *([] if damage == "unfinished" else ["2"]),
+        "1",
+    ]
+    assert len(said) == 1 and said[0].startswith(
+        "checkpoint step-00000002 does not compete for the model: "
+    )
     monkeypatch.setattr(store, "content", content)
     shelf.look_again()
     assert shelf.best() == ["step-00000002" if damage == "unreadable" else "step-00000001"]
@@ -212,7 +237,9 @@ def test_one_that_is_written_again_is_replaced_whole(store: CheckpointStore) -> 
     assert store.names() == ["step-00000001"]
     assert verify(store, "step-00000001") is None
     assert checkpoint.load_meta(store, "step-00000001").meta["note"] == "again"
-    assert {path.name for path in Path(store.where).iterdir()} == {"step-00000001"}, "no draft stays"
+    assert {path.name for path in Path(store.where).iterdir()} == {"step-00000001"}, (
+        "no draft stays"
+    )
 
 
 def test_in_a_synced_folder_the_manifest_appears_last(tmp_path: Path, monkeypatch: Any) -> None:
@@ -244,7 +271,9 @@ def test_a_full_disk_is_named_and_nothing_half_stays(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"step-00000002: .*No space left.*the disk mounted at /.* MB free"):
+    with pytest.raises(
+        OSError, match=r"step-00000002: .*No space left.*the disk mounted at /.* MB free"
+    ):
         save(store, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001"}
 
@@ -279,7 +308,9 @@ def test_a_run_that_goes_on_knows_what_it_kept_and_leaves_damaged_ones_out(tmp_p
     assert shelf.best() == ["step-00000001"]
     assert [name[-1] for name in store.names()] == ["4", "3", "2", "1"]
     shelf.add(save(store, 5, 0.6))
-    assert [name[-1] for name in store.names()] == ["5", "4", "3", "1"], "2 made room, 3 was not counted"
+    assert [name[-1] for name in store.names()] == ["5", "4", "3", "1"], (
+        "2 made room, 3 was not counted"
+    )
 
 
 def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Path) -> None:
@@ -332,7 +363,9 @@ def test_a_write_that_makes_no_progress_has_a_deadline(tmp_path: Path) -> None:
     writer = Writer(print, str(tmp_path))
     over = threading.Event()
     writer.submit("the checkpoint of step 7", lambda: over.wait() and None)
-    with pytest.raises(OSError, match=rf"step 7: not written, .* no progress for 0 s: {tmp_path} is stuck; "):
+    with pytest.raises(
+        OSError, match=rf"step 7: not written, .* no progress for 0 s: {tmp_path} is stuck; "
+    ):
         writer.wait(still_s=0.05)
     writer.wait()  # at once: the run ends, and with this cause
     over.set()
@@ -416,8 +449,12 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_with_another_number_of_train_workers_no_key_of_a_trained_record_is_lost(workers: int) -> None:
-    ranks = [{"loss_sum": 1.0, "loss_rows": 2, "keys": [f"{rank}a", f"{rank}b"]} for rank in range(2)]
+def test_with_another_number_of_train_workers_no_key_of_a_trained_record_is_lost(
+    workers: int,
+) -> None:
+    ranks = [
+        {"loss_sum": 1.0, "loss_rows": 2, "keys": [f"{rank}a", f"{rank}b"]} for rank in range(2)
+    ]
     meta = {"epoch_steps": 1, "epoch_samples": 4, "next_epoch": 0, "global_batch": 4}
     keys = []
     for rank in range(workers):
@@ -503,7 +540,9 @@ def test_a_draft_stays_while_its_writer_lives_and_goes_when_it_was_killed(
     assert store.names() == ["step-00000002", "step-00000001"]
 
 
-def test_of_a_killed_writer_to_storage_that_is_copied_nothing_stays_on_the_disk(tmp_path: Path) -> None:
+def test_of_a_killed_writer_to_storage_that_is_copied_nothing_stays_on_the_disk(
+    tmp_path: Path,
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path / "kept"), "synced"], stdin=-1, stdout=-1, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
@@ -559,7 +598,9 @@ def without_rights() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
-def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(without_rights: Path) -> None:
+def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(
+    without_rights: Path,
+) -> None:
     store = open_store(str(without_rights))
     said: list[str] = []
     shelf = Retention(store, newest=1, top_k=0, tell=said.append)

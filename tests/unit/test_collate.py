@@ -58,7 +58,9 @@ def test_with_the_default_collate_of_pytorch_a_batch_is_as_it_is_without() -> No
 
 
 def test_records_of_any_shape_and_type_arrive() -> None:
-    odd = [{"key": str(i), "boxes": np.ones((i, 4)), "tags": [("a", i)], "hint": {i}} for i in range(4)]
+    odd = [
+        {"key": str(i), "boxes": np.ones((i, 4)), "tags": [("a", i)], "hint": {i}} for i in range(4)
+    ]
     columns, report = left(odd, list)
     assert report.rows == 4
     assert not report.bad
@@ -71,7 +73,9 @@ def test_records_of_any_shape_and_type_arrive() -> None:
     batch = collated(collate, all_of([(columns, 0, 4)])[0], "")
     assert [tuple(boxes.shape) for boxes in batch["boxes"]] == [(i, 4) for i in range(4)]
     assert torch.equal(batch["n"], torch.arange(4))
-    assert [(record["tags"], record["hint"]) for record in seen] == [([("a", i)], {i}) for i in range(4)]
+    assert [(record["tags"], record["hint"]) for record in seen] == [
+        ([("a", i)], {i}) for i in range(4)
+    ]
 
 
 def test_a_record_that_lacks_a_column_is_quarantined_and_another_type_ends_the_run() -> None:
@@ -86,14 +90,24 @@ def test_arrays_of_any_memory_order_arrive_and_masked_ones_keep_their_mask() -> 
     frozen = base.copy()
     frozen.flags.writeable = False
     masked = np.ma.masked_array(np.arange(2.0), [True, False])
-    odd = {"key": "a", "big": base.astype(">i2"), "back": base[:, ::-1], "frozen": frozen, "masked": masked}
+    odd = {
+        "key": "a",
+        "big": base.astype(">i2"),
+        "back": base[:, ::-1],
+        "frozen": frozen,
+        "masked": masked,
+    }
     columns, _ = left([odd], list)
 
     def collate(records: list[Any]) -> dict[str, Any]:
         (record,) = records
         assert np.ma.is_masked(record["masked"])
         record["frozen"] += 1
-        return {"big": record["big"][None], "back": base[None, :, ::-1], "frozen": record["frozen"][None]}
+        return {
+            "big": record["big"][None],
+            "back": base[None, :, ::-1],
+            "frozen": record["frozen"][None],
+        }
 
     batch = collated(collate, all_of([(columns, 0, 1)])[0], "")
     assert torch.equal(batch["big"][0], torch.from_numpy(base))
@@ -102,7 +116,9 @@ def test_arrays_of_any_memory_order_arrive_and_masked_ones_keep_their_mask() -> 
 
 
 def test_what_cannot_be_sent_names_its_record() -> None:
-    with pytest.raises(SchemaError, match=r"record a cannot be sent to collate: .*; drop in the chain"):
+    with pytest.raises(
+        SchemaError, match=r"record a cannot be sent to collate: .*; drop in the chain"
+    ):
         left([{"key": "a", "x": (i for i in range(3))}], list)
 
 
@@ -112,7 +128,9 @@ def test_an_error_names_records_of_the_batch() -> None:
     def collate(records: list[Any]) -> Any:
         raise KeyError("caption")
 
-    with pytest.raises(SchemaError, match=r"^collate: KeyError: 'caption' .*, with records r0, r1, r2, …$"):
+    with pytest.raises(
+        SchemaError, match=r"^collate: KeyError: 'caption' .*, with records r0, r1, r2, …$"
+    ):
         collated(collate, all_of([(columns, 0, report.rows)])[0], "")
 
 
@@ -122,9 +140,21 @@ def test_a_batch_moves_to_a_device_with_its_types() -> None:
         name: str
 
     one = torch.ones(2)
-    batch = {"x": one, "t": [Target(one, "a")], "pair": (one, "b"), "o": OrderedDict(x=one), "s": ["a", "b"]}
+    batch = {
+        "x": one,
+        "t": [Target(one, "a")],
+        "pair": (one, "b"),
+        "o": OrderedDict(x=one),
+        "s": ["a", "b"],
+    }
     moved = on_tensors(batch, lambda value: value + 1)
-    assert [type(value) for value in moved.values()] == [torch.Tensor, list, tuple, OrderedDict, list]
+    assert [type(value) for value in moved.values()] == [
+        torch.Tensor,
+        list,
+        tuple,
+        OrderedDict,
+        list,
+    ]
     assert type(moved["t"][0]) is Target and moved["t"][0].name == "a" and moved["s"] == ["a", "b"]
     for value in (moved["x"], moved["t"][0].boxes, moved["pair"][0], moved["o"]["x"]):
         assert value.tolist() == [2, 2]
@@ -144,7 +174,9 @@ def test_work_is_spread_over_hosts_those_with_the_records_first() -> None:
 
 def test_draws_depend_on_seed_pass_and_records_alone() -> None:
     def collate(records: list[Any]) -> dict[str, Any]:
-        return {"drawn": [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in records]}
+        return {
+            "drawn": [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in records]
+        }
 
     def drawn(seed: str) -> Any:
         return collated(collate, [{}, {}], seed)["drawn"]
@@ -152,9 +184,16 @@ def test_draws_depend_on_seed_pass_and_records_alone() -> None:
     ids = np.array([3, 4])
     first = drawn(seed_of(1, "train", 0, ids))
     assert drawn(seed_of(1, "train", 0, ids)) == first
-    for other in ((2, "train", 0, ids), (1, "val", 0, ids), (1, "train", 1, ids), (1, "train", 0, ids[::-1])):
+    for other in (
+        (2, "train", 0, ids),
+        (1, "val", 0, ids),
+        (1, "train", 1, ids),
+        (1, "train", 0, ids[::-1]),
+    ):
         assert drawn(seed_of(*other)) != first
-    assert seed_of(1, "val", 0, ids) == seed_of(1, "val", 3, ids), "validation is the same in every epoch"
+    assert seed_of(1, "val", 0, ids) == seed_of(1, "val", 3, ids), (
+        "validation is the same in every epoch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +208,10 @@ def test_draws_depend_on_seed_pass_and_records_alone() -> None:
         ({"x": torch.zeros(())}, "collate returned a Tensor as 'x' for 3 records"),
         ({"x": {"ids": [1, 2, 3]}}, "collate returned a dict as 'x' for 3 records"),
         ({"x": "abc"}, "collate returned a str as 'x' for 3 records"),
-        ({"x": np.ma.masked_array(np.zeros(3))}, "collate returned a MaskedArray as 'x' for 3 records"),
+        (
+            {"x": np.ma.masked_array(np.zeros(3))},
+            "collate returned a MaskedArray as 'x' for 3 records",
+        ),
     ],
 )
 def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) -> None:
@@ -182,10 +224,16 @@ def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) 
     [
         ("Padded", {}, "recipe: Padded has both pad and collate; pad in collate"),
         ("Wrong", {}, "train: collate: KeyError: 'nobody' (collating.py:"),
-        ("Collated", {"bucket_by": "mark"}, "data.bucket_by: no record has 'mark'; columns: x0, x1, y"),
+        (
+            "Collated",
+            {"bucket_by": "mark"},
+            "data.bucket_by: no record has 'mark'; columns: x0, x1, y",
+        ),
     ],
 )
-def test_a_wrong_collate_is_refused_before_training(recipe: str, data: dict[str, Any], text: str) -> None:
+def test_a_wrong_collate_is_refused_before_training(
+    recipe: str, data: dict[str, Any], text: str
+) -> None:
     config = Config.model_validate({"recipe": f"collating:{recipe}", "data": data})
     with pytest.raises(UsageError) as refused:
         open_data(config)

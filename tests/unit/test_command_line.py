@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 import stoker
-from launcher.job import open_job
-from launcher.places.slurm import SlurmRun
-from launcher.rehearsal.running import results
 from stoker.config.loading import load
 from stoker.events import console
 from stoker.events.summary import Summary
 from stoker.place import TOKEN_FILE
+from stoker_launcher.job import open_job
+from stoker_launcher.places.slurm import SlurmRun
+from stoker_launcher.rehearsal.running import results
 from tests.clouds import WORDS
 from tests.command_line import type_command
 
@@ -75,7 +75,9 @@ COMPLETED = {
 def test_a_shell_completes_commands_keys_and_places(tmp_path: Path) -> None:
     """Through the script that `stoker --show-completion` gives bash to read."""
     program = tmp_path / "stoker"
-    program.write_text(f"#!{sys.executable}\nfrom launcher.submit import main\nmain()\n")
+    program.write_text(
+        f"#!{sys.executable}\nfrom stoker_launcher.command_line import main\nmain()\n"
+    )
     program.chmod(0o755)
     script = """
         eval "$(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION=1 stoker --show-completion bash)"
@@ -87,7 +89,7 @@ def test_a_shell_completes_commands_keys_and_places(tmp_path: Path) -> None:
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script, "bash", *COMPLETED],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PATH": path},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "launcher"), "PATH": path},
         capture_output=True,
         text=True,
         timeout=60,
@@ -100,17 +102,22 @@ def test_a_shell_completes_commands_keys_and_places(tmp_path: Path) -> None:
 def test_help_fits_a_screen_and_names_every_command(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from launcher.submit import app
+    from stoker_launcher.command_line import app
 
     code, _, out = type_command(words, capsys)
     assert code == 0
     assert len(out.splitlines()) <= 40 and "source_dir/configs/digits.yaml" in out
-    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    commands = [
+        command.callback.__name__ for command in app.registered_commands if command.callback
+    ]
     assert words != ["--help"] or all(f"\n  {name} " in out for name in commands)
 
 
 WRONG = {
-    "a parameter": (["params.augment=flop"], ["params.augment: input should be 'none', 'flip' or 'crop'"]),
+    "a parameter": (
+        ["params.augment=flop"],
+        ["params.augment: input should be 'none', 'flip' or 'crop'"],
+    ),
     "a folder and a metric": (
         [
             "params.data=./nowhere",
@@ -231,16 +238,25 @@ def test_printed_commands_can_be_pasted_whatever_the_paths(
 
 
 def test_shown_parameters_are_what_the_recipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["params.image_size=032", "params.num_classes=null", "params.augment=none", "params.data=a #1"]
+    words = [
+        "params.image_size=032",
+        "params.num_classes=null",
+        "params.augment=none",
+        "params.data=a #1",
+    ]
     code, _, shown = type_command(
         ["example:digits", "recipe=ImageClassification", *words, "--show-config"], capsys
     )
     assert code == 0
-    rows = dict(re.findall(r"^params\.(\w+) +\S.*? {2,}(.+?) \(command line\)", shown, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^params\.(\w+) +\S.*? {2,}(.+?) \(command line\)", shown, re.MULTILINE)
+    )
     assert rows["image_size"] == "32" and rows["augment"] == '"none"' and rows["data"] == '"a #1"'
 
 
-def test_keys_of_mappings_are_shown_as_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_mappings_are_shown_as_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("recipe: ImageClassification\nsagemaker: {prices: {ml.g5.xlarge: 9.9}}\n")
     code, _, shown = type_command([str(job), "sagemaker.prices.gpu=5", "--show-config"], capsys)
@@ -250,7 +266,9 @@ def test_keys_of_mappings_are_shown_as_set(tmp_path: Path, capsys: pytest.Captur
     assert " {} " in rows["vertex.prices"]
 
 
-@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1), ("interrupted", 143)])
+@pytest.mark.parametrize(
+    ("status", "code"), [("succeeded", 0), ("failed", 1), ("interrupted", 143)]
+)
 def test_following_the_log_of_a_run_ends_with_the_runs_code(
     status: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

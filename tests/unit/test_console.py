@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from launcher.job import open_job
-from launcher.places.sagemaker.training_job import METRICS, metrics_of
 from stoker.config import redaction
 from stoker.config.loading import load
 from stoker.config.schema import refuse_missing
@@ -20,14 +18,20 @@ from stoker.events.console import Console, closing_rows, metrics_text, report
 from stoker.events.kinds import EpochEnded, ModelWritten, RecordQuarantined, StepLogged, event_of
 from stoker.events.summary import Summary
 from stoker.hosts.cluster import write_token
+from stoker_launcher.job import open_job
+from stoker_launcher.places.sagemaker.training_job import METRICS, metrics_of
 
 
-def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_reasons_are_one_line_per_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     console = Console(epochs=2, log=tmp_path / "console.log")
     for epoch in range(2):  # the second one meets all but one of its bad records again
         for number in range(60 + epoch):
             reason = "KeyError: 'mask'" if number else "ValueError: too small"
-            console.on_event(RecordQuarantined(split="train", epoch=epoch, key=f"r{number}", reason=reason))
+            console.on_event(
+                RecordQuarantined(split="train", epoch=epoch, key=f"r{number}", reason=reason)
+            )
         if not epoch:
             console.on_event(EpochEnded(epoch=epoch, step=1, metrics={}))
     console.close(Summary(name="job", place="local", started=""))
@@ -97,19 +101,29 @@ def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture
     console = Console(epochs=8)
     figures = {"epoch_samples": 64, "elapsed_s": 2.0, "wait_s": 1.0}
     console.on_event(StepLogged(epoch=0, step=1, loss=2.3412, lr=0.1, **figures))
-    metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}
+    metrics = {
+        "train/loss": 0.5,
+        "val/loss": 0.25,
+        "val/acc1": 0.9861,
+        "perf/samples_per_s": 2000.0,
+    }
     console.on_event(EpochEnded(epoch=0, step=1, metrics={**metrics, "perf/input_wait_pct": 3.0}))
     best = {"metric": "val/acc1", "value": 0.99, "mode": "max"}
     console.on_event(ModelWritten(path="m", checkpoint="c", epoch=3, step=9, whole=True, **best))
     graphs = metrics_of(open_job(load(None, ["name=flowers", "params.data=flowers"])))
     text = capsys.readouterr().out
     assert metrics_text({"val/acc1": 0.9861}) == "val/acc1 98.61 %"
-    found = {name: [float(value) for value in re.findall(pattern, text)] for name, pattern in graphs.items()}
+    found = {
+        name: [float(value) for value in re.findall(pattern, text)]
+        for name, pattern in graphs.items()
+    }
     assert all(found.values()), found
     assert 98.61 in [value for values in found.values() for value in values]
     assert 50.0 in [value for values in found.values() for value in values]
     assert "exported: epoch 3 by val/acc1" in text
-    assert 99.0 not in [value for values in found.values() for value in values], "no value of another epoch"
+    assert 99.0 not in [value for values in found.values() for value in values], (
+        "no value of another epoch"
+    )
 
 
 def test_a_recipes_own_metrics_are_graphed_and_a_scripts_are_not(

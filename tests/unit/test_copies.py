@@ -17,7 +17,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.hosts.output.EVERY_S", 0.01)
 
 
-def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Path, often: None) -> None:
+def test_files_appear_while_they_are_open_and_are_whole_at_the_end(
+    tmp_path: Path, often: None
+) -> None:
     run, copy, board = tmp_path / "run", tmp_path / "copy", tmp_path / "board"
     (run / "tensorboard").mkdir(parents=True)
 
@@ -33,7 +35,9 @@ def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Pat
 
     assert Copies({run: copy, run / "tensorboard": board}).during(work) == Outcome(0)
     assert (copy / "events.jsonl").read_text() == "first\nlast\n"
-    assert sorted(path.name for path in copy.iterdir()) == ["events.jsonl"], "neither drafts nor the board"
+    assert sorted(path.name for path in copy.iterdir()) == ["events.jsonl"], (
+        "neither drafts nor the board"
+    )
     assert [path.name for path in board.iterdir()] == ["events.out"]
 
 

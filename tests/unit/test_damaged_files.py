@@ -51,7 +51,11 @@ def photo(seed: int) -> bytes:
 def shard() -> bytes:
     forms = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
     return tar_of(
-        [(f"{i:04d}.{s}", c) for i in range(RECORDS) for s, c in (("jpg", photo(i % 4)), ("cls", b"%d" % i))],
+        [
+            (f"{i:04d}.{s}", c)
+            for i in range(RECORDS)
+            for s, c in (("jpg", photo(i % 4)), ("cls", b"%d" % i))
+        ],
         forms[SEED % 3],
     )
 
@@ -98,7 +102,9 @@ class Folder:
             (root / "train" / other).parent.mkdir(parents=True, exist_ok=True)
             (root / "train" / other).write_bytes(its)
 
-    def outcomes(self, read: Callable[[Path], list[Any]], what: str) -> Iterator[tuple[str, Damage]]:
+    def outcomes(
+        self, read: Callable[[Path], list[Any]], what: str
+    ) -> Iterator[tuple[str, Damage]]:
         whole, ahead = read(self.root), Ahead(read)
         for number, damage in enumerate(damages(len(self.content), what)):
             self.path.write_bytes(damage(self.content))
@@ -111,8 +117,12 @@ class Folder:
                 assert str(error), f"damage {number} of seed {SEED}: refused without a word"
                 yield "refused", damage
                 continue
-            assert keys(found) == keys(whole), f"seed {SEED}, {what} {number}: {damage} changes the records"
-            good = [(a, b) for a, b in zip(found, whole, strict=True) if not isinstance(a, BadRecord)]
+            assert keys(found) == keys(whole), (
+                f"seed {SEED}, {what} {number}: {damage} changes the records"
+            )
+            good = [
+                (a, b) for a, b in zip(found, whole, strict=True) if not isinstance(a, BadRecord)
+            ]
             if any(repr(a) != repr(b) for a, b in good):
                 yield "wrong", damage
             else:
@@ -134,7 +144,9 @@ def folder(form: str, root: Path) -> tuple[Folder, Callable[[Path], list[Any]]]:
         return Folder(root, "1.tar", shard(), {"0.tar": tar_of([("x.cls", b"1")])}), records
     if form == "parquet":
         return Folder(root, "1.parquet", table(), {"0.parquet": table()}), records
-    return Folder(root, f"a/{form}.jpg", photo(form == "progressive"), {"b/0.jpg": photo(2)}), decoded
+    return Folder(
+        root, f"a/{form}.jpg", photo(form == "progressive"), {"b/0.jpg": photo(2)}
+    ), decoded
 
 
 FORMS = pytest.mark.parametrize("form", ["tar", "parquet", "jpeg", "progressive"])
@@ -148,7 +160,9 @@ def test_what_the_format_protects_arrives_right(form: str, tmp_path: Path) -> No
         found[outcome] += 1
         if damage.byte is None:
             # Of a tar, zeros at its end may be missing.
-            assert outcome in ("refused", "quarantined") or form == "tar", f"seed {SEED}: {damage} {outcome}"
+            assert outcome in ("refused", "quarantined") or form == "tar", (
+                f"seed {SEED}: {damage} {outcome}"
+            )
         if protected(form, data.content, damage.at):
             assert outcome != "wrong", f"seed {SEED}: {damage} is {outcome}"
     assert found.total() == DAMAGES

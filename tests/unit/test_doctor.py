@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from launcher import doctor
-from launcher.places.sagemaker import aws
 from stoker.config.loading import load
+from stoker_launcher import doctor
+from stoker_launcher.places.sagemaker import aws
 from tests.command_line import type_command
 from tests.fakes.aws import moto_server, service_quotas
 
@@ -119,7 +119,9 @@ def test_torchs_cuda_version_is_read_without_torch() -> None:
     assert doctor.cuda_of_torch() == torch.version.cuda
 
 
-def test_a_small_shared_memory_a_full_disk_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_small_shared_memory_a_full_disk_and_a_folder_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     usage = mock.Mock(total=64 * 2**20, free=100 * 2**20, used=9 * 2**30)
     with mock.patch("shutil.disk_usage", return_value=usage):
         small = only(doctor.shared_memory(CONFIG, tmp_path))
@@ -137,7 +139,9 @@ def test_a_job_for_sagemaker_without_credentials_cannot_start(
     (tmp_path / "job.yaml").write_text(JOB)
     code, _, out = type_command(["doctor", str(tmp_path / "job.yaml")], capsys)
     assert code == 1
-    assert out.splitlines()[-1].startswith("FAIL  AWS            no credentials found; run `aws configure`")
+    assert out.splitlines()[-1].startswith(
+        "FAIL  AWS            no credentials found; run `aws configure`"
+    )
 
 
 @pytest.mark.usefixtures("nobody")
@@ -157,14 +161,22 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
             code, _, out = type_command(command, capsys)
             identity, gpu, cpu = out.splitlines()[-3:]
             assert identity.startswith("ok    AWS            arn:aws:sts::123456789012:")
-            assert gpu[:5] == "ok   " and "ml.g5.2xlarge for training job usage: 2, the job needs 2" in gpu
-            assert cpu[:5] == "FAIL " and "ml.c5.4xlarge for training job usage: 3, the job needs 4" in cpu
+            assert (
+                gpu[:5] == "ok   "
+                and "ml.g5.2xlarge for training job usage: 2, the job needs 2" in gpu
+            )
+            assert (
+                cpu[:5] == "FAIL "
+                and "ml.c5.4xlarge for training job usage: 3, the job needs 4" in cpu
+            )
             assert "Service Quotas" in cpu and code == 1
             _, _, out = type_command([*command, "sagemaker.spot=true"], capsys)
             assert [line[:5] for line in out.splitlines()[-2:]] == ["FAIL ", "ok   "], out
             monkeypatch.setattr(aws, "LISTING_S", -1.0)
             _, _, out = type_command(command, capsys)
-            assert out.splitlines()[-1].startswith("note  quotas         unknown (AWS quotas: not all listed")
+            assert out.splitlines()[-1].startswith(
+                "note  quotas         unknown (AWS quotas: not all listed"
+            )
             monkeypatch.setattr(aws, "LISTING_S", 60.0)
         with service_quotas({}):
             code, _, out = type_command(command, capsys)

@@ -38,7 +38,11 @@ def stops_after(values: list[float], **limits: object) -> int | None:
         ([3, 2, 1, 1, 0.9, 1, 1], {"patience": 3}, None),
         ([3, 2, 2], {"patience": 0}, 3),
         ([1.0, 0.95, 0.9], {"patience": 2, "min_delta": 0.1}, 3),
-        ([1.0, 0.75, 0.5, 0.5], {"patience": 1, "min_delta": 0.25}, 2),  # exactly min_delta is no improvement
+        (
+            [1.0, 0.75, 0.5, 0.5],
+            {"patience": 1, "min_delta": 0.25},
+            2,
+        ),  # exactly min_delta is no improvement
         ([1.0, 0.5, 0.2], {"stopping_threshold": 0.5}, 3),  # must be passed, not reached
         ([1, math.nan, 2, 0.5, 1], {"patience": 3}, None),
         ([math.nan, math.inf, 0.5, 1], {"patience": 3}, None),
@@ -94,7 +98,11 @@ def test_an_unknown_metric_is_refused_before_training(
     [
         (["checkpoint.mode=min"], "checkpoint.mode: min needs checkpoint.monitor"),
         (
-            ["train.early_stopping.monitor=val/loss", "train.early_stopping.mode=min", "checkpoint.mode=max"],
+            [
+                "train.early_stopping.monitor=val/loss",
+                "train.early_stopping.mode=min",
+                "checkpoint.mode=max",
+            ],
             "checkpoint.mode: max contradicts train.early_stopping.mode: min",
         ),
         (["train.early_stopping.monitor=val/loss", "checkpoint.mode=min"], ""),
@@ -114,14 +122,15 @@ def test_the_best_value_is_told_also_if_it_improved_by_less_than_min_delta() -> 
     assert stopping.reason.endswith("best 0.45")
 
 
-LESS = (
-    "loss bce_loss valloss mae val_mae rmse smape rmsle ece ece_15 lpips hd95 fpr hamming wer TotalVariation"
+LESS = "loss bce_loss valloss mae val_mae rmse smape rmsle ece ece_15 lpips hd95 fpr hamming wer TotalVariation"
+MORE = (
+    "acc1 maestro_acc f1/maestro tpr_at_fpr hamming_score iou/tv l1_acc sam_iou recall auroc psnr"
 )
-MORE = "acc1 maestro_acc f1/maestro tpr_at_fpr hamming_score iou/tv l1_acc sam_iou recall auroc psnr"
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())]
+    ("name", "mode"),
+    [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())],
 )
 def test_the_name_of_a_metric_tells_whether_less_is_better(name: str, mode: str) -> None:
     assert mode_of(f"val/{name}", "auto") == mode

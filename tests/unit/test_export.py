@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from launcher.job import open_job
 from stoker.config.loading import load
 from stoker.config.schema import ONNX, refuse_missing, requirement_lines
 from stoker.errors import UsageError
@@ -19,6 +18,7 @@ from stoker.image_classification import normalize
 from stoker.recipe import Recipe
 from stoker.train.export import FILES, Example, keep_example, wanted, write_forms
 from stoker.train.state import Worker
+from stoker_launcher.job import open_job
 
 pytestmark = pytest.mark.long
 
@@ -88,7 +88,9 @@ def export(
     return {result["format"]: result for result in results}
 
 
-def test_all_four_forms_answer_like_the_model_to_batches_that_were_not_traced(tmp_path: Path) -> None:
+def test_all_four_forms_answer_like_the_model_to_batches_that_were_not_traced(
+    tmp_path: Path,
+) -> None:
     recipe = Photos()
     model = trained(recipe, tmp_path)
     results = export(recipe, ALL, IMAGES, tmp_path)
@@ -151,7 +153,10 @@ def test_without_a_way_to_predict_the_default_form_still_checks_the_weights(tmp_
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        (TextIn(), "export: TextIn has no tensor column image in its batches (there are: words); define"),
+        (
+            TextIn(),
+            "export: TextIn has no tensor column image in its batches (there are: words); define",
+        ),
         (TwoHeads(), "export: TwoHeads has no tensor column size, rooms in its batches"),
     ],
 )
@@ -176,7 +181,9 @@ def test_a_trial_with_the_first_batch_leaves_the_random_state_alone() -> None:
             return model(batch["image"], batch["label"])
 
     worker.recipe = Broken()
-    with pytest.raises(UsageError, match=r"on_device\('val'\) and predict\(model, batch\) do not work on"):
+    with pytest.raises(
+        UsageError, match=r"on_device\('val'\) and predict\(model, batch\) do not work on"
+    ):
         keep_example(worker, "train", IMAGES.batch)
 
 
@@ -187,7 +194,9 @@ def test_a_missing_extra_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError) as refused:
         refuse_missing(config)
     onnx, mlflow = refused.value.problems
-    assert onnx.startswith("export: onnx needs packages that are not installed here: pip install 'onnx>=")
+    assert onnx.startswith(
+        "export: onnx needs packages that are not installed here: pip install 'onnx>="
+    )
     assert mlflow.endswith("pip install 'mlflow-skinny>=3'")
     assert len(requirement_lines(config)) == 4
     assert requirement_lines(load(None).config) == []
@@ -202,6 +211,9 @@ def test_hosts_install_what_the_job_needs_besides(tmp_path: Path) -> None:
 
 
 def test_a_registered_model_is_exported_whatever_is_asked_for() -> None:
-    overrides = ["tracking.mlflow.uri=http://127.0.0.1:1", "tracking.mlflow.registered_model=digits"]
+    overrides = [
+        "tracking.mlflow.uri=http://127.0.0.1:1",
+        "tracking.mlflow.registered_model=digits",
+    ]
     assert wanted(load(None, overrides).config) == ["safetensors", "torch_export"]
     assert wanted(load(None, ["export=[onnx]"]).config) == ["safetensors", "onnx"]

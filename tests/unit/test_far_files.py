@@ -172,7 +172,11 @@ def test_where_a_bucket_is(
     ):
         monkeypatch.delenv(name, raising=False)
     nowhere = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), "/dev/null")
-    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     for name, value in (nowhere | keys | variables).items():
         monkeypatch.setenv(name, value)
     found = objects_of("bucket")
@@ -254,7 +258,9 @@ def test_a_file_that_is_gone_is_a_bad_record_in_its_place() -> None:
     assert [type(content) for content in found] == [bytes, BadRecord, bytes]
 
 
-def test_images_far_away_are_those_of_local_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_far_away_are_those_of_local_files(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for label in ("cat", "dog"):
         for number in range(40):
             (tmp_path / "train" / label).mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,9 @@ def test_only_what_a_script_wants_is_asked_for_and_only_so_much_is_fetched_ahead
 
     def ask(first: int, most: int, fetched_before: int) -> list[int] | None:
         at_asking.append((first, len(fetched)))
-        return service.ask(first, most, fetched_before) if random.random() < 0.7 else []  # nothing in time
+        return (
+            service.ask(first, most, fetched_before) if random.random() < 0.7 else []
+        )  # nothing in time
 
     def fetch(item: int, since: float) -> int:
         fetched.append(item)
@@ -129,14 +131,18 @@ def test_only_what_a_script_wants_is_asked_for_and_only_so_much_is_fetched_ahead
         if number > 20:
             assert feed.take(20) == number - 21
             assert len(fetched) <= number - 21 + 1 + 4 + 1, "one may have been taken meanwhile"
-    assert [feed.take(20) for _ in range(21)] == list(range(39, 60)) and service.asked == list(range(60))
+    assert [feed.take(20) for _ in range(21)] == list(range(39, 60)) and service.asked == list(
+        range(60)
+    )
     assert all(first == here for first, here in at_asking)
     feed.end(60)
     assert left.is_set() and feed.take(1) is None
 
 
 @pytest.mark.parametrize("line", range(10))
-def test_an_item_that_an_interrupt_loses_is_not_waited_for_and_the_next_one_shows_it(line: int) -> None:
+def test_an_item_that_an_interrupt_loses_is_not_waited_for_and_the_next_one_shows_it(
+    line: int,
+) -> None:
     """Ctrl-C before each line of `take`."""
     feed = feed_of(Service(57))
     lines = itertools.count()

@@ -87,7 +87,9 @@ def test_a_record_that_is_read_again_draws_what_it_would_have_drawn() -> None:
         (ValueError("no such class"), 2, False),
     ],
 )
-def test_what_goes_on_failing_is_named_with_its_reason(error: Exception, reads: int, passing: bool) -> None:
+def test_what_goes_on_failing_is_named_with_its_reason(
+    error: Exception, reads: int, passing: bool
+) -> None:
     dataset = Flaky(99, error)
     bad = read(dataset)[1]
     assert isinstance(bad, BadRecord) and bad.key == "1" and bad.passing is passing
@@ -139,7 +141,10 @@ def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(images, "filesystem_of", mounted)
     (shard,) = source.shards(10, None)
-    assert [r["image"] for r in source.read(shard, None) if isinstance(r, dict)] == [b"a/1.jpg", b"b/2.jpg"]
+    assert [r["image"] for r in source.read(shard, None) if isinstance(r, dict)] == [
+        b"a/1.jpg",
+        b"b/2.jpg",
+    ]
     assert set(opened.values()) == {3}
 
 
@@ -166,6 +171,8 @@ def test_a_read_that_fails_makes_no_other_fingerprint(tmp_path: Path) -> None:
     whole = fingerprint()
     assert fingerprint(lambda number: number == 2) == whole
     first, later = fingerprint(lambda number: True), fingerprint(lambda number: number > 30)
-    assert whole.startswith(first) and whole.startswith(later) and len(first) < len(later) < len(whole)
+    assert (
+        whole.startswith(first) and whole.startswith(later) and len(first) < len(later) < len(whole)
+    )
     Path(paths[0]).write_bytes(b"new")
     assert not agree(later, fingerprint()), "the samples before still count"

@@ -18,8 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spoilt import JPG, PHOTO, PNG, both, encoded, images, table, written
 
-from launcher.job import open_job
-from launcher.places import local
 from stoker import figures
 from stoker.config.loading import load
 from stoker.data import DecodeImage, read_any, read_images
@@ -27,6 +25,8 @@ from stoker.entry.main import read_configuration
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import open_store
 from stoker.train.resume import locate
+from stoker_launcher.job import open_job
+from stoker_launcher.places import local
 
 HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 SMALL = PHOTO.crop((0, 0, 16, 16))
@@ -75,7 +75,16 @@ def test_what_the_decoder_reads_is_read_by_its_suffix_in_any_case(tmp_path: Path
 
 def test_images_without_a_known_suffix_are_read_by_their_content(tmp_path: Path) -> None:
     """Crawlers, wget and browsers name them so: a whole class may have no suffix at all."""
-    names = ("photo.jpg?w=640", "x.jpg.1", "y.jpeg_large", "latest", "z.jpg!600", "image.php", "1.5", "_a")
+    names = (
+        "photo.jpg?w=640",
+        "x.jpg.1",
+        "y.jpeg_large",
+        "latest",
+        "z.jpg!600",
+        "image.php",
+        "1.5",
+        "_a",
+    )
     plain = [(f"train/cat/{name}", JPG) for name in names]
     odd = [(f"train/eel/{s[1:]}", form_of(s)) for s in FORMS if s not in (".tga", ".pcx", ".dib")]
     images(*plain, *odd, ("val/_eel/3", PNG), ("train/_eel/3", PNG))(tmp_path)
@@ -114,7 +123,14 @@ UNREAD = {
     "train/cat/0.jpg.bak": JPG,
 }
 HARMLESS = (
-    *("train/cat/Thumbs.db", "train/.DS_Store", "train/cat/._0.jpg", "README", "LICENSE.txt", "train/a.json"),
+    *(
+        "train/cat/Thumbs.db",
+        "train/.DS_Store",
+        "train/cat/._0.jpg",
+        "README",
+        "LICENSE.txt",
+        "train/a.json",
+    ),
     *("train/cat/0.xml", "train/cat/@eaDir/0.jpg", "__MACOSX/train/0.jpg", "train/desktop.ini"),
 )
 
@@ -125,7 +141,10 @@ def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_an
 ) -> None:
     root = tmp_path / "data"
     images(
-        *UNREAD.items(), *((name, b"x") for name in HARMLESS), ("val/cat/x.raw", b"x"), splits="train val"
+        *UNREAD.items(),
+        *((name, b"x") for name in HARMLESS),
+        ("val/cat/x.raw", b"x"),
+        splits="train val",
     )(root)
     (root / "train/eel").mkdir()
     (root / "holdout").mkdir()
@@ -147,7 +166,9 @@ def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_an
 
 
 def test_files_beside_tables_and_shards_are_named_too(tmp_path: Path) -> None:
-    both(table(), table("val-0.parquet"), table("extra.parquet"), written("train-1.orc", b"ORC"))(tmp_path)
+    both(table(), table("val-0.parquet"), table("extra.parquet"), written("train-1.orc", b"ORC"))(
+        tmp_path
+    )
     source = read_any(str(tmp_path), "train")
     assert source is not None and source.count() == 3
     assert any("extra.parquet not read" in note for note in source.notes)
@@ -178,7 +199,10 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("folders", "says"),
     [
-        (["2023/cat", "2023/dog", "2024/cat", "2024/dog"], "are 2023, 2024, not cat, dog in them; if those"),
+        (
+            ["2023/cat", "2023/dog", "2024/cat", "2024/dog"],
+            "are 2023, 2024, not cat, dog in them; if those",
+        ),
         (["cat/images", "dog/images"], ""),
         (["cat/x", "cat/y", "dog/z"], ""),
         (["cat", "cat/a", "cat/b", "dog/a", "dog/b"], ""),
@@ -187,7 +211,9 @@ def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) ->
         (["cat", "dog", ".ipynb_checkpoints"], ""),
     ],
 )
-def test_folders_that_may_be_the_classes_are_named(folders: list[str], says: str, tmp_path: Path) -> None:
+def test_folders_that_may_be_the_classes_are_named(
+    folders: list[str], says: str, tmp_path: Path
+) -> None:
     for split in ("train", "val"):
         for folder in folders:
             (tmp_path / split / folder).mkdir(parents=True)
@@ -198,12 +224,21 @@ def test_folders_that_may_be_the_classes_are_named(folders: list[str], says: str
 
 def test_a_hidden_folder_of_images_is_named(tmp_path: Path) -> None:
     for split in ("train", "val"):
-        for file in ("cat/1.png", "dog/1.png", ".eel/1.png", ".eel/deep/2.png", ".dvc/1.png", ".none/1.txt"):
+        for file in (
+            "cat/1.png",
+            "dog/1.png",
+            ".eel/1.png",
+            ".eel/deep/2.png",
+            ".dvc/1.png",
+            ".none/1.txt",
+        ):
             (tmp_path / split / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / split / file).write_bytes(PNG)
         source = read_images(str(tmp_path), split)
         assert source is not None and source.names == ["cat", "dog"]
-        assert source.notes == (f"{tmp_path}/{split}: .eel/ is hidden, so no class: 2 images not read",)
+        assert source.notes == (
+            f"{tmp_path}/{split}: .eel/ is hidden, so no class: 2 images not read",
+        )
 
 
 def with_links(root: Path) -> None:
@@ -224,12 +259,18 @@ def test_what_is_uploaded_is_what_is_read_here_links_included(
         (tmp_path / "job.yaml").write_text(f"name: flowers\nparams: {{data: {tmp_path}/data}}\n")
         words = [*WORDS[place], "--on", place, "--offline", "--dry-run"]
         code, errors, shown = type_command([str(tmp_path / "job.yaml"), *words], capsys)
-        return "\n".join(errors) if code else next(x for x in shown.splitlines() if x.startswith("data  "))
+        return (
+            "\n".join(errors)
+            if code
+            else next(x for x in shown.splitlines() if x.startswith("data  "))
+        )
 
     with_links(tmp_path)
     assert len(records(tmp_path / "data")) == 8
     line = said()
-    assert line.split()[:4] == ["data", "8", *figures.size(5 * len(JPG) + 3 * len(PNG)).split()], line
+    assert line.split()[:4] == ["data", "8", *figures.size(5 * len(JPG) + 3 * len(PNG)).split()], (
+        line
+    )
     (tmp_path / "far/deep/1.png").write_bytes(JPG + bytes(len(PNG) - len(JPG)))
     assert said().split()[:4] == line.split()[:4] and said() != line
     for name, target, expected in (
@@ -251,7 +292,10 @@ def test_commands_that_would_leave_out_linked_folders_are_not_written(
     words = [*WORDS["vertex"], f"params.data={tmp_path}/data"]
     command = [*words, "--on", "vertex", "--offline", "--request", str(tmp_path / "job.yaml")]
     code, errors, _ = type_command(["example:digits", *command], capsys)
-    assert (code, [line for line in errors if "train/eel is a link to a folder, which gcloud" in line]) == (
+    assert (
+        code,
+        [line for line in errors if "train/eel is a link to a folder, which gcloud" in line],
+    ) == (
         2,
         errors[-1:],
     )
@@ -301,7 +345,10 @@ def test_a_file_named_in_params_becomes_absolute_like_a_folder(
     job = open_job(
         load(None, ["params.data=rows.parquet", "params.vocabulary=words", "params.model=resnet18"])
     )
-    assert job.data == {"data": str(tmp_path / "rows.parquet"), "vocabulary": str(tmp_path / "words")}
+    assert job.data == {
+        "data": str(tmp_path / "rows.parquet"),
+        "vocabulary": str(tmp_path / "words"),
+    }
 
 
 def test_a_relative_path_is_never_that_of_the_staged_copy(
@@ -331,7 +378,9 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
     assert not (code / "ckpt/step-00000004").exists(), "earlier checkpoints are not staged"
     assert found("small") == str(project / "small") and found("ckpt") == str(project / "ckpt")
     config = read_configuration(["--config", "job.yaml"], {}).config
-    assert config.checkpoint.dir == str(project / "ckpt"), "the run's config.yaml is read from anywhere"
+    assert config.checkpoint.dir == str(project / "ckpt"), (
+        "the run's config.yaml is read from anywhere"
+    )
     staged(elsewhere)
     assert found("new") == str(elsewhere / "new") and found("own.csv") == str(code / "own.csv")
     (elsewhere / "small").symlink_to(project / "small")
@@ -374,7 +423,9 @@ PLACES = (
     "train/cat/deep/er",
     "",
 )
-name = st.builds("{}/{}{}".format, st.sampled_from(PLACES), st.sampled_from(STEMS), st.sampled_from(SUFFIXES))
+name = st.builds(
+    "{}/{}{}".format, st.sampled_from(PLACES), st.sampled_from(STEMS), st.sampled_from(SUFFIXES)
+)
 
 
 @pytest.mark.long
@@ -387,7 +438,9 @@ def test_every_file_of_a_random_folder_is_read_or_refused_or_named(files: dict[s
             (root / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
             (root / path.lstrip("/")).write_bytes(CONTENTS[kind])
         try:
-            sources = [source for split in ("train", "val") if (source := read_images(folder, split))]
+            sources = [
+                source for split in ("train", "val") if (source := read_images(folder, split))
+            ]
         except UsageError:
             return
         read = {source.path_of(key) for source in sources for key, _ in listed(source)}

@@ -37,7 +37,9 @@ SAME_IDS = "import ray\nray.ObjectID.from_random()\n"
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., forks.ForkServer]]:
+def serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., forks.ForkServer]]:
     started: list[forks.ForkServer] = []
     monkeypatch.setenv("STOKER_RAY_WORKERS", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -60,7 +62,11 @@ def work(folder: Path, name: str, **variables: str) -> tuple[list[str], str]:
     command = [sys.executable, str(WORKER), str(folder / name)]
     (folder / "job").mkdir(exist_ok=True)
     done = subprocess.run(
-        command, cwd=folder / "job", env={**os.environ, **variables}, stdout=subprocess.PIPE, timeout=60
+        command,
+        cwd=folder / "job",
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        timeout=60,
     )
     until(lambda: (folder / name).is_file() and (folder / name).read_text().endswith("\n"))
     return (folder / name).read_text().splitlines(), done.stdout.decode()
@@ -131,7 +137,9 @@ def test_a_worker_that_has_given_up_is_not_started_a_second_time(
     work(tmp_path, "warm")
     os.kill(server.pid, signal.SIGSTOP)
     command = [str(tmp_path / "default_worker.py"), str(tmp_path / "late")]
-    asked = json.dumps({"command": command, "environment": dict(os.environ), "folder": str(tmp_path)})
+    asked = json.dumps(
+        {"command": command, "environment": dict(os.environ), "folder": str(tmp_path)}
+    )
     with socket.socket(socket.AF_UNIX) as late:
         late.connect(server.socket)
         socket.send_fds(late, [asked.encode() + b"\n"], [0, 1, 2])
@@ -145,7 +153,9 @@ def test_the_server_ends_with_its_parent_even_if_that_is_killed(tmp_path: Path) 
         "import pathlib, sys, time; from stoker.hosts import forks\n"
         "print(forks.started((), pathlib.Path(sys.argv[1])).pid, flush=True); time.sleep(100)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     server = int(parent.stdout.readline())
     assert runs(server)

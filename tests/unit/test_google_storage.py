@@ -27,7 +27,9 @@ def bucket(digits: Path) -> Iterator[None]:
         for name, value in environment.items():
             patch.setenv(name, value)
         filesystem, _ = filesystem_of(ROOT)
-        files = [path for form in ("webdataset", "parquet") for path in (digits / form).rglob("*.*")]
+        files = [
+            path for form in ("webdataset", "parquet") for path in (digits / form).rglob("*.*")
+        ]
         images = sorted((digits / "images" / "train").rglob("*.jpg"))
         for path in [*files, *images[:: len(images) // 40]]:
             with filesystem.open_output_stream(f"{ROOT}/{path.relative_to(digits)}") as stream:
@@ -74,7 +76,9 @@ def test_checkpoints_appear_whole_and_damage_is_found(bucket: None, tmp_path: Pa
     with store.local("step-00000012") as folder:
         assert (folder / "model.safetensors").read_bytes() == bytes([12]) * 100
     filesystem, _ = filesystem_of(ROOT)
-    with filesystem.open_output_stream(f"{ROOT}/job/checkpoints/step-00000012/model.safetensors") as stream:
+    with filesystem.open_output_stream(
+        f"{ROOT}/job/checkpoints/step-00000012/model.safetensors"
+    ) as stream:
         stream.write(b"other")
     assert "damaged" in str(verify(store, "step-00000012"))
     store.remove("step-00000012")

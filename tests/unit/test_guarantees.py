@@ -45,7 +45,9 @@ def functions_of(file: str) -> set[str]:
 
 def test_every_promise_names_a_test() -> None:
     promises = [
-        line for line in PAGE.read_text().split("## Not promised")[0].splitlines() if line.startswith("| ")
+        line
+        for line in PAGE.read_text().split("## Not promised")[0].splitlines()
+        if line.startswith("| ")
     ]
     rows = [line for line in promises if not line.startswith(("| Guarantee", "|---"))]
     assert rows

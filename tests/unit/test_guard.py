@@ -83,7 +83,9 @@ def told(suspects: Suspects, method: str, what: str) -> str | None:
 Given = list[tuple[dict[str, Any], BlockReport]]
 
 
-def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[Given, Suspects, int]:
+def run(
+    source: Source, kills: frozenset[int], block: int, skip: int
+) -> tuple[Given, Suspects, int]:
     """As Ray runs a task: again whenever its process dies."""
     suspects, number = Suspects(), 0
     plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
@@ -139,8 +141,12 @@ class Reversed(Items):
         return {**super().__getitem__(index), "key": str(COUNT - 1 - index)}
 
 
-@pytest.mark.parametrize(("in_read", "in_chain"), [({}, {2}), ({2}, {}), ({2}, {3}), ({2}, {COUNT - 3})])
-def test_a_record_is_not_taken_for_the_item_of_its_number(in_read: set[int], in_chain: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("in_read", "in_chain"), [({}, {2}), ({2}, {}), ({2}, {3}), ({2}, {COUNT - 3})]
+)
+def test_a_record_is_not_taken_for_the_item_of_its_number(
+    in_read: set[int], in_chain: set[int]
+) -> None:
     source = read_torch(Reversed(frozenset(in_read)))
     groups, suspects, _ = run(source, frozenset(in_chain), 10, 0)
     trained = sorted(x for columns, _ in groups for x in columns["x"].ravel().tolist())
@@ -155,7 +161,9 @@ def test_a_record_that_was_bad_before_and_still_is_is_not_tried_elsewhere() -> N
 
     loaded = LoadedSplit(Unreadable(), Chain(as_stages([]), seed=1))
     plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=5)
-    [(_, report)] = blocks_of(loaded, plan, Work(0, Shard("all")), Guard({"2": "cannot be read"}, None))
+    [(_, report)] = blocks_of(
+        loaded, plan, Work(0, Shard("all")), Guard({"2": "cannot be read"}, None)
+    )
     assert [(bad.key, bad.passing) for bad in report.bad] == [("2", False)]
 
 
@@ -169,7 +177,10 @@ def test_a_bad_item_stays_bad_and_the_record_that_has_its_number_as_key_good() -
             return super().__getitem__(index)
 
     source = read_torch(Damaged(frozenset()))
-    (shard,), plan = source.shards(COUNT, None), PassPlan(1, 0, "train", shuffle=False, block_records=COUNT)
+    (shard,), plan = (
+        source.shards(COUNT, None),
+        PassPlan(1, 0, "train", shuffle=False, block_records=COUNT),
+    )
     loaded = LoadedSplit(source, Chain(as_stages([Double(frozenset())]), seed=1))
     ((columns, report),) = blocks_of(loaded, plan, Work(0, shard))
     for damaged in (True, False):

@@ -63,7 +63,12 @@ def chain(prefix: bool = True, share: float = 1.0) -> Chain:
 
 
 def run_pass(
-    source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0, share: float = 1.0
+    source: Source,
+    epoch: int,
+    cache: HostCache | None,
+    store: bool = True,
+    skip: int = 0,
+    share: float = 1.0,
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
     loaded = LoadedSplit(source.for_workers(), chain(cache is not None, share), cache)
@@ -182,7 +187,9 @@ def rows_of(made: Made) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", ["images", "webdataset"])
-def test_only_a_share_is_cached_and_the_others_are_as_without_a_cache(form: str, root: Path) -> None:
+def test_only_a_share_is_cached_and_the_others_are_as_without_a_cache(
+    form: str, root: Path
+) -> None:
     folder = root.parent / "data"
     source = photos(folder, form)
     cache, full = HostCache(root, "k", SPEC), HostCache(root, "full", SPEC)
@@ -193,7 +200,9 @@ def test_only_a_share_is_cached_and_the_others_are_as_without_a_cache(form: str,
     for epoch in range(3):
         made = run_pass(source, epoch, cache, share=0.4)
         direct, cropped, rows = rows_of(plain[epoch]), rows_of(whole[epoch]), rows_of(made)
-        assert all(direct[key] != cropped[key] for key in direct), "otherwise this test shows nothing"
+        assert all(direct[key] != cropped[key] for key in direct), (
+            "otherwise this test shows nothing"
+        )
         assert rows == {key: (cropped if key in inside else direct)[key] for key in direct}
         assert list(rows) == list(direct), "in their order"
         for (_, report), (_, other) in zip(made, plain[epoch], strict=True):
@@ -218,7 +227,9 @@ def test_what_does_not_fit_is_preprocessed_again_and_the_bound_holds_for_all_pro
     assert 110 <= kept <= 120
     used, allowed = caches[1].usage
     assert used <= allowed == bound
-    on_disk = sum(f.stat().st_blocks * 512 for f in root.rglob("*") if f.is_file() and f.name != "books")
+    on_disk = sum(
+        f.stat().st_blocks * 512 for f in root.rglob("*") if f.is_file() and f.name != "books"
+    )
     assert on_disk <= bound
     second = run_pass(source, 1, caches[1])
     assert sum(report.found for _, report in second) == kept, "nothing is thrown out"
@@ -261,7 +272,9 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(few: Any, ro
         made = [next(groups)]
         shutil.rmtree(root)
         made += list(groups)
-        whole = list(blocks_of(LoadedSplit(source.for_workers(), chain(False)), plan, Work(0, shard)))
+        whole = list(
+            blocks_of(LoadedSplit(source.for_workers(), chain(False)), plan, Work(0, shard))
+        )
         assert same(made, whole)
         assert made[0][1].found == 50
         assert sum(report.found for _, report in made) < 60
@@ -288,7 +301,9 @@ def test_a_host_that_shall_not_keep_a_shard_still_uses_what_it_has(few: Any, roo
     cache = HostCache(root, "k", SPEC)
     assert not any(report.kept for _, report in run_pass(source, 0, cache, store=False))
     run_pass(source, 0, cache)
-    assert all(report.found == report.records for _, report in run_pass(source, 1, cache, store=False))
+    assert all(
+        report.found == report.records for _, report in run_pass(source, 1, cache, store=False)
+    )
 
 
 def test_kept_values_come_back_as_they_were_and_may_be_written_to(root: Path) -> None:
@@ -323,24 +338,34 @@ def test_other_data_or_another_chain_finds_nothing(digits: Path) -> None:
     train, val = opened(digits / "images"), ImageFolderSource(str(digits / "images" / "val"))
     stages = as_stages([DecodeImage(), CheckLabel(10)])
     again = as_stages([DecodeImage(), CheckLabel(10)])
-    assert agree(train.fingerprint(), opened(digits / "images").fingerprint()), "as far as there was time"
+    assert agree(train.fingerprint(), opened(digits / "images").fingerprint()), (
+        "as far as there was time"
+    )
     prints = {source: source.fingerprint() for source in (train, val)}
 
     def key(source: Source, stages: Any, split: str = "train") -> str:
         return cache_key(split, prints[source], stages)
 
     assert key(train, stages) == key(train, again)
-    others = [as_stages([DecodeImage("L"), CheckLabel(10)]), as_stages([DecodeImage(), CheckLabel(9)])]
+    others = [
+        as_stages([DecodeImage("L"), CheckLabel(10)]),
+        as_stages([DecodeImage(), CheckLabel(9)]),
+    ]
     keys = {key(train, stages), key(val, stages), *(key(train, other) for other in others)}
     assert len(keys | {key(train, stages, "val")}) == 5
 
 
 def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() -> None:
     decode, crop = DecodeImage(), v2.RandomCrop(8)
-    assert prefix_length(as_stages([decode, v2.Resize(32, antialias=True), crop, v2.CenterCrop(8)])) == 2
+    assert (
+        prefix_length(as_stages([decode, v2.Resize(32, antialias=True), crop, v2.CenterCrop(8)]))
+        == 2
+    )
     assert prefix_length(as_stages([decode, lambda batch: batch, v2.CenterCrop(8)])) == 1
     assert prefix_length(as_stages([decode, v2.CenterCrop(8)])) == 2
-    with pytest.raises(UsageError, match=r"first stage RandomCrop is random; put deterministic stages"):
+    with pytest.raises(
+        UsageError, match=r"first stage RandomCrop is random; put deterministic stages"
+    ):
         refuse_nothing_to_keep(as_stages([crop]))
     with pytest.raises(UsageError, match="chain is empty"):
         refuse_nothing_to_keep([])
@@ -348,7 +373,9 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
 
 def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
     root.mkdir()
-    with pytest.raises(CacheError, match=r"nothing can be cached in .* use data.cache disk or none"):
+    with pytest.raises(
+        CacheError, match=r"nothing can be cached in .* use data.cache disk or none"
+    ):
         room(root, SPEC, reserved_bytes=2**50)
     free = shutil.disk_usage(root)
     assert room(root, CacheSpec("disk", "r"), 0) < free.free / 2
@@ -374,7 +401,9 @@ time.sleep(60)
 
 def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS_A_FOLDER, str(root)], stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", HOLDS_A_FOLDER, str(root)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -416,21 +445,30 @@ def work(*homes: str) -> deque[Work]:
 def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
     keeping = CacheAffinity("memory")
 
-    def taken(left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD) -> list[tuple[str, bool]]:
-        return [(each.shard.home, each.store) for each in keeping.take_work("train", left, node, most, look)]
+    def taken(
+        left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD
+    ) -> list[tuple[str, bool]]:
+        return [
+            (each.shard.home, each.store)
+            for each in keeping.take_work("train", left, node, most, look)
+        ]
 
     first = work("x", "y", "x", "z")
     assert taken(first, "a") == [("x", True)]
     assert taken(first, "b") == [("y", True)], "the next x is a's"
     assert taken(first, "a") == [("x", True)]
     second = work("y", "z", "x", "y")
-    assert taken(second, "a", most=4) == [("x", True), ("z", True)], "a task is not filled with another's"
+    assert taken(second, "a", most=4) == [("x", True), ("z", True)], (
+        "a task is not filled with another's"
+    )
     assert taken(second, "a", most=4) == [("y", False)]
     assert keeping.holder("val", Shard("", home="x")) == "", "each split has its own"
     assert taken(work("y", "x"), "a", most=2, look=1) == [("y", False), ("x", True)]
     keeping.hosts_are({"b"})
     assert taken(work("x"), "b", look=1) == [("x", True)], "what a lost host kept, another keeps"
-    assert taken(work("", ""), "c", most=2) == [("", True)] * 2, "without homes each keeps what it meets"
+    assert taken(work("", ""), "c", most=2) == [("", True)] * 2, (
+        "without homes each keeps what it meets"
+    )
 
 
 @pytest.mark.parametrize("look", [LOOK_AHEAD, 20])

@@ -43,7 +43,9 @@ pytestmark = pytest.mark.long
 
 def job(recipe: str, **sections: Any) -> Config:
     train = {"epochs": 2}
-    return Config.model_validate({"recipe": f"draws:{recipe}", "train": train, "seed": 3, **sections})
+    return Config.model_validate(
+        {"recipe": f"draws:{recipe}", "train": train, "seed": 3, **sections}
+    )
 
 
 def resume(before: Source, now: Source, order: str = "exact") -> None:
@@ -120,7 +122,9 @@ def test_a_source_of_the_users_own_is_told_by_its_records(monkeypatch: pytest.Mo
 
 def test_a_dataset_that_draws_from_global_generators_can_be_resumed_but_not_cached() -> None:
     resume(read_torch(Augmenting(40)), read_torch(Augmenting(40)))
-    with pytest.raises(UsageError, match=r"Augmenting draws random numbers .*repeat the first epoch's"):
+    with pytest.raises(
+        UsageError, match=r"Augmenting draws random numbers .*repeat the first epoch's"
+    ):
         open_data(job("Cached", data={"cache": "memory"}))
     open_data(job("Cached"))
 
@@ -128,7 +132,9 @@ def test_a_dataset_that_draws_from_global_generators_can_be_resumed_but_not_cach
 def test_a_dataset_that_nobody_can_seed_is_neither_cached_nor_resumed_exactly() -> None:
     with pytest.raises(UsageError, match=r"data.cache: .*Unsteady draws random numbers"):
         open_data(job("FromUnsteady", data={"cache": "disk"}))
-    with pytest.raises(UsageError, match=r"resume: Unsteady returns a different record at.*exactly"):
+    with pytest.raises(
+        UsageError, match=r"resume: Unsteady returns a different record at.*exactly"
+    ):
         resume(read_torch(Unsteady()), read_torch(Unsteady()))
     # Where the order is free, type, length and state are what there is to compare.
     resume(read_torch(Unsteady()), read_torch(Unsteady()), "any")
@@ -142,14 +148,23 @@ def saved(data: Data, order: str) -> Plan:
 
 
 @pytest.mark.parametrize("recipe", ["Chained", "Collated"])
-@pytest.mark.parametrize("where", ["generator", "counter", "time", "rarely", "raises", "lambda", "own batch"])
-def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(recipe: str, where: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["generator", "counter", "time", "rarely", "raises", "lambda", "own batch"]
+)
+def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(
+    recipe: str, where: str
+) -> None:
     data = open_data(job(recipe, params={"where": where}))
     assert [note.partition(";")[0] for note in data.notes()] == [
-        f"{split}: stage odd gives another result for the same record each time" for split in ("train", "val")
+        f"{split}: stage odd gives another result for the same record each time"
+        for split in ("train", "val")
     ]
-    exact, free = (DataCursor(epoch=0, rows=5, plan=saved(data, order)) for order in ("exact", "any"))
-    assert "data.order exact: stage odd gives" in exact_note(job(recipe, data={"order": "exact"}), data)
+    exact, free = (
+        DataCursor(epoch=0, rows=5, plan=saved(data, order)) for order in ("exact", "any")
+    )
+    assert "data.order exact: stage odd gives" in exact_note(
+        job(recipe, data={"order": "exact"}), data
+    )
     with pytest.raises(UsageError, match=r"resume: stage odd gives another result.*exactly"):
         refuse_other_data(exact, exact.plan)
     refuse_other_data(free, free.plan)
@@ -183,7 +198,9 @@ def test_seeded_draws_and_what_a_stage_remembers_can_be_made_again(recipe: str, 
 
 def test_of_a_dataset_that_nobody_can_seed_no_stage_is_blamed() -> None:
     data = open_data(job("FromUnsteady"))
-    assert data.notes() == [] and "Unsteady returns" in exact_note(job("", data={"order": "exact"}), data)
+    assert data.notes() == [] and "Unsteady returns" in exact_note(
+        job("", data={"order": "exact"}), data
+    )
 
 
 def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
@@ -197,7 +214,10 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
     # Where the data lies is no part of what it is.
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.move(tmp_path / "bytes", tmp_path / "elsewhere" / "bytes")
-    assert identity_of(read_torch(Lazy(str(moved)))).text.partition("~")[2] == here.text.partition("~")[2]
+    assert (
+        identity_of(read_torch(Lazy(str(moved)))).text.partition("~")[2]
+        == here.text.partition("~")[2]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -288,15 +308,23 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
     at = content.find(b"text49") + 5 if make is shards else len(content) // 3
     content[at] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UsageError, match="names, sizes and counts agree, but not what the records hold"):
+    with pytest.raises(
+        UsageError, match="names, sizes and counts agree, but not what the records hold"
+    ):
         changed = opened(copied)
         assert not agree(text, identity_of(changed).text)
         refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed).text))
 
 
-def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(tmp_path: Path) -> None:
+def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
+    tmp_path: Path,
+) -> None:
     def planned(folder: Path) -> tuple[Passes, Plan]:
-        data = Data({split: opened(folder, split) for split in ("train", "val")}, {"train": Chain([], 0)}, {})
+        data = Data(
+            {split: opened(folder, split) for split in ("train", "val")},
+            {"train": Chain([], 0)},
+            {},
+        )
         passes = Passes(Config.model_validate({"train": {"epochs": 2}}), data.sources, {})
         return passes, plan_of(passes, data)
 
@@ -304,7 +332,9 @@ def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(t
     shutil.copytree(tmp_path / "data/train", tmp_path / "data/val")
     passes, plan = planned(tmp_path / "data")
     shared = Shared(lambda _: None, 0, {})
-    attempt = RecipeAttempt(0, 1, passes, {"train": 40, "val": 40}, DataCursor(epoch=0, plan=plan), shared)
+    attempt = RecipeAttempt(
+        0, 1, passes, {"train": 40, "val": 40}, DataCursor(epoch=0, plan=plan), shared
+    )
     saved = [attempt.open["train", epoch].position(0, 0) for epoch in range(2)]
     _, moved = planned(Path(shutil.copytree(tmp_path / "data", tmp_path / "moved")))
     (tmp_path / "data/val/cat/3.jpg").rename(tmp_path / "data/val/dog/30.jpg")
@@ -330,11 +360,15 @@ def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> No
     rows(tmp_path / "data")
     texts = []
     for columns in (["x"], ["y"], None):
-        texts.append(identity_of(checked(read_parquet(str(tmp_path / "data"), "train", columns))).text)
+        texts.append(
+            identity_of(checked(read_parquet(str(tmp_path / "data"), "train", columns))).text
+        )
     assert len(set(texts)) == 3
 
 
-def test_two_samples_agree_as_far_as_both_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_samples_agree_as_far_as_both_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # One machine is slower than the other, so it looks at less within the same time.
     before = images(tmp_path / "data")
     whole = identity_of(before).text
@@ -354,7 +388,9 @@ class Slow(Augmenting):
         return super().__getitem__(index)
 
 
-def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("stoker.read.identity.BUDGET_S", 0.25)
     identity_of(read_torch(Slow(1000)))
     assert len(Slow.reads) == 3 * 2, "two records, each of them thrice"

@@ -24,9 +24,12 @@ IMAGE = "image" + HWC_SUFFIX
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
-    fine = Image.fromarray(rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8))
+    fine = Image.fromarray(
+        rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
+    )
     big = [
-        np.asarray(i.resize((width, height), Image.Resampling.BICUBIC), dtype=float) for i in (coarse, fine)
+        np.asarray(i.resize((width, height), Image.Resampling.BICUBIC), dtype=float)
+        for i in (coarse, fine)
     ]
     return Image.fromarray((0.8 * big[0] + 0.2 * big[1]).astype(np.uint8))
 
@@ -78,7 +81,9 @@ def test_orientation_is_applied_also_where_the_picture_is_decoded_smaller(
     exif[0x0112] = orientation
     content = encoded(image, exif=exif.tobytes())
     assert levels(Picture(content).pixels(), reference(content))[0] == 0
-    box = RandomResizedCrop(32).box(*reference(content).shape[1:], np.random.default_rng(orientation))
+    box = RandomResizedCrop(32).box(
+        *reference(content).shape[1:], np.random.default_rng(orientation)
+    )
     picture = Picture(content).resized_crop(box, 32, 32)
     theirs = functional.resized_crop(reference(content), *picture.box, [32, 32], antialias=True)
     greatest, mean = levels(picture.pixels(), theirs)
@@ -90,11 +95,15 @@ def test_orientation_is_applied_also_where_the_picture_is_decoded_smaller(
 @pytest.mark.parametrize("color", ["RGB", "L"])
 @pytest.mark.parametrize("form", ["JPEG", "grey JPEG", "CMYK JPEG", "PNG"])
 @pytest.mark.long
-def test_resize_and_centre_crop_equal_torchvision(size: tuple[int, int], color: str, form: str) -> None:
+def test_resize_and_centre_crop_equal_torchvision(
+    size: tuple[int, int], color: str, form: str
+) -> None:
     image = photo(*size).convert({"grey JPEG": "L", "CMYK JPEG": "CMYK"}.get(form, "RGB"))
     content = encoded(image, form.split()[-1])
     chain = [DecodeImage(color), CheckLabel(2), v2.Resize(40), v2.CenterCrop(32)]  # type: ignore[arg-type]
-    columns, report = Chain(as_stages(chain), seed=0).run([{"key": "a", "image": content, "label": 1}], 0)
+    columns, report = Chain(as_stages(chain), seed=0).run(
+        [{"key": "a", "image": content, "label": 1}], 0
+    )
     assert not report.bad
     theirs = v2.CenterCrop(32)(v2.Resize(40)(reference(content, color)))
     greatest, mean = levels(columns[IMAGE][0], theirs)
@@ -110,7 +119,10 @@ def test_boxes_are_distributed_as_torchvisions() -> None:
     rng = np.random.default_rng(0)
     own = np.array([ours.box(90, 130, rng) for _ in range(4000)])
     for quantile in (0.1, 0.25, 0.5, 0.75, 0.9):
-        assert np.abs(np.quantile(own, quantile, axis=0) - np.quantile(theirs, quantile, axis=0)).max() <= 4
+        assert (
+            np.abs(np.quantile(own, quantile, axis=0) - np.quantile(theirs, quantile, axis=0)).max()
+            <= 4
+        )
 
 
 @pytest.mark.parametrize("damage", ["cut", "cut with an end marker", "cut below the crop"])
@@ -122,7 +134,9 @@ def test_a_truncated_jpeg_is_quarantined_never_grey(damage: str) -> None:
     for crop in (v2.RandomResizedCrop(32), v2.Resize(32), v2.CenterCrop(400)):
         chain = Chain(as_stages([DecodeImage(), crop]), seed=0)
         _, report = chain.run([{"key": "a", "image": content}], epoch=0)
-        assert [bad.reason[:39] for bad in report.bad] == ["DecodeImage: ValueError: cannot be deco"]
+        assert [bad.reason[:39] for bad in report.bad] == [
+            "DecodeImage: ValueError: cannot be deco"
+        ]
 
 
 def test_fused_stages_are_one_in_the_report_and_a_user_behind_torchvision_gets_a_tensor() -> None:
@@ -132,7 +146,13 @@ def test_fused_stages_are_one_in_the_report_and_a_user_behind_torchvision_gets_a
         seen.append(batch["image"].shape)
         return batch
 
-    chain = [DecodeImage(), CheckLabel(2), v2.RandomResizedCrop(32), v2.RandomHorizontalFlip(), user]
+    chain = [
+        DecodeImage(),
+        CheckLabel(2),
+        v2.RandomResizedCrop(32),
+        v2.RandomHorizontalFlip(),
+        user,
+    ]
     row = {"key": "a", "image": encoded(photo(60, 80)), "label": 1}
     _, report = Chain(as_stages(chain), seed=0).run([row], epoch=0)
     assert list(report.costs) == [

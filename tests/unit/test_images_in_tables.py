@@ -55,7 +55,13 @@ def rows_of(root: Any, columns: list[str] | None = None) -> list[Any]:
 
 def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
     recipe = params.pop("recipe", "ImageClassification")
-    params = {"data": str(root), "model": "test_resnet", "image_size": 8, "augment": "none", **params}
+    params = {
+        "data": str(root),
+        "model": "test_resnet",
+        "image_size": 8,
+        "augment": "none",
+        **params,
+    }
     config, data = open_all(load({"recipe": recipe, "params": params}))
     return config.params, data
 
@@ -65,7 +71,10 @@ def trained(data: Any, split: str = "train") -> list[tuple[tuple[int, ...], int]
     for columns, report in preprocessed(data, split, 4):
         image = columns["image__hwc"]
         assert not report.bad and (image == image[:, :1, :1]).all()
-        found += [(tuple(p.tolist()), int(n)) for p, n in zip(image[:, 0, 0], columns["label"], strict=True)]
+        found += [
+            (tuple(p.tolist()), int(n))
+            for p, n in zip(image[:, 0, 0], columns["label"], strict=True)
+        ]
     assert len(found) == data.totals[split]
     return found
 
@@ -95,7 +104,14 @@ def test_files_without_a_suffix_are_read_and_those_of_spark_are_no_records(tmp_p
 
 
 FILES = [
-    *("0.parquet", "1.pq", "2.PARQUET", "part-00000", "sub/20240101_00001_abcde", "part-00001.c000"),
+    *(
+        "0.parquet",
+        "1.pq",
+        "2.PARQUET",
+        "part-00000",
+        "sub/20240101_00001_abcde",
+        "part-00001.c000",
+    ),
     *("_SUCCESS", "_common_metadata", ".0.parquet.crc", "README.md", "dataset_info.json"),
     *("0.csv", "1.orc", "part-00002", "2.parquet.gz", "3.parquet.tmp"),
 ]
@@ -144,7 +160,9 @@ def test_types_of_several_writers_are_one(tmp_path: Path) -> None:
     assert params["num_classes"] == 2
     assert trained(data) == 4 * WHOLE
     write(tmp_path, pa.table({"image": PNGS, "label": [float(n) for n in LABELS]}), "9.parquet")
-    with pytest.raises(UsageError, match=r"9.parquet: column label is double, in .*0.parquet it is int64"):
+    with pytest.raises(
+        UsageError, match=r"9.parquet: column label is double, in .*0.parquet it is int64"
+    ):
         opened(root)
 
 
@@ -173,7 +191,9 @@ def test_a_file_without_a_column_or_with_one_more_is_named(tmp_path: Path) -> No
 
 def test_a_column_named_key_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
     root = write(tmp_path, pa.table({"key": [7, 7], "x": [1, 2]}))
-    with pytest.raises(UsageError, match=r"0.parquet: has a column key.*columns=\[…\], or rename it"):
+    with pytest.raises(
+        UsageError, match=r"0.parquet: has a column key.*columns=\[…\], or rename it"
+    ):
         rows_of(root)
     rows = rows_of(root, ["x"])
     assert rows == [{"key": "0.parquet:0", "x": 1}, {"key": "0.parquet:1", "x": 2}]
@@ -183,7 +203,10 @@ def spark(pixels: Any, mode: int | None = None, data: bytes | None = None) -> di
     """An image as `spark.read.format("image")` gives it: OpenCV's order of channels."""
     height, width, channels = pixels.shape
     stored = pixels[..., [2, 1, 0, 3][:channels] if channels > 1 else [0]]
-    mode, data = 8 * (channels - 1) if mode is None else mode, stored.tobytes() if data is None else data
+    mode, data = (
+        8 * (channels - 1) if mode is None else mode,
+        stored.tobytes() if data is None else data,
+    )
     size = {"height": height, "width": width, "nChannels": channels}
     return {"origin": "f", **size, "mode": mode, "data": data}
 
@@ -201,9 +224,11 @@ def test_the_image_struct_of_spark_has_its_channels_or_is_quarantined(tmp_path: 
     found = rows_of(write(tmp_path, pa.table({"picture": images})))
     assert found[0]["picture"].tolist() == grey.tolist()
     assert found[1]["picture"].tolist() == colour.tolist()
-    assert ["mode -1" in found[2].reason, "size 5" in found[3].reason, "mode 5" in found[4].reason] == [
-        True
-    ] * 3
+    assert [
+        "mode -1" in found[2].reason,
+        "size 5" in found[3].reason,
+        "mode 5" in found[4].reason,
+    ] == [True] * 3
 
 
 def test_nested_lists_are_arrays(tmp_path: Path) -> None:
@@ -265,11 +290,17 @@ class Shown(ImageClassification):
     class_names = ("dog", "cat")
 
 
-def test_a_recipe_names_the_classes_of_numbers_and_folders_and_orders_those_of_text(tmp_path: Path) -> None:
+def test_a_recipe_names_the_classes_of_numbers_and_folders_and_orders_those_of_text(
+    tmp_path: Path,
+) -> None:
     recipe = "test_images_in_tables:Shown"
-    params, data = opened(write(tmp_path / "n", pa.table({"image": PNGS, "label": LABELS})), recipe=recipe)
+    params, data = opened(
+        write(tmp_path / "n", pa.table({"image": PNGS, "label": LABELS})), recipe=recipe
+    )
     assert params["num_classes"] == 2 and "class_names" not in params and trained(data) == WHOLE
-    params, data = opened(write(tmp_path / "t", pa.table({"image": PNGS, "label": TEXT})), recipe=recipe)
+    params, data = opened(
+        write(tmp_path / "t", pa.table({"image": PNGS, "label": TEXT})), recipe=recipe
+    )
     assert params["class_names"] == ["dog", "cat"] and trained(data) == WHOLE
     for at, content in enumerate(PNGS):
         for split in ("train", "val"):
@@ -287,7 +318,9 @@ def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"params: class_names has a name twice"):
         opened(root, class_names=["dog", "cat", "dog"])
     for number, names in ((5, []), (2, [*NAMES, "bird"])):
-        with pytest.raises(UsageError, match=rf"params.num_classes: {number}, but the data has .* classes: "):
+        with pytest.raises(
+            UsageError, match=rf"params.num_classes: {number}, but the data has .* classes: "
+        ):
             opened(root, num_classes=number, class_names=names)
 
 
@@ -296,7 +329,10 @@ def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
     [
         (["cat", "dog", "nan"], "column label holds nan; leave those rows out"),
         (["0", "1", "None"], "column label holds None; leave those rows out"),
-        ([*["0", "1"] * 25, "?"], r"column label holds labels with '\?' \(1\) where most labels are numbers"),
+        (
+            [*["0", "1"] * 25, "?"],
+            r"column label holds labels with '\?' \(1\) where most labels are numbers",
+        ),
         (["True", "true", "False"], "True and False in several spellings"),
     ],
 )
@@ -313,8 +349,12 @@ def test_text_that_marks_a_missing_label_is_no_class_unless_it_is_listed(
     assert [label for _, label in trained(data)] == [names.index(text) for text in texts]
 
 
-@pytest.mark.parametrize("labels", [["2", "10", "A", "K"], ["1", "2", "10+"], ["1", "2", *["other"] * 198]])
-def test_text_beside_numbers_that_is_not_rare_by_rows_is_a_class(labels: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "labels", [["2", "10", "A", "K"], ["1", "2", "10+"], ["1", "2", *["other"] * 198]]
+)
+def test_text_beside_numbers_that_is_not_rare_by_rows_is_a_class(
+    labels: list[str], tmp_path: Path
+) -> None:
     images = [PNGS[n % len(PNGS)] for n in range(len(labels))]
     params, data = opened(write(tmp_path, pa.table({"image": images, "label": labels})))
     assert params["class_names"] == sorted({*labels})
@@ -324,26 +364,37 @@ def test_text_beside_numbers_that_is_not_rare_by_rows_is_a_class(labels: list[st
 def test_a_label_that_training_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
     root = write(tmp_path, pa.table({"image": PNGS, "label": TEXT}), splits=("train",))
     write(tmp_path, pa.table({"image": PNGS, "label": ["bird", *TEXT[1:]]}), splits=("val",))
-    with pytest.raises(UsageError, match=r"val has the label bird, which is no class of train: cat, dog"):
+    with pytest.raises(
+        UsageError, match=r"val has the label bird, which is no class of train: cat, dog"
+    ):
         opened(root)
     with pytest.raises(UsageError, match=r"the label dog, which is no class of params.class_names"):
         opened(root, class_names=["cat", "bird"])
 
 
-def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(tmp_path: Path) -> None:
-    features = {"image": {"_type": "Image"}, "label": {"names": ["a", "b", "c"], "_type": "ClassLabel"}}
+def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(
+    tmp_path: Path,
+) -> None:
+    features = {
+        "image": {"_type": "Image"},
+        "label": {"names": ["a", "b", "c"], "_type": "ClassLabel"},
+    }
     about = {"huggingface": json.dumps({"info": {"features": features}})}
     table = pa.table({"image": STRUCTS, "label": LABELS}).replace_schema_metadata(about)
     params, data = opened(write(tmp_path, table))
     assert (params["num_classes"], params["class_names"]) == (3, ["a", "b", "c"])
     assert trained(data) == WHOLE
     for swapped in (["b", "a", "c"], ["c", "x", "y"]):
-        with pytest.raises(UsageError, match="the classes of column label are a, b, c, in this order"):
+        with pytest.raises(
+            UsageError, match="the classes of column label are a, b, c, in this order"
+        ):
             opened(tmp_path, class_names=swapped)
     for fitting in (["a", "b", "c"], ["eins", "zwei", "drei"], ["a", "zwei", "c"]):
         assert opened(tmp_path, class_names=fitting)[0]["class_names"] == fitting
     features["label"]["names"] = ["b", "a", "c"]
-    other = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    other = table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
     for split in ("val", "train"):
         root = write(tmp_path / split, table)
         write(tmp_path / split, other, "part-1.parquet", (split,))
@@ -367,16 +418,22 @@ def test_names_of_classes_cannot_contradict_class_folders(tmp_path: Path) -> Non
     for path in (tmp_path / s / c / "0.png" for s in ("train", "val") for c in ("cat", "dog")):
         path.parent.mkdir(parents=True)
         path.write_bytes(PNGS[0])
-    with pytest.raises(UsageError, match=r"params.class_names: the classes are cat, dog, in this order"):
+    with pytest.raises(
+        UsageError, match=r"params.class_names: the classes are cat, dog, in this order"
+    ):
         opened(tmp_path, class_names=["dog", "cat"])
 
 
-@pytest.mark.parametrize("names", [("img", "label"), ("image", "fine_label"), ("a.image", "a.label")])
+@pytest.mark.parametrize(
+    "names", [("img", "label"), ("image", "fine_label"), ("a.image", "a.label")]
+)
 def test_columns_of_other_names_are_refused_with_the_line_to_write_and_read_with_it(
     names: tuple[str, str], tmp_path: Path
 ) -> None:
     image, label = names
-    root = write(tmp_path, pa.table({"a": [{"image": 1}] * 6, image: PNGS, "size": [0.5] * 6, label: LABELS}))
+    root = write(
+        tmp_path, pa.table({"a": [{"image": 1}] * 6, image: PNGS, "size": [0.5] * 6, label: LABELS})
+    )
     with pytest.raises(UsageError) as refused:
         opened(root)
     lines = [line.rpartition("set params.")[2].split("=") for line in refused.value.problems]
@@ -403,7 +460,9 @@ def test_several_labels_are_a_vector_of_0_and_1_or_the_record_is_quarantined(
     assert f"label holds {next(x for x in odd if x not in (0, 1))}" in bad.reason
     with pytest.raises(ValueError, match="holds other values than 0 and 1"):
         F1().update(torch.zeros(1, 3), torch.tensor([[1, -1, 0]]))
-    with pytest.raises(UsageError, match=r"label of shape \(3,\) is not a vector of 4 zeros and ones"):
+    with pytest.raises(
+        UsageError, match=r"label of shape \(3,\) is not a vector of 4 zeros and ones"
+    ):
         opened(tmp_path, num_classes=4, multi_label=True)
 
 
@@ -463,22 +522,34 @@ def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("params", [{}, {"num_classes": 2}, {"class_names": ["a", "b"]}])
 def test_two_folders_of_labels_are_never_the_same_number(params: Any, tmp_path: Path) -> None:
     both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "val/label=1": [2, 3]})
-    with pytest.raises(UsageError, match="label=01/ and label=1/ would be one class; rename one of them"):
+    with pytest.raises(
+        UsageError, match="label=01/ and label=1/ would be one class; rename one of them"
+    ):
         opened(both, **params)
-    months = write_partitions(tmp_path / "m", {"train/y=1/month=01": [0, 1], "train/y=2/month=1": [2, 3]})
+    months = write_partitions(
+        tmp_path / "m", {"train/y=1/month=01": [0, 1], "train/y=2/month=1": [2, 3]}
+    )
     found = read_parquet(months, "train", ["month"], [("month", "==", 1)])
     one = rows_of(write_partitions(tmp_path / "one", {"train/label=01": [0], "train/label=2": [2]}))
     assert (found and found.count(), [row["label"] for row in one]) == (4, [1, 2])
 
 
 def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:
-    hole = {"train/label=0": [0], "train/label=__HIVE_DEFAULT_PARTITION__": [1], "train/label=1": [2]}
-    with pytest.raises(UsageError, match=r"column label holds 1 NULL in 1 row; handle them with nulls="):
+    hole = {
+        "train/label=0": [0],
+        "train/label=__HIVE_DEFAULT_PARTITION__": [1],
+        "train/label=1": [2],
+    }
+    with pytest.raises(
+        UsageError, match=r"column label holds 1 NULL in 1 row; handle them with nulls="
+    ):
         opened(write_partitions(tmp_path / "hole", hole))
     twice = {"train/label=0": [0, 2], "train/label=1": [1, 3]}
     _, data = opened(write_partitions(tmp_path / "same", twice, label=LABELS))
     assert sorted(trained(data)) == sorted(WHOLE[:4])
-    with pytest.raises(UsageError, match=r"column label holds 1, but its folder says 0; rename one"):
+    with pytest.raises(
+        UsageError, match=r"column label holds 1, but its folder says 0; rename one"
+    ):
         opened(
             write_partitions(
                 tmp_path / "other", {"train/label=0": [0, 1], "train/label=1": [3]}, label=LABELS
@@ -503,7 +574,9 @@ def test_integers_in_other_types_are_labels(kind: Any, tmp_path: Path) -> None:
 
 
 def test_views_of_text_are_text(tmp_path: Path) -> None:
-    table = pa.table({"image": pa.array(PNGS, pa.binary_view()), "label": pa.array(TEXT, pa.string_view())})
+    table = pa.table(
+        {"image": pa.array(PNGS, pa.binary_view()), "label": pa.array(TEXT, pa.string_view())}
+    )
     _, data = opened(write(tmp_path, table), class_names=NAMES)
     assert trained(data) == WHOLE
 
@@ -542,7 +615,9 @@ def test_a_table_with_an_underscore_is_named_and_one_without_a_suffix_may_be_all
 
 
 @pytest.mark.parametrize("form", ["delta", "partitioned", "all.parquet", "all", "spark.parquet"])
-def test_a_column_split_of_a_single_table_tells_training_from_validation(form: str, tmp_path: Path) -> None:
+def test_a_column_split_of_a_single_table_tells_training_from_validation(
+    form: str, tmp_path: Path
+) -> None:
     rows = {
         "image": PNGS * 3,
         "label": LABELS * 3,
@@ -575,7 +650,9 @@ def test_a_column_split_without_a_name_for_training_is_refused(tmp_path: Path) -
 def test_a_column_split_that_is_not_text_is_refused(values: list[Any], tmp_path: Path) -> None:
     table = pa.table({"image": PNGS, "label": LABELS, "split": values})
     parquet.write_table(table, tmp_path / "all.parquet")
-    with pytest.raises(UsageError, match=r"column split is (int64|bool); write train and val into it"):
+    with pytest.raises(
+        UsageError, match=r"column split is (int64|bool); write train and val into it"
+    ):
         opened(tmp_path / "all.parquet")
 
 

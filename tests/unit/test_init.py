@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 
-from launcher.commands import KINDS
-from launcher.job import open_job
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.recipe import load_recipe
+from stoker_launcher.commands import KINDS
+from stoker_launcher.job import open_job
 from tests.command_line import type_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +76,21 @@ def test_what_is_written_passes_its_own_tests_lint_and_types(
     for kind, folder in zip(KINDS, folders, strict=True):
         assert type_command(["init", folder, "--kind", kind], capsys)[0] == 0
     project = str(ROOT / "pyproject.toml")
-    typed = ["--config-file", project, "--exclude", "none", "--cache-dir", str(ROOT / ".mypy_cache")]
+    typed = [
+        "--config-file",
+        project,
+        "--exclude",
+        "none",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+    ]
     commands = [
         (["-m", "ruff", "check", "--config", project, "--ignore", "S101", *folders], here),
         (["-m", "ruff", "format", "--check", "--config", project, *folders], here),
-        *((["-m", "mypy", *typed, str(here / f"my-{kind}")], ROOT) for kind in ("images", "script")),
+        *(
+            (["-m", "mypy", *typed, str(here / f"my-{kind}")], ROOT)
+            for kind in ("images", "script")
+        ),
         (["-c", TESTS, *(str(here / folder) for folder in folders)], here),
     ]
     for command, cwd in commands:
@@ -154,7 +164,10 @@ def test_a_recipe_is_found_beside_the_jobs_file(here: Path) -> None:
     assert open_job(load(job)).source_dir == here / "jobs"
     (here / "other").mkdir()
     assert open_job(load(job), here / "other").source_dir == here / "other"
-    assert open_job(load(ROOT / "source_dir/configs/audio.yaml", ["data.prepare=null"])).source_dir is None
+    assert (
+        open_job(load(ROOT / "source_dir/configs/audio.yaml", ["data.prepare=null"])).source_dir
+        is None
+    )
 
 
 def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
@@ -163,6 +176,8 @@ def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
     (here / "jobs/train.py").touch()
     assert open_job(load("jobs/job.yaml")).source_dir == here / "jobs"
     (here / "train.py").touch()
-    with pytest.raises(UsageError, match=r"train\.py could be .* choose the folder with --source-dir"):
+    with pytest.raises(
+        UsageError, match=r"train\.py could be .* choose the folder with --source-dir"
+    ):
         open_job(load("jobs/job.yaml"))
     assert open_job(load("jobs/job.yaml"), Path("jobs")).source_dir == here / "jobs"

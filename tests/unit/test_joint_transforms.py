@@ -39,14 +39,17 @@ def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:
 
 def pair(key: str, size: tuple[int, int] = (20, 30)) -> dict[str, Any]:
     mask = np.kron(
-        np.random.default_rng(int(key)).integers(0, 5, (size[0] // 5, size[1] // 5)), np.ones((5, 5))
+        np.random.default_rng(int(key)).integers(0, 5, (size[0] // 5, size[1] // 5)),
+        np.ones((5, 5)),
     )
     mask = mask.astype(np.uint8)
     image = np.repeat(40 * mask[..., None], 3, axis=2)
     return {"key": key, "image": encoded(image), "mask": encoded(mask)}
 
 
-def run(records: list[dict[str, Any]], *entries: Any, epoch: int = 0) -> tuple[dict[str, Any], BlockReport]:
+def run(
+    records: list[dict[str, Any]], *entries: Any, epoch: int = 0
+) -> tuple[dict[str, Any], BlockReport]:
     return Chain(as_stages([DecodeImage(), DecodeMask(), *entries]), seed=5).run(records, epoch)
 
 
@@ -111,15 +114,26 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask has size (20, 29), its image (20, 30)"),
-        ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
+        (
+            {"mask": encoded(np.zeros((20, 29), np.uint8))},
+            "mask has size (20, 29), its image (20, 30)",
+        ),
+        (
+            {"mask": encoded(np.zeros((20, 30, 3), np.uint8))},
+            "a PNG of mode RGB holds no class numbers",
+        ),
         ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a lossy compression"),
-        ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
+        (
+            {"mask": encoded(np.zeros((20, 30), np.uint16))},
+            "a PNG of mode I;16 holds no class numbers",
+        ),
         ({"mask": b"<html>404"}, "mask: not an image (first bytes b'<html>40')"),
         ({"mask": np.zeros((20, 30), np.uint8)}, "mask is a ndarray, neither an encoded mask nor"),
     ],
 )
-def test_a_mask_that_does_not_fit_its_image_is_quarantined(change: dict[str, Any], expected: str) -> None:
+def test_a_mask_that_does_not_fit_its_image_is_quarantined(
+    change: dict[str, Any], expected: str
+) -> None:
     columns, report = run([pair("0"), {**pair("1"), **change}], Joint(CROP))
     assert [(one.key, expected in one.reason) for one in report.bad] == [("1", True)]
     assert len(columns["mask"]) == 1
@@ -142,7 +156,9 @@ def test_a_misspelt_column_is_named_with_the_closest(entry: Any) -> None:
 
 def test_a_column_without_a_value_is_not_called_absent() -> None:
     _, report = Chain(as_stages([DecodeImage()]), seed=0).run([{"key": "a", "image": None}], 0)
-    assert [bad.reason for bad in report.bad] == ["DecodeImage: LookupError: column 'image' is NULL"]
+    assert [bad.reason for bad in report.bad] == [
+        "DecodeImage: LookupError: column 'image' is NULL"
+    ]
 
 
 def test_the_numbers_of_a_palette_are_the_classes_whatever_its_colours() -> None:
@@ -151,7 +167,11 @@ def test_the_numbers_of_a_palette_are_the_classes_whatever_its_colours() -> None
     image.putpalette([255 - i % 256 for i in range(768)])
     content = io.BytesIO()
     image.save(content, "PNG")
-    record = {"key": "a", "image": encoded(np.zeros((3, 4, 3), np.uint8)), "mask": content.getvalue()}
+    record = {
+        "key": "a",
+        "image": encoded(np.zeros((3, 4, 3), np.uint8)),
+        "mask": content.getvalue(),
+    }
     assert np.array_equal(run([record])[0]["mask"][0], numbers)
 
 
@@ -194,7 +214,10 @@ class OwnCrop(v2.RandomCrop):
         (v2.Resize(8, antialias=True), [("Resize", False)]),
         (v2.Resize(8, antialias=False), [("Resize", False)]),
         (v2.RandomApply([v2.Resize(8)]), [("Resize", True)]),
-        (v2.Compose([v2.ColorJitter(), v2.RandomChoice([v2.RandomAffine(3)])]), [("RandomAffine", True)]),
+        (
+            v2.Compose([v2.ColorJitter(), v2.RandomChoice([v2.RandomAffine(3)])]),
+            [("RandomAffine", True)],
+        ),
         (
             v2.Compose([v2.Resize(9), v2.RandomHorizontalFlip()]),
             [("Resize", False), ("RandomHorizontalFlip", True)],
@@ -218,7 +241,9 @@ def test_what_moves_an_image_without_its_mask(entry: Any, found: list[tuple[str,
 
 def test_all_of_torchvisions_geometric_transforms_are_known() -> None:
     there = {
-        n for n, kind in vars(_geometry).items() if getattr(kind, "__module__", "") == _geometry.__name__
+        n
+        for n, kind in vars(_geometry).items()
+        if getattr(kind, "__module__", "") == _geometry.__name__
     }
     assert {n for n in there if isinstance(getattr(_geometry, n), type)} == _STILL | _DRAWN
 
@@ -226,7 +251,9 @@ def test_all_of_torchvisions_geometric_transforms_are_known() -> None:
 def turned(pixels: Any, orientation: int, kind: str = "JPEG") -> bytes:
     exif, content = Image.Exif(), io.BytesIO()
     exif[0x112] = orientation
-    Image.fromarray(pixels).save(content, kind, exif=exif, **({"quality": 100} if kind == "JPEG" else {}))
+    Image.fromarray(pixels).save(
+        content, kind, exif=exif, **({"quality": 100} if kind == "JPEG" else {})
+    )
     return content.getvalue()
 
 
@@ -250,15 +277,23 @@ def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_s
         "one box": ("bbox", boxes[0]),
         "lists": ("gtBoxes", boxes.tolist()),
         "in a struct": ("objects", {"bbox": boxes.tolist(), "category": [1]}),
-        "structs": ("objects", [{"segmentation": {"counts": "Pb", "size": [16, 24]}, "category": 1}]),
+        "structs": (
+            "objects",
+            [{"segmentation": {"counts": "Pb", "size": [16, 24]}, "category": 1}],
+        ),
     }[form]
     record = {"key": "a", "image": photo, "label": 1, "text": "two words", name: value}
     decoded = [DecodeMask()] * (form in ("encoded", "Pillow"))
     made, report = {}, {}
     for exif in (None, True, False):
-        chain = as_stages([DecodeImage(exif=exif), *decoded, *([Drop(name)] * (not decoded)), Drop("text")])
+        chain = as_stages(
+            [DecodeImage(exif=exif), *decoded, *([Drop(name)] * (not decoded)), Drop("text")]
+        )
         made[exif], report[exif] = Chain(chain, seed=0).run([record], 0)
-    assert not made[None] and f"does not turn the image and {name} alike: set" in report[None].bad[0].reason
+    assert (
+        not made[None]
+        and f"does not turn the image and {name} alike: set" in report[None].bad[0].reason
+    )
     white = {exif: made[exif]["image__hwc"][0, ..., 0] > 128 for exif in (True, False)}
     assert (white[False] == (mask > 0)).all() and white[True].shape == (
         mask.T if orientation > 4 else mask
@@ -267,9 +302,12 @@ def test_what_lies_beside_a_photo_that_exif_turns_is_refused_unless_the_recipe_s
 
 
 @pytest.mark.parametrize(
-    "value", [b"BMW M3", [np.int64(1)], [np.float32(1)], [None, 1], [[1, 2]], np.eye(3), ["a", "b"], 2]
+    "value",
+    [b"BMW M3", [np.int64(1)], [np.float32(1)], [None, 1], [[1, 2]], np.eye(3), ["a", "b"], 2],
 )
-def test_what_tells_no_place_in_a_photo_that_exif_turns_is_no_reason_to_refuse_it(value: Any) -> None:
+def test_what_tells_no_place_in_a_photo_that_exif_turns_is_no_reason_to_refuse_it(
+    value: Any,
+) -> None:
     photo = turned(np.zeros((16, 24, 3), np.uint8), 6)
     for name in (
         "caption",
@@ -312,10 +350,14 @@ def test_a_mask_that_its_exif_turns_otherwise_than_the_image_is_refused(
     photo = turned(np.repeat(mask[..., None] * 255, 3, 2), of_image)
     record = {"key": "a", "image": photo, "mask": turned(mask, of_mask, kind)}
     columns, report = Chain(as_stages([DecodeImage(), DecodeMask()]), seed=0).run([record], 0)
-    assert not columns and "EXIF does not turn the image and mask alike: set" in report.bad[0].reason
+    assert (
+        not columns and "EXIF does not turn the image and mask alike: set" in report.bad[0].reason
+    )
     for chain in ([DecodeImage(exif=False), DecodeMask()], [DecodeMask(), DecodeImage(exif=False)]):
         columns, report = Chain(as_stages(chain), seed=0).run([record], 0)
-        assert ((columns["image__hwc"][0, ..., 0] > 128) == mask).all() and (columns["mask"][0] == mask).all()
+        assert ((columns["image__hwc"][0, ..., 0] > 128) == mask).all() and (
+            columns["mask"][0] == mask
+        ).all()
 
 
 def test_a_mask_that_is_decoded_before_the_image_is_refused_since_its_exif_is_lost() -> None:
@@ -342,11 +384,18 @@ def test_boxes_that_a_later_stage_reads_from_text_are_known_too() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 48, 3), (3, 64, 48), (3, 64, 3), (8, 64, 48)])
-def test_a_tensor_is_height_by_width_by_channels_if_its_channels_cannot_be_first(shape: Any) -> None:
+def test_a_tensor_is_height_by_width_by_channels_if_its_channels_cannot_be_first(
+    shape: Any,
+) -> None:
     last = shape == (64, 48, 3)
     wide = 3 if shape == (3, 64, 3) else 48
     box = np.array([[0, 10, 1, 20]], np.float32)
-    record = {"key": "a", "image": torch.zeros(shape), "boxes": box, "mask": np.zeros((64, wide), np.uint8)}
+    record = {
+        "key": "a",
+        "image": torch.zeros(shape),
+        "boxes": box,
+        "mask": np.zeros((64, wide), np.uint8),
+    }
     flip = Joint(v2.RandomHorizontalFlip(p=1), boxes=["boxes"], masks=["mask"])
     columns, report = Chain(as_stages([flip]), seed=0).run([record], 0)
     assert not report.bad and columns["image"].shape[1:] == ((3, 64, 48) if last else shape)
@@ -391,15 +440,24 @@ def boxed(*boxes: Any, dtype: Any = np.float32, width: int = 60) -> dict[str, An
         ([-3, 20, 70, 45], "XYXY", True),
     ],
 )
-def test_boxes_that_are_none_in_their_format_are_quarantined(box: Any, format: str, fits: bool) -> None:
+def test_boxes_that_are_none_in_their_format_are_quarantined(
+    box: Any, format: str, fits: bool
+) -> None:
     record = boxed([1, 2, 3, 4], box)
-    chain = as_stages([DecodeImage(), Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"], format=format)])
+    chain = as_stages(
+        [DecodeImage(), Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"], format=format)]
+    )
     columns, report = Chain(chain, seed=0).run([record], 0)
     assert bool(columns) is fits
     if not fits:
-        why = "set `format`" if np.isfinite(box).all() else "padding; leave such rows out, `pad` adds them"
+        why = (
+            "set `format`"
+            if np.isfinite(box).all()
+            else "padding; leave such rows out, `pad` adds them"
+        )
         assert (
-            f"{np.float32(box).tolist()} is not a box of the format {format}: {why}" in report.bad[0].reason
+            f"{np.float32(box).tolist()} is not a box of the format {format}: {why}"
+            in report.bad[0].reason
         )
 
 
@@ -424,7 +482,10 @@ class Normalized(v2.Transform):
 def test_boxes_may_become_shares_of_the_image() -> None:
     record = boxed([10, 5, 30, 21], dtype=np.int64, width=40)
     chain = as_stages(
-        [DecodeImage(), Joint(v2.Compose([v2.RandomHorizontalFlip(1), Normalized()]), boxes=["boxes"])]
+        [
+            DecodeImage(),
+            Joint(v2.Compose([v2.RandomHorizontalFlip(1), Normalized()]), boxes=["boxes"]),
+        ]
     )
     columns, _ = Chain(chain, seed=0).run([record], 0)
     assert columns["boxes"][0] == pytest.approx(np.array([[0.25, 0.125, 0.75, 0.525]]))
@@ -477,7 +538,9 @@ def test_masks_of_lossy_formats_hold_no_class_numbers(kind: str, options: Any, f
 
 
 @pytest.mark.parametrize("given", ["bytes", "path", "file", "open", "closed", "pickled"])
-@pytest.mark.parametrize(("kind", "options"), [("PNG", {"bits": b}) for b in (2, 4, 8)] + [("TIFF", {})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("PNG", {"bits": b}) for b in (2, 4, 8)] + [("TIFF", {})]
+)
 def test_the_numbers_of_a_mask_are_those_of_the_file_also_once_pillow_has_read_it(
     tmp_path: Any, given: str, kind: str, options: Any
 ) -> None:
@@ -501,7 +564,9 @@ def masked(mask: Any) -> tuple[dict[str, Any], BlockReport]:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_a_mask_whose_numbers_pillow_has_stretched_unnoticed_is_quarantined(bits: int, tmp_path: Any) -> None:
+def test_a_mask_whose_numbers_pillow_has_stretched_unnoticed_is_quarantined(
+    bits: int, tmp_path: Any
+) -> None:
     whole = np.arange(2**bits, dtype=np.uint8)[:, None].repeat(8, 1)
     Image.fromarray(whole).save(tmp_path / "mask", "PNG", bits=bits)
     gone = Image.open(tmp_path / "mask")
@@ -511,7 +576,9 @@ def test_a_mask_whose_numbers_pillow_has_stretched_unnoticed_is_quarantined(bits
     assert not masked(gone.copy())[1].bad, "it may be of any file"
 
 
-@pytest.mark.parametrize("classes", [(0, 255), (0, 17), (0, 17, 255), (0, 17, 34), (0, 17, 18, 255)])
+@pytest.mark.parametrize(
+    "classes", [(0, 255), (0, 17), (0, 17, 255), (0, 17, 34), (0, 17, 18, 255)]
+)
 def test_classes_that_might_be_stretched_by_their_numbers_are_classes(classes: Any) -> None:
     numbers = np.resize(np.array(classes, np.uint8), (16, 16))
     assert (masked(Image.fromarray(numbers))[0]["mask"][0] == numbers).all()
@@ -529,7 +596,9 @@ def test_a_tiff_whose_numbers_pillow_inverts_holds_no_class_numbers(loaded: bool
 
 
 @pytest.mark.parametrize("size", [(20, 40), (48, 64), (33, 45)])
-def test_the_segmentation_example_does_not_score_what_it_adds_to_small_images(size: tuple[int, int]) -> None:
+def test_the_segmentation_example_does_not_score_what_it_adds_to_small_images(
+    size: tuple[int, int],
+) -> None:
     from recipes.segmentation import Shapes
 
     mask = np.random.default_rng(0).integers(0, 3, size).astype(np.uint8)

@@ -12,10 +12,10 @@ from inprocess import Batches, batches, no_cluster, no_ray_data, start
 from last_batches import Normed, images_of
 from typer.testing import CliRunner
 
-from launcher.submit import app
 from stoker.config.loading import load
 from stoker.entry import job_checks as checks
 from stoker.errors import UsageError
+from stoker_launcher.command_line import app
 
 __all__ = ["no_cluster", "no_ray_data"]
 
@@ -28,7 +28,9 @@ class Heavy(Normed):
         return super().model()
 
 
-def refusal(folder: Path, *words: str, records: int = 9, batch: int = 4, norm: str = "batch") -> str:
+def refusal(
+    folder: Path, *words: str, records: int = 9, batch: int = 4, norm: str = "batch"
+) -> str:
     """Why a job with so many records is refused before a cluster forms; empty: it is not."""
     path = folder / "job.yaml"
     job: dict[str, Any] = {
@@ -96,10 +98,13 @@ def test_peek_says_it_too(tmp_path: Path) -> None:
     params = {"data": str(tmp_path / "data"), "model": "resnet10t", "image_size": 32}
     job.write_text(yaml.safe_dump({"name": "peek", "params": params, "train": {"batch_size": 4}}))
     for word, code, level in (("train.workers=1", 2, "error"), ("seed=0", 0, "warning")):
-        result = CliRunner().invoke(app, ["peek", str(job), word, "--out", str(tmp_path / "page.html")])
+        result = CliRunner().invoke(
+            app, ["peek", str(job), word, "--out", str(tmp_path / "page.html")]
+        )
         assert result.exit_code == code, result.output
         assert any(
-            line.startswith(level) and "data.remainder=2" in line for line in result.output.splitlines()
+            line.startswith(level) and "data.remainder=2" in line
+            for line in result.output.splitlines()
         )
     result = CliRunner().invoke(
         app, ["peek", str(job), "data.remainder=2", "--out", str(tmp_path / "page.html")]

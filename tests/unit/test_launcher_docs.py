@@ -38,7 +38,9 @@ def test_policies_hold_no_wildcard_action(name: str) -> None:
         actions = listed(statement["Action"])
         assert not any("*" in action for action in actions), statement
         if "*" in listed(statement["Resource"]):
-            assert all(a in WITHOUT_NARROWER_RESOURCE or a.startswith("ec2:") for a in actions), statement
+            assert all(a in WITHOUT_NARROWER_RESOURCE or a.startswith("ec2:") for a in actions), (
+                statement
+            )
 
 
 @pytest.mark.long
@@ -49,7 +51,11 @@ def test_iam_accepts_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
         iam: Any = boto3.session.Session().client("iam")
         for name in ("launcher", "job-role"):
             text = (DOCS / "iam" / f"{name}.json").read_text()
-            for word, value in (("ACCOUNT", "123456789012"), ("REGION", "us-east-1"), ("BUCKET", "bucket")):
+            for word, value in (
+                ("ACCOUNT", "123456789012"),
+                ("REGION", "us-east-1"),
+                ("BUCKET", "bucket"),
+            ):
                 text = text.replace(word, value)
             iam.create_policy(PolicyName=name, PolicyDocument=text)
         trust = re.findall(r"```json\n(.*?)```", (DOCS / "iam" / "README.md").read_text(), re.S)[0]
@@ -123,7 +129,12 @@ def test_a_manifest_has_only_fields_of_kuberay(name: str) -> None:
     cluster = spec["rayClusterSpec"]
     assert set(spec) <= JOB_FIELDS and set(cluster) <= CLUSTER_FIELDS
     assert set(cluster.get("autoscalerOptions", {})) <= AUTOSCALER_FIELDS
-    assert set(cluster["headGroupSpec"]) <= {"template", "headService", "rayStartParams", "serviceType"}
+    assert set(cluster["headGroupSpec"]) <= {
+        "template",
+        "headService",
+        "rayStartParams",
+        "serviceType",
+    }
     for group in cluster["workerGroupSpecs"]:
         assert set(group) <= GROUP_FIELDS
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
@@ -132,7 +143,9 @@ def test_a_manifest_has_only_fields_of_kuberay(name: str) -> None:
 
 def test_rays_autoscaler_reads_the_spot_manifest_as_meant() -> None:
     """Ray's own translation of a KubeRay cluster into the configuration of its autoscaler."""
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr,
+    )
 
     job = yaml.safe_load((DOCS / "ray" / "rayjob-spot.yaml").read_text())
     about = {"name": "spot", "namespace": "default"}
@@ -144,12 +157,16 @@ def test_rays_autoscaler_reads_the_spot_manifest_as_meant() -> None:
     assert (hosts["min_workers"], hosts["max_workers"]) == (0, 8)
     assert hosts["resources"][CpuHostsConfig().resource] == 1 and hosts["resources"]["CPU"] == 15
     assert hosts["labels"]["stoker.group"] == "cpu"
-    assert (trains["min_workers"], trains["max_workers"]) == (1, 1) and trains["resources"]["GPU"] == 1
+    assert (trains["min_workers"], trains["max_workers"]) == (1, 1) and trains["resources"][
+        "GPU"
+    ] == 1
     assert CpuHostsConfig().resource not in trains["resources"]
     assert config["idle_timeout_minutes"] == 1
 
 
-def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_launcher_file_is_what_ray_accepts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -162,6 +179,10 @@ def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPat
     assert len(starts) == 2
     for command in starts:
         assert command.startswith("RAY_AUTH_MODE=token ") and "--labels=stoker.group=" in command
-        used = {word.lstrip("-").partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
+        used = {
+            word.lstrip("-").partition("=")[0]
+            for word in shlex.split(command)
+            if word.startswith("--")
+        }
         assert used <= options, used - options
     assert any(f"=={ray_version()}" in command for command in config["setup_commands"])

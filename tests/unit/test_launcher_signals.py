@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job import Job
-from launcher.places import local
 from stoker.config.loading import load
+from stoker_launcher.job import Job
+from stoker_launcher.places import local
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
-from launcher.places import local
-from launcher.job import Job
+from stoker_launcher.places import local
+from stoker_launcher.job import Job
 from stoker.config.loading import load
 
 JOB = '''
@@ -54,7 +54,7 @@ def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_wai
         [sys.executable, "-c", LAUNCHER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "launcher")},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "the job trains\n"

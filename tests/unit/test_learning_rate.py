@@ -34,7 +34,13 @@ Point = tuple[float, float]
 
 class Training:
     def __init__(self, workers: int, recipe: Any = None, **train: Any) -> None:
-        options = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "momentum": 0.9, "scheduler": "cosine"}
+        options = {
+            "epochs": EPOCHS,
+            "batch_size": BATCH,
+            "lr": LR,
+            "momentum": 0.9,
+            "scheduler": "cosine",
+        }
         config = Config.model_validate({"train": {**options, **train}})
         self.worker = Worker(config, recipe or Linear(), None, 0, 0, workers, torch.device("cpu"))
         build(self.worker, RECORDS)
@@ -43,7 +49,10 @@ class Training:
     def run(self, upto: float, first: Progress | None = None) -> Progress:
         """As the loop does it, until so many epochs are done; the last batch of an epoch may be short."""
         worker, progress = self.worker, first or Progress(0)
-        batch = {"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.long)}
+        batch = {
+            "image": torch.zeros(BATCH, 1, 8, 8),
+            "label": torch.zeros(BATCH, dtype=torch.long),
+        }
         while True:
             step = Step(worker)
             assert worker.schedule is not None
@@ -81,12 +90,18 @@ class Training:
         return checkpoint.save(open_store(str(folder)), content)
 
     def go_on(self, saved: checkpoint.Checkpoint, upto: float = 99) -> None:
-        self.worker.world_size, workers = 1, self.worker.world_size  # no process group to share it in
+        self.worker.world_size, workers = (
+            1,
+            self.worker.world_size,
+        )  # no process group to share it in
         ranks = snapshot.restore_state(self.worker, checkpoint.load_checkpoint(saved))
         self.worker.world_size = workers
         self.worker.step = saved.meta["step"]
         carried = snapshot.carried_progress(self.worker, saved.meta, ranks)
-        self.run(min(upto, self.worker.config.train.epochs), carried or Progress(saved.meta["next_epoch"]))
+        self.run(
+            min(upto, self.worker.config.train.epochs),
+            carried or Progress(saved.meta["next_epoch"]),
+        )
 
 
 CURVES: dict[str, Callable[[float], float]] = {
@@ -123,7 +138,9 @@ def test_with_another_number_of_train_workers_the_curve_goes_on(
         assert [rate for _, rate in points] == pytest.approx(expected, rel=1e-9)
     assert second.points[0][0] == at
     end = LR * factor(after) * CURVES[scheduler](EPOCHS - 1e-9)
-    assert learning_rate(second.worker.optimizer) == pytest.approx(end, abs=2e-3 * LR * factor(after))
+    assert learning_rate(second.worker.optimizer) == pytest.approx(
+        end, abs=2e-3 * LR * factor(after)
+    )
 
 
 def test_a_warm_up_goes_on_to_the_rate_of_the_new_size(tmp_path: Path) -> None:
@@ -135,18 +152,24 @@ def test_a_warm_up_goes_on_to_the_rate_of_the_new_size(tmp_path: Path) -> None:
     for workers, points in ((8, first.points), (4, second.points)):
         for done, rate in points:
             warm = LR + (LR * workers - LR) * done / 4
-            assert rate == pytest.approx(warm if done < 4 else LR * workers * CURVES["cosine"](done))
+            assert rate == pytest.approx(
+                warm if done < 4 else LR * workers * CURVES["cosine"](done)
+            )
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_max_steps_ends_the_training_and_so_the_curve(tmp_path: Path, workers: int, accumulate: int) -> None:
+def test_max_steps_ends_the_training_and_so_the_curve(
+    tmp_path: Path, workers: int, accumulate: int
+) -> None:
     training = Training(workers, max_steps=10, accumulate_steps=accumulate)
     rates = []
     for _ in range(10):
         rates.append(learning_rate(training.worker.optimizer))
         step = Step(training.worker)
-        step.accumulate({"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.long)})
+        step.accumulate(
+            {"image": torch.zeros(BATCH, 1, 8, 8), "label": torch.zeros(BATCH, dtype=torch.long)}
+        )
         step.update()
     expected = [LR * 0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(10)]
     assert rates == pytest.approx(expected)
@@ -167,7 +190,9 @@ def test_with_more_epochs_the_rate_is_that_of_the_longer_training(tmp_path: Path
     longer.go_on(saved)
     expected = [LR * 0.5 * (1 + math.cos(math.pi * done / 2 / EPOCHS)) for done, _ in longer.points]
     assert [rate for _, rate in longer.points] == pytest.approx(expected)
-    assert longer.points[0][1] == pytest.approx(LR / 2), "the last epochs do not train at a rate of 0"
+    assert longer.points[0][1] == pytest.approx(LR / 2), (
+        "the last epochs do not train at a rate of 0"
+    )
 
 
 class Own(Linear):
@@ -195,7 +220,9 @@ def test_a_recipes_own_optimiser_keeps_its_own_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("epochs", [1, 2, 5, 7])
 def test_a_stepped_rate_drops_after_each_third_of_the_training(epochs: int) -> None:
     train = {"scheduler": "step", "max_steps": 90, "lr": 1.0, "epochs": epochs}
-    worker = Worker(Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu"))
+    worker = Worker(
+        Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu")
+    )
     build(worker, None)
     rates = []
     for step in range(1, 91):
@@ -217,11 +244,15 @@ def test_a_warm_up_never_starts_above_the_rate_of_a_recipes_own_optimiser() -> N
 @pytest.mark.parametrize("scheduler", ["cosine", "linear"])
 def test_a_schedule_that_max_steps_ends_needs_no_number_of_records(scheduler: str) -> None:
     train = {"scheduler": scheduler, "max_steps": 20, "lr": LR, "epochs": EPOCHS}
-    worker = Worker(Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu"))
+    worker = Worker(
+        Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu")
+    )
     build(worker, None)
     assert worker.schedule is not None
     rates = []
     for step in range(1, 21):
         rates.append(learning_rate(worker.optimizer))
         worker.schedule.advance(BATCH, step)
-    assert rates == pytest.approx([LR * CURVES[scheduler](step / 20 * EPOCHS) for step in range(20)])
+    assert rates == pytest.approx(
+        [LR * CURVES[scheduler](step / 20 * EPOCHS) for step in range(20)]
+    )

@@ -27,7 +27,12 @@ def test_what_a_recipe_imports_before_anything_runs_is_found(tmp_path: Path) -> 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "cats.py").write_text(RECIPE)
     found = libraries_of(Config(recipe="mine.cats:Mine"), tmp_path)
-    assert {"torch.nn.functional", "torchvision.transforms", "torchvision.transforms.v2", "cv2"} <= {*found}
+    assert {
+        "torch.nn.functional",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "cv2",
+    } <= {*found}
     others = {name.split(".")[0] for name in found} - {"torch", "torchvision", "cv2"}
     assert not others, "CPU hosts may never need a model's library"
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.sizing.model import ClusterShape, Workload, cheapest_count, knee, predict, usd_per_million_samples
+from stoker.sizing.model import (
+    ClusterShape,
+    Workload,
+    cheapest_count,
+    knee,
+    predict,
+    usd_per_million_samples,
+)
 
 
 class TestPublished:
@@ -19,7 +26,9 @@ class TestPublished:
         batch; alone 192 ms; GPU use 74 % of 86 ms; $37.688 and $3.672 an hour; distributing costs 11 %."""
         alone_s, gpu_s = 0.192, 0.74 * 0.086
         work = Workload(cpu_s=96 * alone_s, gpu_samples_per_s=1 / gpu_s)
-        alone = ClusterShape(gpu_host_cpus=96, gpu_host_usd_per_hour=37.688, cpu_host_usd_per_hour=3.672)
+        alone = ClusterShape(
+            gpu_host_cpus=96, gpu_host_usd_per_hour=37.688, cpu_host_usd_per_hour=3.672
+        )
         shared = replace(alone, cpu_host_cpus=72, efficiency=0.893, gpu_host_efficiency=0.893)
         two, three = shared.with_cpu_hosts(2), shared.with_cpu_hosts(3)
 
@@ -126,7 +135,9 @@ class TestLaws:
         rates = [predict(work, shape.with_cpu_hosts(n)).samples_per_s for n in range(8)]
         assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(rates))
         beyond = math.ceil(min(knee(work, shape), 10_000))
-        at_knee, later = (predict(work, shape.with_cpu_hosts(beyond + k)).samples_per_s for k in (0, 5))
+        at_knee, later = (
+            predict(work, shape.with_cpu_hosts(beyond + k)).samples_per_s for k in (0, 5)
+        )
         if beyond < 10_000:
             assert later == pytest.approx(at_knee, rel=1e-6)
         if beyond > 0:
@@ -158,7 +169,10 @@ class TestLaws:
             "receiver": (replace(work, serial_s=work.serial_s / 1.1), shape),
             "network": (work, faster),
         }
-        caps = {"gpu": workers * work.gpu_samples_per_s, "receiver": workers / (work.serial_s or 1e-30)}
+        caps = {
+            "gpu": workers * work.gpu_samples_per_s,
+            "receiver": workers / (work.serial_s or 1e-30),
+        }
         assert now.samples_per_s == pytest.approx(caps.get(now.binds, now.samples_per_s))
         for better in [predict(*more) for term, more in raised.items() if term != now.binds]:
             assert better.samples_per_s == pytest.approx(now.samples_per_s, rel=1e-6)
@@ -170,10 +184,15 @@ class TestLaws:
     ) -> None:
         now = predict(work, shape).samples_per_s * (1 + 1e-9)
         for name in ("cpu_s", "receive_s", "other_s", "serial_s", "bytes_per_sample"):
-            assert predict(replace(work, **{name: getattr(work, name) * factor}), shape).samples_per_s <= now
+            assert (
+                predict(replace(work, **{name: getattr(work, name) * factor}), shape).samples_per_s
+                <= now
+            )
         for name in ("gpu_host_cpus", "cpu_host_cpus", "gpu_host_bytes_per_s"):
             more = replace(shape, **{name: getattr(shape, name) * factor})
-            assert predict(work, more).samples_per_s * (1 + 1e-9) >= predict(work, shape).samples_per_s
+            assert (
+                predict(work, more).samples_per_s * (1 + 1e-9) >= predict(work, shape).samples_per_s
+            )
 
     @always_the_same
     @given(works, shapes)

@@ -53,7 +53,9 @@ def test_shards_of_numbered_records_are_those_of_before(
         assert now[1:-1:2] == before[1:-1:2]
         with pytest.raises(IndexError):
             now[len(now)]
-    draws = [order.random() for order in orders if order is not None and (n or order is not orders[2])]
+    draws = [
+        order.random() for order in orders if order is not None and (n or order is not orders[2])
+    ]
     assert len({*draws}) <= 1, "and as many numbers are drawn"
 
 

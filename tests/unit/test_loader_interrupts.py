@@ -102,7 +102,9 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing(
             assert found == whole, interrupt.line
             went_on += 1
         except RuntimeError as error:
-            assert "an interrupt or an error broke off the last next()" in str(error), interrupt.line
+            assert "an interrupt or an error broke off the last next()" in str(error), (
+                interrupt.line
+            )
             assert found == whole[: len(found)], interrupt.line
             ended += 1
     assert went_on > 9 and ended > 9

@@ -76,8 +76,15 @@ def samplers(kind: str, rank: int, ranks: int, generator: torch.Generator | None
     if kind == "shuffled":
         return {"batch_size": 4, "shuffle": True, "generator": generator}
     if kind == "weighted":
-        return {"batch_size": 4, "sampler": WeightedRandomSampler(range(1, 44), 30, generator=generator)}
-    return {"batch_sampler": BatchSampler(RandomSampler(records, generator=generator), 5, drop_last=True)}
+        return {
+            "batch_size": 4,
+            "sampler": WeightedRandomSampler(range(1, 44), 30, generator=generator),
+        }
+    return {
+        "batch_sampler": BatchSampler(
+            RandomSampler(records, generator=generator), 5, drop_last=True
+        )
+    }
 
 
 KINDS = ("in order", "shuffled", "weighted", "batches")
@@ -96,7 +103,8 @@ def epochs(kind: type[Any], count: int, arguments: dict[str, Any], seed: int) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "workers", "ranks", "own"), list(itertools.product(KINDS, (0, 1, 3), (1, 2), (False, True)))
+    ("kind", "workers", "ranks", "own"),
+    list(itertools.product(KINDS, (0, 1, 3), (1, 2), (False, True))),
 )
 def test_batches_and_the_scripts_own_draws_are_those_of_torch(
     kind: str, workers: int, ranks: int, own: bool
@@ -122,7 +130,9 @@ def test_workers_of_an_iterable_dataset_take_turns_as_torchs_do(
     if size is None and drop:
         drop = False
     arguments = {"batch_size": size, "drop_last": drop, "num_workers": workers}
-    expected = list(TorchLoader(Stream(), **arguments)) if workers <= 2 else in_turns(workers, size, drop)
+    expected = (
+        list(TorchLoader(Stream(), **arguments)) if workers <= 2 else in_turns(workers, size, drop)
+    )
     assert equal(list(DataLoader(Stream(), **arguments)), expected)
 
 
@@ -144,7 +154,9 @@ def test_loaders_side_by_side_and_draws_between_iter_and_next_are_as_in_torch(wo
     found = []
     for of in (TorchLoader, DataLoader):
         torch.manual_seed(0)
-        first, second = (of(range(12), batch_size=4, shuffle=True, num_workers=workers) for _ in range(2))
+        first, second = (
+            of(range(12), batch_size=4, shuffle=True, num_workers=workers) for _ in range(2)
+        )
         both = [(one.tolist(), other.tolist()) for one, other in zip(first, second, strict=True)]
         late = iter(first)
         drawn = float(torch.rand(()))
@@ -154,7 +166,9 @@ def test_loaders_side_by_side_and_draws_between_iter_and_next_are_as_in_torch(wo
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(taken: int, own: bool) -> None:
+def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(
+    taken: int, own: bool
+) -> None:
     generator = torch.Generator().manual_seed(1) if own else None
     loader = DataLoader(range(12), batch_size=3, shuffle=True, generator=generator)
     iterator = iter(loader)
@@ -163,7 +177,9 @@ def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(taken: i
     state, drawn = loader.state_dict(), torch.get_rng_state()
     found += [batch.tolist() for batch in iterator]
     for global_state in (drawn, torch.Generator().manual_seed(77).get_state()):
-        again = DataLoader(range(12), batch_size=3, shuffle=True, generator=generator and torch.Generator())
+        again = DataLoader(
+            range(12), batch_size=3, shuffle=True, generator=generator and torch.Generator()
+        )
         again.load_state_dict(state)
         torch.set_rng_state(global_state)
         resumed = iter(again)
@@ -221,7 +237,11 @@ def sized() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "batches",
-    [lambda: (iter([n, n + 1]) for n in range(3)), lambda: ((i for i in [n]) for n in range(3)), sized],
+    [
+        lambda: (iter([n, n + 1]) for n in range(3)),
+        lambda: ((i for i in [n]) for n in range(3)),
+        sized,
+    ],
 )
 def test_a_batch_sampler_may_give_iterators_and_lists_with_attributes(batches: Any) -> None:
     dataset = Sizes() if batches is sized else Records()
@@ -229,7 +249,9 @@ def test_a_batch_sampler_may_give_iterators_and_lists_with_attributes(batches: A
 
 
 def test_records_fetched_together_are_the_same() -> None:
-    assert equal(list(DataLoader(Together(), batch_size=5)), list(TorchLoader(Together(), batch_size=5)))
+    assert equal(
+        list(DataLoader(Together(), batch_size=5)), list(TorchLoader(Together(), batch_size=5))
+    )
 
 
 def draw() -> list[float]:
@@ -260,7 +282,9 @@ def numbers(found: Any) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dataset", [Draws(), DrawsTogether(), DrawsInTurn()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "dataset", [Draws(), DrawsTogether(), DrawsInTurn()], ids=lambda d: type(d).__name__
+)
 @pytest.mark.parametrize("size", [5, None])
 def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
     dataset: Any, size: int | None
@@ -286,7 +310,9 @@ def test_ranks_with_one_seed_do_not_draw_alike(monkeypatch: pytest.MonkeyPatch) 
             "torch.utils.data.dataloader._get_distributed_settings", lambda rank=rank: (2, rank)
         )
         torch.manual_seed(0)
-        drawn.append(numbers(list(DataLoader(Draws(3), batch_size=3, num_workers=1, collate_fn=list))))
+        drawn.append(
+            numbers(list(DataLoader(Draws(3), batch_size=3, num_workers=1, collate_fn=list)))
+        )
     assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 
 
@@ -334,7 +360,9 @@ class Refills(Records):
 
 
 @pytest.mark.parametrize("collates", [None, "into_arrays", "into_the_first", default_collate])
-def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(collates: Any, tmp_path: Path) -> None:
+def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(
+    collates: Any, tmp_path: Path
+) -> None:
     records = Refills()
     collate = getattr(records, collates) if isinstance(collates, str) else collates
     size = 1 if collates else None
@@ -343,7 +371,11 @@ def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(collates: Any
     work = LoaderWork(records, collate, False, bool(size), size, False, 0, None, False)
     source = LoaderSource((pack([(str(tmp_path), [], {}, {})]), pack([work])))
     found = []
-    for first in (0, 4, 8):  # in groups, as on a cluster; from the second one on, batches lie in its Room
+    for first in (
+        0,
+        4,
+        8,
+    ):  # in groups, as on a cluster; from the second one on, batches lie in its Room
         batches = tuple((n, [n] if size else n) for n in range(first, first + 4))
         (group,) = source.read(Shard("batches", items=(LoadRequest(7, batches=batches),)), None)
         found += [made.batch for made in unpack(group[PAGES].copy())[1:]]
@@ -386,7 +418,9 @@ def test_a_record_is_told_of_the_worker_that_torch_would_ask(
 
 def test_without_workers_there_is_no_worker_info_as_in_torch() -> None:
     for dataset in (AsksNone(), StreamsNone()):
-        assert [batch[0] for batch in DataLoader(dataset, batch_size=1, collate_fn=list)] == [None] * 3
+        assert [batch[0] for batch in DataLoader(dataset, batch_size=1, collate_fn=list)] == [
+            None
+        ] * 3
 
 
 class Broken(Records):
@@ -424,7 +458,8 @@ def test_without_workers_the_exception_itself_is_raised_as_by_torch() -> None:
             next(iter(of(Raises(NoSample("none", 7)))))
         assert caught.value.args == ("none", 7) and caught.value.code == 7
     assert re.search(
-        r"(?s)at index 0 \(batch 0\), on host .*Traceback.*in __getitem__", caught.value.__notes__[0]
+        r"(?s)at index 0 \(batch 0\), on host .*Traceback.*in __getitem__",
+        caught.value.__notes__[0],
     )
 
 
@@ -465,7 +500,9 @@ class Augments(Records):
     ],
 )
 def test_a_generator_of_a_datasets_own_is_told(dataset: Any, where: str) -> None:
-    with pytest.warns(UserWarning, match=rf"{where} is a random generator.*seeded for each record") as told:
+    with pytest.warns(
+        UserWarning, match=rf"{where} is a random generator.*seeded for each record"
+    ) as told:
         made = DataLoader(dataset)
         list(made)
         list(made)

@@ -55,7 +55,9 @@ class TwoHosts:
     def open(self, key: str, streams: int, stall_s: float = 60.0, of: str = "s") -> LoaderPass:
         """A pass of the loader `of` over so many streams, or over 99 batches."""
         self.attempt.open(key, of, streams, stall_s)
-        shards = [(n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)]
+        shards = [
+            (n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)
+        ]
         self.attempt.submit(key, shards, len(shards))
         self.planner.advance()
         return self.attempt.passes[key]
@@ -113,7 +115,13 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service, "Agents", lambda *_, **__: SimpleNamespace(run="run", nodes=set()))
-    given = {"config": Config(), "node": "head", "budget_bytes": 300, "most_waiting": 64, "scaler": None}
+    given = {
+        "config": Config(),
+        "node": "head",
+        "budget_bytes": 300,
+        "most_waiting": 64,
+        "scaler": None,
+    }
     head = LoaderService(**given)
     monkeypatch.setattr(head, "start_engine", lambda me: None)
     head.setups["n"] = "setup"
@@ -129,7 +137,9 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
     assert opened("second") == ["n/second"], "Ray asks again after a broken connection"
 
 
-def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> None:
+def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> (
+    None
+):
     head = TwoHosts(budget=10**9, trains=False)
     with head.attempt.changed:
         train = head.open("train", 2, of="train")
@@ -137,7 +147,10 @@ def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they
         first = head.given("a")
         assert (first.plan.split, *at(first)) == ("train", 0, 0)
         assert head.made("a", first, 0)
-        train.next = (1, 0)  # the script has taken the first batch and waits for one of the other stream
+        train.next = (
+            1,
+            0,
+        )  # the script has taken the first batch and waits for one of the other stream
         train.ready.clear()
         assert not head.made("a", first, 1)
         second = head.given("a")
@@ -223,7 +236,9 @@ def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves(began:
         train = head.open("train", 2)
         claim = head.given("a")
         head.given("b")
-        head.planner.begins(Process("b", "b", "2"))  # waits for a process, which may be busy with the other
+        head.planner.begins(
+            Process("b", "b", "2")
+        )  # waits for a process, which may be busy with the other
         for _ in range(3):
             for item in (*head.planner.active.values(), *head.planner.again):
                 item.quiet_since -= 50
@@ -259,7 +274,9 @@ def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_
         head.open("first", 1)
         claim = head.given("a")
         head.made("a", claim, 0)
-        head.planner.failed(Process("a", "a", "1"), claim.number, Failure("OSError: no space", True, 3))
+        head.planner.failed(
+            Process("a", "a", "1"), claim.number, Failure("OSError: no space", True, 3)
+        )
         for item in head.planner.again:
             item.not_before = 0.0
         claim = head.given("b")
@@ -268,7 +285,9 @@ def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_
         head.planner.advance()
         head.attempt.close("first")
         head.open("second", 1)
-        assert head.claim("a") is None, "its copy of the dataset is not the one that served the first pass"
+        assert head.claim("a") is None, (
+            "its copy of the dataset is not the one that served the first pass"
+        )
         assert head.given("b").work[0].shard.home == "b"
 
 
@@ -292,14 +311,18 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
         return (unpack(record[PAGES])[1].batch for record in source.read(shard, None))
 
     def two_passes(again: bool) -> list[Any]:
-        work = LoaderWork(Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True)
+        work = LoaderWork(
+            Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True
+        )
         source = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
         first = read(source, 0)
         taken = [next(first) for _ in range(4)]
         if again:
             made_again = [*itertools.islice(read(source.apart(), 0), 2)]
             assert [each.tolist() for each in made_again] == [each.tolist() for each in taken[:2]]
-        return [each if each is None else each.tolist() for each in (*taken, *first, *read(source, 1))]
+        return [
+            each if each is None else each.tolist() for each in (*taken, *first, *read(source, 1))
+        ]
 
     assert two_passes(again=True) == two_passes(again=False)
 
@@ -309,7 +332,12 @@ class Passes:
 
     def __init__(self, loaders: int, folder: BlockFolder) -> None:
         self.claims = [
-            Claim(number, PassPlan(number, 0, f"{number % loaders}", False, 1), [self.work(served)], Care())
+            Claim(
+                number,
+                PassPlan(number, 0, f"{number % loaders}", False, 1),
+                [self.work(served)],
+                Care(),
+            )
             for number, served in enumerate(served for served in range(2) for _ in range(loaders))
         ]
         self.folder, self.found, self.told = folder, list[Any](), list[tuple[bool, bool]]()
@@ -319,7 +347,9 @@ class Passes:
         return Work(0, Shard("worker 0", items=(LoadRequest(7, served=served),), home=home))
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *asked: pickle.dumps(getattr(self, f"on_{method}")(*asked)))
+        return SimpleNamespace(
+            remote=lambda *asked: pickle.dumps(getattr(self, f"on_{method}")(*asked))
+        )
 
     def on_begin_lease(self, *by: Any) -> None:
         """It is the only one."""
@@ -339,7 +369,9 @@ class Passes:
         )
 
     def setup(self) -> bytes:
-        work = LoaderWork(Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True)
+        work = LoaderWork(
+            Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True
+        )
         source: Any = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
         return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
 
@@ -362,7 +394,11 @@ def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pas
     monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
     passes = Passes(loaders, folder)
     ChainWorker(passes, "run")(pa.table({"lease": [0]}))
-    batches = [made.batch.tolist() for made in passes.found if isinstance(made, MadeBatch) and not made.ended]
+    batches = [
+        made.batch.tolist()
+        for made in passes.found
+        if isinstance(made, MadeBatch) and not made.ended
+    ]
     first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
     assert batches == [first] * loaders + [second] * loaders
     assert len(passes.told) == 4 * loaders and all(last == ended for last, ended in passes.told)

@@ -167,7 +167,11 @@ def test_passes_of_persistent_workers_are_torchs(kind: str, workers: int, persis
 
 
 @pytest.mark.long
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     kind=st.sampled_from(KINDS),
     workers=st.integers(0, 3),
@@ -212,8 +216,12 @@ def test_a_dataset_that_counts_its_epochs_counts_those_that_were_given_up_too() 
     assert [{n // 100 for batch in copies for n in batch.tolist()} for _ in range(2)] == [{1}, {1}]
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}])
-def test_a_pass_that_another_one_over_the_same_copies_has_ended_says_so(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}]
+)
+def test_a_pass_that_another_one_over_the_same_copies_has_ended_says_so(
+    options: dict[str, Any],
+) -> None:
     made = DataLoader(Counts(), batch_size=4, **options)
     first = iter(made)
     next(first)
@@ -283,7 +291,9 @@ class Shuffled(IterableDataset[Any]):
 
 @pytest.mark.parametrize("by", ["random", "numpy", "torch"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_streams_that_worker_init_fn_seeds_draw_alike_as_in_torch(by: str, persistent: bool) -> None:
+def test_streams_that_worker_init_fn_seeds_draw_alike_as_in_torch(
+    by: str, persistent: bool
+) -> None:
     options: Any = {"batch_size": 3, "num_workers": 2, "worker_init_fn": seeds}
     loader = DataLoader(Shuffled(by), persistent_workers=persistent, **options)
     first, second = list(loader), list(loader)
@@ -318,12 +328,16 @@ class Stateful(Counts):
 
 
 def test_that_the_state_of_a_dataset_is_not_saved_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"does not include that of its dataset \(Stateful\.state_dict\)"):
+    with pytest.warns(
+        UserWarning, match=r"does not include that of its dataset \(Stateful\.state_dict\)"
+    ):
         DataLoader(Stateful()).state_dict()
 
 
 def test_that_a_sampler_counts_what_is_drawn_ahead_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"so Positions\.state_dict\(\) counts some that the loop does not"):
+    with pytest.warns(
+        UserWarning, match=r"so Positions\.state_dict\(\) counts some that the loop does not"
+    ):
         made = DataLoader(Numbers(), sampler=Positions())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -479,7 +493,14 @@ class Refilled(Sampler[Any]):
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize(
     "places",
-    [[0, 0], [[0], [0]], ([0], [0]), np.zeros(2, int), torch.zeros(2, dtype=torch.int64), {0: 0, 1: 0}],
+    [
+        [0, 0],
+        [[0], [0]],
+        ([0], [0]),
+        np.zeros(2, int),
+        torch.zeros(2, dtype=torch.int64),
+        {0: 0, 1: 0},
+    ],
     ids=["list", "lists", "tuple", "ndarray", "tensor", "dict"],
 )
 def test_a_sampler_may_fill_again_what_it_has_given(places: Any, single: bool) -> None:

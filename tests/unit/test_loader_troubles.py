@@ -90,7 +90,9 @@ def breaks_off() -> Iterator[int]:
 def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
     found: list[int] = []
     with pytest.raises(OSError, match="no more indices"):
-        found.extend(batch[1] for batch in DataLoader(Records(), batch_size=None, sampler=breaks_off()))
+        found.extend(
+            batch[1] for batch in DataLoader(Records(), batch_size=None, sampler=breaks_off())
+        )
     assert found == [0, 1, 2, 3, 4]
 
 
@@ -135,7 +137,9 @@ def test_a_state_of_batches_that_the_sampler_no_longer_gives_is_refused(kind: st
     state = loader.state_dict()
     again = DataLoader(Records(), batch_size=4, sampler=sampler())
     again.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"after 2 batches, and the sampler now gives other .*set_epoch"):
+    with pytest.raises(
+        ValueError, match=r"after 2 batches, and the sampler now gives other .*set_epoch"
+    ):
         iter(again)
     del state["place"]["indices"]
     again.load_state_dict(state)
@@ -183,7 +187,9 @@ def test_accelerate_may_be_imported_after_a_loader_was_made() -> None:
         "assert 'accelerate' not in sys.modules; from accelerate import Accelerator;"
         "print(type(Accelerator(cpu=True).prepare(loader).base_dataloader).__module__)"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "stoker.loader.dataloader"
 
 
@@ -202,7 +208,9 @@ def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
     "option", [{"stall_timeout_s": 0}, {"stall_timeout_s": float("nan")}, {"bad_record_budget": 5}]
 )
 def test_an_option_out_of_its_range_is_refused(option: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(option))} is a .*, not {next(iter(option.values()))}"):
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(option))} is a .*, not {next(iter(option.values()))}"
+    ):
         DataLoader(Records(), **option)
 
 
@@ -226,7 +234,9 @@ def test_a_fork_that_lets_go_of_a_pass_does_not_end_it_for_its_parent(tmp_path: 
     """The report of a pass that has ended shows whose finalizers ran."""
     events = {"STOKER_EVENTS": str(tmp_path / "events.jsonl")}
     command = [sys.executable, "-W", "ignore", "-c", FORKS]
-    done = subprocess.run(command, env=os.environ | events, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | events, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["child", "False", "parent", "True"]
 
 
@@ -252,7 +262,13 @@ def test_a_file_of_ranks_that_were_killed_is_not_taken_for_that_of_these(
 
 def test_what_killed_ranks_have_left_the_next_ones_remove(tmp_path: Path) -> None:
     own, other = f"{os.getppid()}-mine", f"{os.getpid()}-of-a-running-job"
-    for name in (f"{own}.json", f"{own}.123", f"{other}.json", "4194305-killed.json", "4194305-killed.7"):
+    for name in (
+        f"{own}.json",
+        f"{own}.123",
+        f"{other}.json",
+        "4194305-killed.json",
+        "4194305-killed.7",
+    ):
         (tmp_path / name).touch()
     connection._forget_killed(tmp_path / f"{own}.json")
     assert [path.name for path in tmp_path.iterdir()] == [f"{other}.json"]
@@ -279,7 +295,12 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
 
 class Halves(Records):
     def __getitem__(self, index: int) -> Any:
-        return torch.ones(1) / 2, torch.tensor(0.1), ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
+        return (
+            torch.ones(1) / 2,
+            torch.tensor(0.1),
+            ImageFile.LOAD_TRUNCATED_IMAGES,
+            Image.MAX_IMAGE_PIXELS,
+        )
 
 
 def test_what_a_script_has_set_for_its_process_holds_for_its_batches_alone(

@@ -14,12 +14,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(p for folder in ("source_dir/stoker", "launcher") for p in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    p for folder in ("source_dir/stoker", "launcher") for p in (ROOT / folder).rglob("*.py")
+)
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
-RAY_CALLS = {"get", "wait", "put", "nodes", "kill", "cancel", "init", "get_actor", "cluster_resources"}
+RAY_CALLS = {
+    "get",
+    "wait",
+    "put",
+    "nodes",
+    "kill",
+    "cancel",
+    "init",
+    "get_actor",
+    "cluster_resources",
+}
 COMMON = {
     name
-    for kind in (dict, list, set, str, bytes, deque, Path, IOBase, threading.Condition, threading.Thread)
+    for kind in (
+        dict,
+        list,
+        set,
+        str,
+        bytes,
+        deque,
+        Path,
+        IOBase,
+        threading.Condition,
+        threading.Thread,
+    )
     for name in dir(kind)
 }
 """Methods of Python's own types: a call of one of these on an object says nothing about whose it is."""
@@ -49,7 +72,10 @@ class Code:
         self.imports[name] = {name}
         for node in ast.walk(module):
             if isinstance(node, ast.ImportFrom):
-                self.imports[name] |= {node.module or "", *(f"{node.module}.{a.name}" for a in node.names)}
+                self.imports[name] |= {
+                    node.module or "",
+                    *(f"{node.module}.{a.name}" for a in node.names),
+                }
             for target in made_here(node):
                 self.locks.add(target)
         for place, function in functions_of(name, module):
@@ -66,12 +92,18 @@ class Code:
         if isinstance(function, ast.Attribute) and name in COMMON:
             return []
         near = [self.imports.get(known, ()) for known in self.imports[caller.module]]
-        return [place for place in self.named.get(name, ()) if any(place.module in names for names in near)]
+        return [
+            place
+            for place in self.named.get(name, ())
+            if any(place.module in names for names in near)
+        ]
 
     def waits_for_ray(self) -> set[Place]:
         inside = {place: list(calls(function.body)) for place, function in self.functions.items()}
         found = {place for place, made in inside.items() if any(map(is_ray, made))}
-        meant = {place: {m for c in made for m in self.meant(c, place)} for place, made in inside.items()}
+        meant = {
+            place: {m for c in made for m in self.meant(c, place)} for place, made in inside.items()
+        }
         while more := {place for place, callees in meant.items() if callees & found} - found:
             found |= more
         return found
@@ -82,7 +114,9 @@ class Code:
         found = set()
         for place, function in self.functions.items():
             for node in ast.walk(function):
-                if isinstance(node, ast.With) and any(held(item, self.locks) for item in node.items):
+                if isinstance(node, ast.With) and any(
+                    held(item, self.locks) for item in node.items
+                ):
                     found |= {
                         f"{place.module}:{call.lineno} {called(call)}"
                         for call in calls(node.body)
@@ -96,7 +130,9 @@ def functions_of(module: str, tree: ast.AST, owner: str = "") -> Iterator[tuple[
         if isinstance(node, Function):
             yield Place(module, owner, node.name), node
         if not isinstance(node, ast.expr):
-            yield from functions_of(module, node, node.name if isinstance(node, ast.ClassDef) else owner)
+            yield from functions_of(
+                module, node, node.name if isinstance(node, ast.ClassDef) else owner
+            )
 
 
 def made_here(node: ast.AST) -> Iterator[str]:
@@ -107,7 +143,11 @@ def made_here(node: ast.AST) -> Iterator[str]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if made:
             yield from (last_name(target) for target in targets)
-    if isinstance(node, ast.arg) and node.annotation is not None and last_name(node.annotation) in LOCKS:
+    if (
+        isinstance(node, ast.arg)
+        and node.annotation is not None
+        and last_name(node.annotation) in LOCKS
+    ):
         yield node.arg
 
 
@@ -129,7 +169,13 @@ def calls(body: Iterable[ast.AST]) -> Iterator[ast.Call]:
 
 
 def last_name(node: ast.AST) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def called(call: ast.Call) -> str:
@@ -140,7 +186,9 @@ def is_ray(call: ast.Call) -> bool:
     function = call.func
     if not isinstance(function, ast.Attribute):
         return False
-    return function.attr == "remote" or (last_name(function.value) == "ray" and function.attr in RAY_CALLS)
+    return function.attr == "remote" or (
+        last_name(function.value) == "ray" and function.attr in RAY_CALLS
+    )
 
 
 def held(item: ast.withitem, locks: set[str]) -> bool:
@@ -152,8 +200,12 @@ def test_no_lock_is_held_across_a_ray_call() -> None:
     code = Code()
     for path in SOURCES:
         relative = path.relative_to(ROOT / "source_dir" if "source_dir" in path.parts else ROOT)
-        code.add(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), path.read_text())
-    assert {"changed", "_changed", "_lock"} <= code.locks, "the coordinator's and the feed's are seen"
+        code.add(
+            ".".join(relative.with_suffix("").parts).removesuffix(".__init__"), path.read_text()
+        )
+    assert {"changed", "_changed", "_lock"} <= code.locks, (
+        "the coordinator's and the feed's are seen"
+    )
     waiting = {place.name for place in code.waits_for_ray()}
     assert {"start_coordinator", "fetch", "rows", "_ask"} <= waiting
     assert not code.violations()

@@ -42,7 +42,13 @@ def run_of(folder: Path) -> tuple[Recorder, Tracking, Summary]:
 
 
 def books(epoch: int, *, whole: bool = True) -> list[dict[str, Any]]:
-    same = {"event": "records", "time": 1.0, "epoch": epoch, "quarantined": epoch % 2, "repeated": 0}
+    same = {
+        "event": "records",
+        "time": 1.0,
+        "epoch": epoch,
+        "quarantined": epoch % 2,
+        "repeated": 0,
+    }
     left = 0 if whole else 40
     train = {"read": 100, "trained": 100 - epoch % 2 - left, "remainder": left, "whole": whole}
     val = {"read": 50, "validated": 50 - epoch % 2, "remainder": 0}
@@ -108,7 +114,9 @@ def test_a_restart_of_a_long_run_takes_back_exactly_what_it_trains_again(tmp_pat
     assert restarted.records.read == 100 * (LONG - 300)
     assert restarted.metrics.best == {"val/acc": LONG - 301}
     trained(again, range(LONG - 300, LONG))
-    assert restarted.records.model_dump(exclude={"epochs"}) == whole.records.model_dump(exclude={"epochs"})
+    assert restarted.records.model_dump(exclude={"epochs"}) == whole.records.model_dump(
+        exclude={"epochs"}
+    )
     assert sum(row.get("passes", 1) for row in restarted.records.epochs) == 2 * LONG
 
 
@@ -122,7 +130,9 @@ def test_a_restart_before_the_sums_fails_rather_than_count_twice(
         tracking.take(back)
 
 
-def test_events_of_a_long_run_are_counted_and_the_last_of_each_kind_is_there(tmp_path: Path) -> None:
+def test_events_of_a_long_run_are_counted_and_the_last_of_each_kind_is_there(
+    tmp_path: Path,
+) -> None:
     recorder, tracking, summary = run_of(tmp_path / "run")
     tracking.take([HostsClosing(nodes=["a"]).record(), HostsClosing(nodes=["b"]).record()])
     lost = [HostLost(host="h", node=f"n{n}").record() for n in range(MOST_ROWS)]
@@ -132,7 +142,9 @@ def test_events_of_a_long_run_are_counted_and_the_last_of_each_kind_is_there(tmp
     events = written(recorder)["events"]
     assert len(events) == MOST_ROWS
     assert summary.notable() == {"closing": 3, "host_lost": MOST_ROWS, "recovered": MOST_ROWS}
-    assert sum(event["seconds"] for event in events if event["event"] == "recovered") == 2 * MOST_ROWS
+    assert (
+        sum(event["seconds"] for event in events if event["event"] == "recovered") == 2 * MOST_ROWS
+    )
     assert [event["nodes"] for event in events if event["event"] == "closing"][-1] == ["c"]
     assert read_summary(tmp_path / "run" / "summary.json").notable() == summary.notable()
 
@@ -161,7 +173,11 @@ def test_the_passes_of_a_script_count_by_what_each_of_them_told_last(tmp_path: P
     last = [progress(loader, 20 + loader % 3, 0.7) for loader in range(1, 300)]
     early = [progress(event.loader, 10, 0.2) for event in last]
     told = [progress(0, 5, 2.0), progress(0, 9, 4.0)]
-    mixed = [*told, *(event for pair in zip(early, last, strict=True) for event in pair), progress(0, 0, 0.0)]
+    mixed = [
+        *told,
+        *(event for pair in zip(early, last, strict=True) for event in pair),
+        progress(0, 0, 0.0),
+    ]
     for number, events in enumerate((last, mixed)):
         recorder, _, summary = run_of(tmp_path / f"run-{number}")
         for event in events:
@@ -173,14 +189,19 @@ def test_the_passes_of_a_script_count_by_what_each_of_them_told_last(tmp_path: P
 
 
 def steps_of(ms: list[float]) -> PassEnded:
-    return PassEnded(split="train", epoch=0, samples=1, steps=len(ms), elapsed_s=1.0, step_ms=ms, times={})
+    return PassEnded(
+        split="train", epoch=0, samples=1, steps=len(ms), elapsed_s=1.0, step_ms=ms, times={}
+    )
 
 
 def test_the_median_step_is_exact_and_in_a_long_run_that_of_a_sample(tmp_path: Path) -> None:
     recorder, _, summary = run_of(tmp_path / "run")
     draw = random.Random(1)
     # Steps become slower, and every 64th is slow, as with a checkpoint.
-    steps = [round(draw.gauss(100 + n / 1000, 5) * (1 if n % 64 else 9), 3) for n in range(20 * MOST_TIMES)]
+    steps = [
+        round(draw.gauss(100 + n / 1000, 5) * (1 if n % 64 else 9), 3)
+        for n in range(20 * MOST_TIMES)
+    ]
     recorder.on_event(steps_of(steps[:MOST_TIMES]))
     recorder.refresh()
     assert summary.speed.step_ms_p50 == round(statistics.median(steps[:MOST_TIMES]), 3)
@@ -198,9 +219,13 @@ def test_the_report_of_many_steps_says_how_many_of_them_it_draws(
     monkeypatch.setattr(runs, "MOST_STEPS", 300)
     thin = runs.read_run(run)
     assert (whole.steps_per_point, thin.steps_per_point) == (1, 3)
-    assert set(thin.loss) <= set(whole.loss) and len(thin.loss) == pytest.approx(len(whole.loss) / 3, abs=2)
+    assert set(thin.loss) <= set(whole.loss) and len(thin.loss) == pytest.approx(
+        len(whole.loss) / 3, abs=2
+    )
     rates = [rate for _, rate in thin.samples_per_s]
-    assert rates == pytest.approx([640.0] * len(rates)), "rates are those of the steps between two points"
+    assert rates == pytest.approx([640.0] * len(rates)), (
+        "rates are those of the steps between two points"
+    )
     assert (thin.metrics, thin.epochs, thin.marks) == (whole.metrics, whole.epochs, whole.marks)
     write_report([run], run / "report.html")
     assert f"{len(thin.loss)} logged steps: one in 3 of all" in (run / "report.html").read_text()

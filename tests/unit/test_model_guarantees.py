@@ -34,7 +34,9 @@ ROWS = [8, 8, 8, 3]
 
 
 def plain(split: str, epoch: int) -> Batches:
-    return Batches(split, epoch, batches(ROWS if split == "train" else [8, 5], seed=int(split == "val")))
+    return Batches(
+        split, epoch, batches(ROWS if split == "train" else [8, 5], seed=int(split == "val"))
+    )
 
 
 def spoilt(where: Data, spoil: Any) -> Data:
@@ -59,7 +61,9 @@ def all_finite(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, value: float) -> None:
+def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(
+    tmp_path: Path, value: float
+) -> None:
     def spoil(feed: Batches) -> None:
         if feed.split == "val" and feed.epoch == 0:
             feed.batches[0]["y"] = torch.full((8,), value)
@@ -69,7 +73,9 @@ def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, v
     losses = [metrics["val/loss"] for metrics in run.metrics]
     assert losses[0] is None and losses[2] < losses[1]
     assert json.loads((tmp_path / "best.json").read_text())["value"] == losses[2]
-    assert json.loads((tmp_path / "model/model.json").read_text())["metrics"]["val/loss"] == losses[2]
+    assert (
+        json.loads((tmp_path / "model/model.json").read_text())["metrics"]["val/loss"] == losses[2]
+    )
     summary = Summary()
     newest = checkpoint.newest_valid(open_store(str(tmp_path)))
     assert newest is not None
@@ -84,7 +90,9 @@ def test_a_run_from_another_runs_checkpoint_calls_best_what_its_model_is(tmp_pat
 
     start(tmp_path / "a", plain, train=TRAIN)
     before = checkpoint.newest_valid(open_store(str(tmp_path / "a")))
-    run = start(tmp_path / "b", spoilt(plain, worse), resume=tmp_path / "a", train={**TRAIN, "epochs": 5})
+    run = start(
+        tmp_path / "b", spoilt(plain, worse), resume=tmp_path / "a", train={**TRAIN, "epochs": 5}
+    )
     after = checkpoint.newest_valid(run.keeper.store)
     assert run.error is None and before is not None and after is not None
     live, resumed = Summary(), Summary()
@@ -116,7 +124,11 @@ def test_a_run_from_another_runs_checkpoint_stops_early_by_its_own_epochs(tmp_pa
     ],
 )
 def test_the_model_is_that_of_the_best_epoch(
-    tmp_path: Path, keys: dict[str, Any], scores: dict[str, list[float]], losses: list[float], epoch: int
+    tmp_path: Path,
+    keys: dict[str, Any],
+    scores: dict[str, list[float]],
+    losses: list[float],
+    epoch: int,
 ) -> None:
     recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=losses)
     run = start(tmp_path, plain, recipe, train={**TRAIN, "epochs": len(losses)}, checkpoint=keys)
@@ -138,7 +150,9 @@ def test_a_resume_that_monitors_another_metric_ranks_earlier_epochs_by_it(tmp_pa
     assert json.loads((tmp_path / "model/model.json").read_text())["epoch"] == 1
 
 
-def test_a_best_checkpoint_that_got_damaged_is_said_where_the_model_is_another(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_got_damaged_is_said_where_the_model_is_another(
+    tmp_path: Path,
+) -> None:
     scores = {"acc1": [0.95, 0.9, 0.8, 0.7]}
     recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=[1.0] * 4)
     file = tmp_path / "step-00000004" / "model.safetensors"
@@ -154,7 +168,9 @@ def test_a_best_checkpoint_that_got_damaged_is_said_where_the_model_is_another(t
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_the_weights_of_another_run_in_the_same_folder_are_not_exported(tmp_path: Path, epoch: int) -> None:
+def test_the_weights_of_another_run_in_the_same_folder_are_not_exported(
+    tmp_path: Path, epoch: int
+) -> None:
     """The best, and the last, to which this run then adds its outcome."""
     scores = {"acc1": [1.0 - abs(number - epoch) / 9 for number in range(4)]}
     recipe = Scored(train_records=32, val_records=8, steps=4, scores=scores, losses=[1.0] * 4)
@@ -191,7 +207,9 @@ def test_a_model_is_not_left_beside_another_starts_export(tmp_path: Path, form: 
     assert left == {"model.json", "model.safetensors"}
 
 
-def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_again(tmp_path: Path) -> None:
+def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_again(
+    tmp_path: Path,
+) -> None:
     start(tmp_path, plain, train=TRAIN)
     (tmp_path / "model/model.onnx").write_text("of these weights")
     (tmp_path / "model/model.pt2").write_text("left by an earlier start")
@@ -200,7 +218,9 @@ def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_aga
     (tmp_path / "model/model.json").write_text(json.dumps(about))
     assert start(tmp_path, plain, train=TRAIN).error is None
     left = {path.name for path in (tmp_path / "model").iterdir()}
-    assert left == {"model.json", "model.onnx", "model.safetensors"}, "what model.json lists is of these"
+    assert left == {"model.json", "model.onnx", "model.safetensors"}, (
+        "what model.json lists is of these"
+    )
     assert json.loads((tmp_path / "model/model.json").read_text()) == about
 
 
@@ -242,7 +262,11 @@ def test_another_weight_decay_or_momentum_has_no_effect_on_a_resumed_run(
 ) -> None:
     train = {**TRAIN, "optimizer": optimizer, "weight_decay": before}
     whole = start(tmp_path / "whole", plain, train=train)
-    for epoch, decay in ((0, before), (1, after), (2, after)):  # a third start knows the first one's
+    for epoch, decay in (
+        (0, before),
+        (1, after),
+        (2, after),
+    ):  # a third start knows the first one's
 
         def stop(feed: Batches, at: int = epoch) -> None:
             if feed.split == "train" and feed.epoch == at:
@@ -304,7 +328,9 @@ def test_no_checkpoint_of_a_broken_model_is_published(
         tracking={"log_every_steps": 1000},
     )
     assert isinstance(run.error, FloatingPointError)
-    named = {"loss": "the sum of the epoch's losses is nan", "gradient": "weight weight holds NaN"}[what]
+    named = {"loss": "the sum of the epoch's losses is nan", "gradient": "weight weight holds NaN"}[
+        what
+    ]
     assert str(run.error).startswith(named)
     assert "by step 6 (epoch 2)" in str(run.error)
     assert str(run.error).endswith("; the checkpoint step-00000005 is kept")
@@ -345,7 +371,9 @@ def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> Non
     run.worker.scaler.update(2.0**-30)
     from stoker.train.state import Progress
 
-    with pytest.raises(FloatingPointError, match=r"fp16: the gradient of every step.*train.precision=bf16"):
+    with pytest.raises(
+        FloatingPointError, match=r"fp16: the gradient of every step.*train.precision=bf16"
+    ):
         run.keeper.take(Progress(9), {})
 
 
@@ -362,7 +390,11 @@ class Drawing(Counting):
 
 
 JOB: dict[str, Any] = {
-    "train": {**TRAIN, "scheduler": "cosine", "early_stopping": {"monitor": "val/loss", "patience": 9}},
+    "train": {
+        **TRAIN,
+        "scheduler": "cosine",
+        "early_stopping": {"monitor": "val/loss", "patience": 9},
+    },
     "checkpoint": {"keep": 9, "save_top_k": 2},
 }
 
@@ -372,10 +404,15 @@ def ends(run: Any, folder: Path) -> tuple[Any, ...]:
     assert newest is not None
     meta = newest.meta
     history = [
-        {**entry, "metrics": {k: v for k, v in entry["metrics"].items() if not k.startswith("perf/")}}
+        {
+            **entry,
+            "metrics": {k: v for k, v in entry["metrics"].items() if not k.startswith("perf/")},
+        }
         for entry in meta["history"]
     ]
-    weights = {k: v.tolist() for k, v in load_file(folder / newest.name / "model.safetensors").items()}
+    weights = {
+        k: v.tolist() for k, v in load_file(folder / newest.name / "model.safetensors").items()
+    }
     best = json.loads((folder / "best.json").read_text())
     model = json.loads((folder / "model/model.json").read_text())["checkpoint"]
     return run.metrics[-1], history, meta["early_stopping"], meta["pending"], weights, best, model
@@ -424,9 +461,17 @@ def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_f
     assert ends(rest, tmp_path / "run") == ends(whole, tmp_path / "whole")
 
 
-def test_an_epoch_without_validation_ends_in_the_checkpoint_of_its_last_step(tmp_path: Path) -> None:
+def test_an_epoch_without_validation_ends_in_the_checkpoint_of_its_last_step(
+    tmp_path: Path,
+) -> None:
     whole = start(tmp_path / "whole", plain, train=TRAIN, has_val=False)
-    run = start(tmp_path / "run", plain, train=TRAIN, has_val=False, checkpoint={"every_steps": 4, "keep": 1})
+    run = start(
+        tmp_path / "run",
+        plain,
+        train=TRAIN,
+        has_val=False,
+        checkpoint={"every_steps": 4, "keep": 1},
+    )
     assert [event["step"] for event in run.head.of("checkpoint")] == [4, 8, 12]
     assert ends(run, tmp_path / "run") == ends(whole, tmp_path / "whole")
     newest = checkpoint.newest_valid(run.keeper.store)
@@ -443,7 +488,9 @@ def test_an_outcome_that_is_not_whole_is_made_again(tmp_path: Path, damage: str)
     if damage == "absent":
         file.unlink()
     else:
-        file.write_text(text[:-30] if damage == "cut short" else text.replace('"step": 12', '"step": 13'))
+        file.write_text(
+            text[:-30] if damage == "cut short" else text.replace('"step": 12', '"step": 13')
+        )
     again = start(tmp_path, plain, Drawing(), **JOB)
     assert again.error is None
     assert [event["epoch"] for event in again.head.of("epoch")] == [2], "validated, not trained"
@@ -499,10 +546,14 @@ def test_the_exit_code_of_a_stop_says_whether_training_had_finished(
         ("", "", "no operator aten::x", "export failed; no operator aten::x"),
     ],
 )
-def test_what_failed_never_ends_with_exit_code_0(error: str, reason: str, exported: str, said: str) -> None:
+def test_what_failed_never_ends_with_exit_code_0(
+    error: str, reason: str, exported: str, said: str
+) -> None:
     fit: Any = object.__new__(driver.Fit)
     fit.error, fit.reason, fit.complete = error, reason, True
-    summary = Summary(exports=[{"format": "safetensors", "error": ""}, {"format": "onnx", "error": exported}])
+    summary = Summary(
+        exports=[{"format": "safetensors", "error": ""}, {"format": "onnx", "error": exported}]
+    )
     assert driver.conclude(fit, summary) == 1
     assert (summary.status, summary.error) == ("failed", said)
 
@@ -510,7 +561,12 @@ def test_what_failed_never_ends_with_exit_code_0(error: str, reason: str, export
 def test_ranks_agree_on_the_step_of_a_validation_in_which_they_stop() -> None:
     for seed in range(200):
         chance = random.Random(seed)
-        passes = [(e, val, s) for e in range(3) for val in (False, True) for s in range(chance.randint(1, 4))]
+        passes = [
+            (e, val, s)
+            for e in range(3)
+            for val in (False, True)
+            for s in range(chance.randint(1, 4))
+        ]
         stop, at = AgreedStop(), [0, 0, 0]
         seen: list[list[Any]] = [[], [], []]
         while any(a < len(passes) for a in at):
@@ -553,7 +609,9 @@ def test_the_training_loss_is_the_mean_over_records_although_the_last_batch_is_s
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_steps_tell_how_many_batches_of_their_pass_were_trained(tmp_path: Path, accumulate: int) -> None:
+def test_steps_tell_how_many_batches_of_their_pass_were_trained(
+    tmp_path: Path, accumulate: int
+) -> None:
     train = {"epochs": 2, "batch_size": 8, "accumulate_steps": accumulate}
     run = start(tmp_path, plain, train=train, has_val=False, tracking={"log_every_steps": 1})
     count = len(plain("train", 0).batches)

@@ -81,8 +81,13 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if a.layout != torch.strided:
             return same(a.to_dense(), b.to_dense())
-        return (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad) and torch.equal(
-            a.view(torch.uint8) if a.dtype in NEW else a, b.view(torch.uint8) if b.dtype in NEW else b
+        return (a.dtype, a.shape, a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.requires_grad,
+        ) and torch.equal(
+            a.view(torch.uint8) if a.dtype in NEW else a,
+            b.view(torch.uint8) if b.dtype in NEW else b,
         )
     if isinstance(a, np.ndarray):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and bool(np.all(a == b))
@@ -142,7 +147,12 @@ def collated(room: Room, first: int, size: int = 20_000) -> tuple[Any, np.ndarra
 
 def arrives(pages: np.ndarray[Any, Any], first: int) -> bool:
     (found,) = unpack(pages.copy())
-    return found["x"][:, 0].tolist() == [first + n for n in range(4)] and found["y"].tolist() == [0, 1, 2, 3]
+    return found["x"][:, 0].tolist() == [first + n for n in range(4)] and found["y"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_memory_of_a_batch_that_is_gone_takes_the_next_and_the_batch_is_not_copied() -> None:

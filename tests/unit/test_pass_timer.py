@@ -121,14 +121,24 @@ def test_samples_are_counted_as_they_come(kind: str, no_step_yet: Path) -> None:
     assert list(counted(no_step_yet).values()) == [wanted]
 
 
-ONE = {"event": "loader", "time": 1.0, "rank": 0, "steps": 11, "samples": 88, "wait_s": 1.0, "elapsed_s": 4.0}
+ONE = {
+    "event": "loader",
+    "time": 1.0,
+    "rank": 0,
+    "steps": 11,
+    "samples": 88,
+    "wait_s": 1.0,
+    "elapsed_s": 4.0,
+}
 
 
 def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_path: Path) -> None:
     summary = Summary(name="job", train_workers=1)
     recorder = Recorder(tmp_path, summary, 0.0)
     recorder.on_event(event_of(ONE | {"loader": 0}))
-    recorder.on_event(event_of({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0}))
+    recorder.on_event(
+        event_of({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0})
+    )
     recorder.on_event(event_of(ONE | {"loader": 1, "samples": 352}))
     recorder.close(summary)
     assert (summary.steps, summary.speed.samples_per_s) == (11, 80.0)
@@ -146,7 +156,9 @@ def test_a_script_that_is_started_again_adds_to_what_it_did_before(tmp_path: Pat
     recorder = Recorder(tmp_path, summary, 0.0)
     for number in (number_in_a_new_process(), number_in_a_new_process()):
         for steps in (3, 11):
-            recorder.on_event(event_of(ONE | {"loader": number, "steps": steps, "samples": 8 * steps}))
+            recorder.on_event(
+                event_of(ONE | {"loader": number, "steps": steps, "samples": 8 * steps})
+            )
             found.append(summary.steps)
     assert found == [3, 11, 14, 22]
 

@@ -20,21 +20,23 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.serve.opening import open_data
+from stoker_launcher.command_line import app
 
 
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """How many records are examined must not depend on the machine; the command sets Ray's environment."""
-    monkeypatch.setattr("launcher.advise.peek.looking.SECONDS", 600.0)
+    monkeypatch.setattr("stoker_launcher.advise.peek.looking.SECONDS", 600.0)
     with mock.patch.dict(os.environ):
         yield
 
 
-def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
+def peek(
+    folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any
+) -> tuple[Result, str]:
     job, page = folder / "job.yaml", folder / "page.html"
     settings = {"name": "look", "recipe": recipe, "params": params, "train": {"batch_size": 32}}
     job.write_text(yaml.safe_dump(settings))
@@ -44,13 +46,17 @@ def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params
 
 def said(result: Result) -> list[str]:
     return [
-        line.partition(" ")[2] for line in result.output.splitlines() if line.startswith(("warn", "error"))
+        line.partition(" ")[2]
+        for line in result.output.splitlines()
+        if line.startswith(("warn", "error"))
     ]
 
 
 def pictures(page: str) -> list[Any]:
     found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image', page)
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")) for png in found]
+    return [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")) for png in found
+    ]
 
 
 def test_counts_columns_types_shapes_and_costs_after_each_stage(tmp_path: Path) -> None:
@@ -80,8 +86,12 @@ def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) 
     for flipped, straight in zip(pictures(page), pictures(plain), strict=True):
         assert flipped.shape == straight.shape == (144, 192, 3)
         # The mask covers columns 6 to 13 of 32, rows 4 to 11; flipped, columns 18 to 25.
-        assert np.ptp(straight[60, 60].astype(int)) > 60 and np.ptp(straight[60, 140].astype(int)) < 10
-        assert np.ptp(flipped[60, 140].astype(int)) > 60 and np.ptp(flipped[60, 60].astype(int)) < 10
+        assert (
+            np.ptp(straight[60, 60].astype(int)) > 60 and np.ptp(straight[60, 140].astype(int)) < 10
+        )
+        assert (
+            np.ptp(flipped[60, 140].astype(int)) > 60 and np.ptp(flipped[60, 60].astype(int)) < 10
+        )
     assert "1 boxes" in page
     assert "</i>class 1</span>" in page, "the mask's class stands in the legend"
 
@@ -96,7 +106,12 @@ CAMERA = "column 'source' is the same in all 60 records ('camera')"
         ("null", 2, ["column 'note' is NULL in all 60 records", "60 × column 'note' is None"], []),
         ("shapes", 2, ["column 'image' differs in shape between records"], []),
         ("raises", 2, ["stage raises: RuntimeError: no such table"], []),
-        ("beyond", 0, ["column 'mask': a mask out of range: 0 … 30; 0 … 11 are the recipe's classes"], []),
+        (
+            "beyond",
+            0,
+            ["column 'mask': a mask out of range: 0 … 30; 0 … 11 are the recipe's classes"],
+            [],
+        ),
         ("unlabelled", 0, [], ["out of range"]),
         (
             "normalised",
@@ -125,7 +140,9 @@ def test_problems_that_are_found(
 
 
 @pytest.mark.long
-def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_runs(tmp_path: Path) -> None:
+def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_runs(
+    tmp_path: Path,
+) -> None:
     result, _ = peek(tmp_path, chain="alone")
     line = (
         "chain: RandomHorizontalFlip moves the pixels of the image only, not those of mask; put it into"
@@ -158,7 +175,9 @@ def test_masks_are_also_found_in_the_records_of_a_torch_dataset(
             open_data(load(tmp_path / "job.yaml", []).config)
     else:
         open_data(load(tmp_path / "job.yaml", []).config)
-    assert [text.startswith(line) for text in said(result) if "moves" in text] == [True] * bool(moves)
+    assert [text.startswith(line) for text in said(result) if "moves" in text] == [True] * bool(
+        moves
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,12 +187,20 @@ def test_masks_are_also_found_in_the_records_of_a_torch_dataset(
             "train.batch_size=61",
             "train.batch_size: 61 records × 1 train worker exceed the 60 training records",
         ),
-        ("train.workers=2", "train.batch_size: 32 records × 2 train workers exceed the 60 training records"),
-        ("checkpoint.monitor=val/ac1", "checkpoint.monitor: no metric 'val/ac1'; did you mean val/acc1?"),
+        (
+            "train.workers=2",
+            "train.batch_size: 32 records × 2 train workers exceed the 60 training records",
+        ),
+        (
+            "checkpoint.monitor=val/ac1",
+            "checkpoint.monitor: no metric 'val/ac1'; did you mean val/acc1?",
+        ),
         ("train.early_stopping.monitor=val/los", "no metric 'val/los'; did you mean val/loss?"),
     ],
 )
-def test_settings_that_a_run_refuses_once_it_knows_the_data(tmp_path: Path, override: str, line: str) -> None:
+def test_settings_that_a_run_refuses_once_it_knows_the_data(
+    tmp_path: Path, override: str, line: str
+) -> None:
     result, _ = peek(tmp_path, override)
     assert result.exit_code == 2
     assert any(line in problem for problem in said(result)), result.output
@@ -259,7 +286,9 @@ def test_text_sound_and_rows_of_any_length(
     tmp_path: Path, module: str, recipe: str, records: int, on_screen: str, on_page: str
 ) -> None:
     importlib.import_module(f"recipes.{module}").write(tmp_path / "data", records)
-    result, page = peek(tmp_path, "-n", "4", recipe=f"recipes.{module}:{recipe}", data=str(tmp_path / "data"))
+    result, page = peek(
+        tmp_path, "-n", "4", recipe=f"recipes.{module}:{recipe}", data=str(tmp_path / "data")
+    )
     assert result.exit_code == 0, result.output
     assert re.search(on_screen, result.output)
     assert len(re.findall(on_page, page)) == 4
@@ -271,7 +300,7 @@ def test_data_that_only_a_ray_cluster_reads_is_refused(tmp_path: Path) -> None:
         "        import ray\n        return ray.data.range(20)\n"
     )
     (tmp_path / "job.yaml").write_text("recipe: own:Own\n")
-    words = ["-m", "launcher.submit", "peek", "job.yaml"]
+    words = [str(Path(__file__).parents[2] / "launcher/submit.py"), "peek", "job.yaml"]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     line = "error: peek: does not start Ray, with which this recipe reads; see its rows with dataset.take(3)"
@@ -295,11 +324,16 @@ def test_a_page_that_is_written_where_the_user_works_needs_no_network(
         (["--n", "0"], "--n: between 1 and 512 (got 0)"),
         (["--split", "test"], "--split: train or val (got 'test')"),
         (["--rank", "1"], "--rank: selects a train worker of a run; add --step N"),
-        (["--out", "/no/such/folder/x.html"], "--out /no/such/folder/x.html: /no/such/folder does not exist"),
+        (
+            ["--out", "/no/such/folder/x.html"],
+            "--out /no/such/folder/x.html: /no/such/folder does not exist",
+        ),
         (["params.records=0"], "peek: the train split has no records"),
     ],
 )
-def test_what_cannot_be_looked_at_is_said_in_one_line(tmp_path: Path, words: list[str], line: str) -> None:
+def test_what_cannot_be_looked_at_is_said_in_one_line(
+    tmp_path: Path, words: list[str], line: str
+) -> None:
     result, _ = peek(tmp_path, *words)
     assert isinstance(result.exception, UsageError), result.output
     assert str(result.exception) == line
@@ -310,7 +344,13 @@ def test_what_cannot_be_looked_at_is_said_in_one_line(tmp_path: Path, words: lis
 
 @pytest.mark.parametrize(
     "typed",
-    ["{here}/my set #2", "~/my set #2", "$HOME/my set #2", "${{HOME}}/my set #2", "[my] {{set}}: 010"],
+    [
+        "{here}/my set #2",
+        "~/my set #2",
+        "$HOME/my set #2",
+        "${{HOME}}/my set #2",
+        "[my] {{set}}: 010",
+    ],
 )
 def test_a_folder_named_on_the_command_line_is_the_one_that_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
@@ -324,7 +364,12 @@ def test_a_folder_named_on_the_command_line_is_the_one_that_is_read(
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40, 40), (number, 0, 0)).save(file)
     data = typed.format(here=tmp_path)
-    words = [f"params.data={data}", "params.augment=none", "params.image_size=032", "params.model=resnet18"]
+    words = [
+        f"params.data={data}",
+        "params.augment=none",
+        "params.image_size=032",
+        "params.model=resnet18",
+    ]
     result, _ = peek(tmp_path, *words, recipe="ImageClassification")
     assert "look: 15 train records from" in result.output
     assert re.search(r"label +int64 +0 +0 … 2", result.output), result.output

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.kinds import Event
@@ -29,6 +28,7 @@ from stoker.serve.opening import open_data
 from stoker.serve.passes import Passes, Shared
 from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
+from stoker_launcher.command_line import app
 
 FIGURES = {"loss": 1.0, "lr": 0.1, "epoch_samples": 0, "elapsed_s": 0.0, "wait_s": 0.0}
 
@@ -52,7 +52,11 @@ class Run:
             file.write(json.dumps({"event": event, **values}) + "\n")
 
     def train(
-        self, workers: int, steps: int | None = None, start: dict[str, Any] | None = None, late_step: int = 0
+        self,
+        workers: int,
+        steps: int | None = None,
+        start: dict[str, Any] | None = None,
+        late_step: int = 0,
     ) -> Any:
         """One epoch of an attempt, or the first steps of one; its place then.
 
@@ -76,7 +80,9 @@ class Run:
             self.step = start["step"]
             self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
         costs = {split: ChainCosts() for split in ("train", "val")}
-        attempt = RecipeAttempt(0, workers, passes, data.totals, cursor, Shared(self.take, 0, costs))
+        attempt = RecipeAttempt(
+            0, workers, passes, data.totals, cursor, Shared(self.take, 0, costs)
+        )
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)
         loaded = LoadedSplit(data.sources["train"], data.chains["train"])
@@ -124,7 +130,7 @@ class Run:
         )
 
     def rebuilt(self, step: int) -> dict[int, list[str]]:
-        from launcher.advise.peek.peek_run import rebuild
+        from stoker_launcher.advise.peek.peek_run import rebuild
 
         found: dict[int, list[str]] = {}
         for line in rebuild(self.folder, step, []).lines:
@@ -132,7 +138,9 @@ class Run:
         return found
 
     def of_step(self, step: int) -> dict[int, list[str]]:
-        return {rank: keys for (number, rank), keys in sorted(self.trained.items()) if number == step}
+        return {
+            rank: keys for (number, rank), keys in sorted(self.trained.items()) if number == step
+        }
 
 
 ORDERS = pytest.mark.parametrize("order", ["any", "exact"])
@@ -179,7 +187,10 @@ def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path, order: st
 
 def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path: Path) -> None:
     run = Run(
-        tmp_path, params={"train_records": 96, "shard": 20}, data=BLOCKS, train={"batch_size": 8, "epochs": 1}
+        tmp_path,
+        params={"train_records": 96, "shard": 20},
+        data=BLOCKS,
+        train={"batch_size": 8, "epochs": 1},
     )
     run.train(1, steps=5)
     run.step = 0  # without a checkpoint
@@ -189,13 +200,17 @@ def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path:
 
 
 @pytest.mark.long
-def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(tmp_path: Path) -> None:
+def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(
+    tmp_path: Path,
+) -> None:
     import torch
 
     from stoker.checkpoints.format import Content, save
     from stoker.storage.checkpoint_store import open_store
 
-    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run = Run(
+        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
+    )
     run.train(1)
     store = open_store(str(run.folder / "checkpoints"))
     for step, weight in ((3, 1.0), (7, 9.0)):
@@ -206,7 +221,9 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     keys = sorted(run.trained[4, 0], key=lambda key: -(int(key) % 3))
     # Off by x1: record i has the loss (i % 3)².
     rows = [line.split() for line in result.output.splitlines() if line.strip().startswith("0 ")]
-    assert [(row[1], float(row[-1])) for row in rows] == [(key, float((int(key) % 3) ** 2)) for key in keys]
+    assert [(row[1], float(row[-1])) for row in rows] == [
+        (key, float((int(key) % 3) ** 2)) for key in keys
+    ]
 
 
 def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
@@ -228,14 +245,18 @@ def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
     assert "no losses: the run wrote to ckpt in another folder" in run.peek("--step", "4").output
     monkeypatch.chdir(tmp_path)
     for step, writer in ((3, "own"), (4, "other")):
-        save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": step, "run": writer}))
+        save(
+            open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": step, "run": writer})
+        )
     whole = f"checkpoint.dir={tmp_path}/ckpt"
     assert "no losses: the run has no checkpoint" in run.peek("--step", "5", whole).output
     run.log("checkpoint", path="s3://there/ckpt/step-00000003", epoch=0, step=3)
     assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output
     run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000003", epoch=0, step=3, run="own")
     run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000004", epoch=0, step=4, run="own")
-    assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output, "replaced"
+    assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output, (
+        "replaced"
+    )
     assert "losses with the weights of step-00000003" in run.peek("--step", "5").output, (
         "in the command's folder"
     )
@@ -251,7 +272,9 @@ def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
     run.forget("blocks")
     with pytest.raises(UsageError, match=r"events\.jsonl lacks blocks of this step"):
         run.rebuilt(1)
-    assert "--split: applies to a job only" in str(run.peek("--step", "1", "--split", "val").exception)
+    assert "--split: applies to a job only" in str(
+        run.peek("--step", "1", "--split", "val").exception
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,8 +288,12 @@ def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"seed": 6}, "seed was 5 when the checkpoint was written"),
     ],
 )
-def test_a_batch_of_other_data_is_never_shown(tmp_path: Path, change: dict[str, Any], line: str) -> None:
-    run = Run(tmp_path, params={"train_records": 60, "shard": 20}, data=EXACT, train={"batch_size": 8})
+def test_a_batch_of_other_data_is_never_shown(
+    tmp_path: Path, change: dict[str, Any], line: str
+) -> None:
+    run = Run(
+        tmp_path, params={"train_records": 60, "shard": 20}, data=EXACT, train={"batch_size": 8}
+    )
     run.train(1)
     job = yaml.safe_load((run.folder / "config.yaml").read_text())
     (run.folder / "config.yaml").write_text(yaml.safe_dump({**job, **change}))
@@ -275,19 +302,27 @@ def test_a_batch_of_other_data_is_never_shown(tmp_path: Path, change: dict[str, 
 
 
 def test_a_block_whose_ids_are_not_those_of_the_run_ends_the_look(tmp_path: Path) -> None:
-    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run = Run(
+        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
+    )
     run.train(1)
     events = run.folder / "events.jsonl"
-    first = next(e for e in map(json.loads, events.read_text().splitlines()) if e["event"] == "blocks")
+    first = next(
+        e for e in map(json.loads, events.read_text().splitlines()) if e["event"] == "blocks"
+    )
     ids = first["blocks"][0][-1]
     events.write_text(events.read_text().replace(str(ids), str(ids + 1)))
-    with pytest.raises(UsageError, match="block 0 of shard 0 has different records than in the run"):
+    with pytest.raises(
+        UsageError, match="block 0 of shard 0 has different records than in the run"
+    ):
         run.rebuilt(2)
 
 
 def test_a_running_or_killed_run_has_the_batches_whose_blocks_it_has_noted(tmp_path: Path) -> None:
     """Whole steps are known before the pass ends; what its last step holds, only then."""
-    run = Run(tmp_path, params={"train_records": 60}, data=BLOCKS, train={"batch_size": 8, "epochs": 1})
+    run = Run(
+        tmp_path, params={"train_records": 60}, data=BLOCKS, train={"batch_size": 8, "epochs": 1}
+    )
     run.train(1)
     run.forget("pass")
     assert run.rebuilt(8) == run.of_step(8)
@@ -298,7 +333,9 @@ def test_a_running_or_killed_run_has_the_batches_whose_blocks_it_has_noted(tmp_p
 
 
 def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> None:
-    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run = Run(
+        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
+    )
     run.train(2)
     result = run.peek("--step", "2", "--rank", "1")
     assert result.exit_code == 0, result.exception
@@ -306,13 +343,19 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
     assert "step 2, epoch 1, 8 records" in result.output
     assert "no losses: the run has no checkpoint" in result.output
     assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
-    assert "the step had train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)
+    assert "the step had train workers 0 to 1" in str(
+        run.peek("--step", "2", "--rank", "2").exception
+    )
 
 
 def test_a_batch_that_changed_code_would_make_is_never_shown(tmp_path: Path) -> None:
-    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run = Run(
+        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
+    )
     run.train(1)
     (run.folder / "code").mkdir()
     (run.folder / "code" / "chain.py").write_text("SIDE = 32\n")  # as a resume stages it
-    with pytest.raises(UsageError, match="the code of the run has changed since it trained this step"):
+    with pytest.raises(
+        UsageError, match="the code of the run has changed since it trained this step"
+    ):
         run.rebuilt(2)

@@ -17,18 +17,20 @@ from pictured import pixels
 from PIL import Image
 from typer.testing import CliRunner
 
-from launcher.submit import app
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.config.loading import load
 from stoker.data import DecodeImage, Joint, read_any, read_images, read_torch
 from stoker.errors import UsageError
 from stoker.serve.opening import Data, open_data
+from stoker_launcher.command_line import app
 
 
 def opened(**params: Any) -> Data:
     words = [f"params.{name}={value}" for name, value in params.items()]
-    return open_data(load(None, ["recipe=pictured:Pictured", "data.block_records=4", *words]).config)
+    return open_data(
+        load(None, ["recipe=pictured:Pictured", "data.block_records=4", *words]).config
+    )
 
 
 def batched(data: Data) -> Any:
@@ -62,9 +64,18 @@ def test_arrays_of_mixed_channels_become_rgb(mode: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({"first": "nothing"}, r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage"),
-        ({"first": "image", "mode": "L"}, r"differs in channels .*all of them to RGB in the chain, with"),
-        ({"first": "image", "mode": "L", "pads": True}, r"pad would add black channels.*DecodeImage\(\)"),
+        (
+            {"first": "nothing"},
+            r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage",
+        ),
+        (
+            {"first": "image", "mode": "L"},
+            r"differs in channels .*all of them to RGB in the chain, with",
+        ),
+        (
+            {"first": "image", "mode": "L", "pads": True},
+            r"pad would add black channels.*DecodeImage\(\)",
+        ),
         ({"first": "nothing", "mode": "L", "array": True}, r"differs in channels .*to RGB"),
     ],
 )
@@ -95,7 +106,11 @@ def test_peek_names_what_becomes_of_pictures_of_16_bits(first: str, tmp_path: Pa
 def test_boxes_need_no_mask_and_a_mask_beside_them_moves_along() -> None:
     from torchvision.transforms import v2
 
-    record = {"key": "a", "image": Image.fromarray(pixels(0)), "boxes": np.array([[1, 2, 5, 6]], np.float32)}
+    record = {
+        "key": "a",
+        "image": Image.fromarray(pixels(0)),
+        "boxes": np.array([[1, 2, 5, 6]], np.float32),
+    }
     flip = Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"])
     mask = np.arange(256, dtype=np.uint8).reshape(16, 16)
     for more in ({}, {"mask": mask}):
@@ -137,7 +152,9 @@ def photos(folder: Path) -> None:
     (folder / "circle/notes.txt").write_text("from the garden")
 
 
-def test_images_without_a_split_are_copied_into_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_without_a_split_are_copied_into_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     photos(tmp_path / "my_images")
     before = sorted(p for p in (tmp_path / "my_images").rglob("*"))
@@ -174,7 +191,9 @@ def test_the_exported_model_is_used_at_its_own_size(
         torch.export.export(Brightest(), (example,), dynamic_shapes=batch), folder / "model.pt2"
     )
     inputs = [{"name": "image", "dtype": "uint8", "shape": ["batch", 3, 24, 24]}]
-    (folder / "model.json").write_text(json.dumps({"classes": ["red", "green", "blue"], "inputs": inputs}))
+    (folder / "model.json").write_text(
+        json.dumps({"classes": ["red", "green", "blue"], "inputs": inputs})
+    )
     Image.fromarray(np.full((70, 50, 3), (0, 200, 0), np.uint8)).save("new.jpg")
     exec(blocks("python")[-1], {})  # noqa: S102 - as a reader does
     assert capsys.readouterr().out == "green\n"

@@ -19,7 +19,6 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 from typer.testing import CliRunner
 
-from launcher.submit import app
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.config.loading import load
@@ -27,6 +26,7 @@ from stoker.data import DecodeImage, DecodeMask
 from stoker.errors import UsageError
 from stoker.protocol import Record
 from stoker.serve.opening import open_data
+from stoker_launcher.command_line import app
 
 
 def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -36,9 +36,9 @@ def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def decoded(image: Any, mode: Any = "RGB", bits: int | None = None) -> Any:
-    return DecodeImage(mode, bits)({"key": "a", "image": image}, np.random.default_rng(0))["image"].astype(
-        int
-    )
+    return DecodeImage(mode, bits)({"key": "a", "image": image}, np.random.default_rng(0))[
+        "image"
+    ].astype(int)
 
 
 def same(found: Any, expected: Any, within: int = 0) -> None:
@@ -77,7 +77,9 @@ GREYS = [(1, 1), (2, 85), (4, 17), (8, 1), (12, 0), (16, 0)]
 @pytest.mark.parametrize("photometric", [0, 1])
 def test_grey_tiffs_of_any_depth_and_white_as_zero(bits: int, step: int, photometric: int) -> None:
     values = (smooth(1) * 2**bits).astype(np.uint16 if bits > 8 else np.uint8)
-    expected = values.astype(int) >> (bits - 8) if bits > 8 else values.astype(int) * 255 // (2**bits - 1)
+    expected = (
+        values.astype(int) >> (bits - 8) if bits > 8 else values.astype(int) * 255 // (2**bits - 1)
+    )
     content = tiff(values, photometric=photometric, bits=bits if bits not in (8, 16) else 0)
     if (bits, photometric) == (12, 0):
         with pytest.raises(ValueError, match=r"1 channel of 12 bits \(unsigned\) is not supported"):
@@ -108,22 +110,48 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         tiff(U16[..., [0, 1, 2, 3, 0]], photometric=1, extra=(0,) * 4, planes=True, packed=True),
         "5 channels of 16 bits, which are marked neither grey nor RGB",
     ),
-    "three bands without colours": (tiff(U16[..., :3], photometric=1, extra=(0, 0)), "PHOTOMETRIC=RGB"),
+    "three bands without colours": (
+        tiff(U16[..., :3], photometric=1, extra=(0, 0)),
+        "PHOTOMETRIC=RGB",
+    ),
     "two bands": (tiff((U16[..., :2] >> 8).astype(np.uint8), extra=(0,)), "2 channels of 8 bits"),
     "five channels": (tiff(U16[..., [0, 1, 2, 3, 0]], extra=(0, 0)), "5 channels of 16 bits"),
-    "signed bytes": (tiff(smooth(1).astype(np.int8), kind=2), "8-bit pixels, whose range only you.*signed"),
-    "signed 16 bits": (tiff(smooth(1).astype(np.int16), kind=2), "16-bit pixels, whose range.*signed"),
-    "32 bits": (tiff((smooth(1) * 2**32).astype(np.uint32)), "32-bit pixels, whose range only you can tell"),
+    "signed bytes": (
+        tiff(smooth(1).astype(np.int8), kind=2),
+        "8-bit pixels, whose range only you.*signed",
+    ),
+    "signed 16 bits": (
+        tiff(smooth(1).astype(np.int16), kind=2),
+        "16-bit pixels, whose range.*signed",
+    ),
+    "32 bits": (
+        tiff((smooth(1) * 2**32).astype(np.uint32)),
+        "32-bit pixels, whose range only you can tell",
+    ),
     "floats": (tiff(smooth(1).astype(np.float32), kind=3), "32-bit pixels, whose range.*floating"),
-    "three floats": (tiff(smooth().astype(np.float32), kind=3), "32-bit pixels, whose range.*floating"),
+    "three floats": (
+        tiff(smooth().astype(np.float32), kind=3),
+        "32-bit pixels, whose range.*floating",
+    ),
     "a palette of bytes": (
-        tiff((smooth(1) * 16).astype(np.uint8), photometric=3, bits=4, palette=np.arange(48).reshape(16, 3)),
+        tiff(
+            (smooth(1) * 16).astype(np.uint8),
+            photometric=3,
+            bits=4,
+            palette=np.arange(48).reshape(16, 3),
+        ),
         "has 8-bit colours, which would be black",
     ),
     "a FITS file": (
         b"".join(
             f"{name:8}= {value:>20}".ljust(80).encode()
-            for name, value in {"SIMPLE": "T", "BITPIX": 16, "NAXIS": 2, "NAXIS1": 9, "NAXIS2": 9}.items()
+            for name, value in {
+                "SIMPLE": "T",
+                "BITPIX": 16,
+                "NAXIS": 2,
+                "NAXIS1": 9,
+                "NAXIS2": 9,
+            }.items()
         )
         + b"END".ljust(2480)
         + bytes(2880),
@@ -151,14 +179,26 @@ PNGS: dict[str, tuple[bytes, Any]] = {
     "grey of 4 bits": (png(INDEX, 0, 4), INDEX[..., [0, 0, 0]].astype(int) * 17),
     "RGB of 16 bits": (png(U16[..., :3], 2, 16), U16[..., :3] >> 8),
     "RGBA of 16 bits": (png(np.dstack([U16[..., :3], ALPHA]), 6, 16), U16[..., :3] >> 8),
-    "grey and alpha of 16 bits": (png(np.dstack([U16[..., :1], ALPHA]), 4, 16), U16[..., [0, 0, 0]] >> 8),
-    "a palette": (png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())), PALETTE[INDEX[..., 0]]),
+    "grey and alpha of 16 bits": (
+        png(np.dstack([U16[..., :1], ALPHA]), 4, 16),
+        U16[..., [0, 0, 0]] >> 8,
+    ),
+    "a palette": (
+        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())),
+        PALETTE[INDEX[..., 0]],
+    ),
     "a palette with one transparent colour": (
         png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", b"\0")),
         PALETTE[INDEX[..., 0]],
     ),
     "a palette with transparencies": (
-        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", bytes(range(1, 9)))),
+        png(
+            INDEX,
+            3,
+            4,
+            (b"PLTE", PALETTE.astype(np.uint8).tobytes()),
+            (b"tRNS", bytes(range(1, 9))),
+        ),
         PALETTE[INDEX[..., 0]],
     ),
     "a transparent colour": (
@@ -225,7 +265,9 @@ def test_a_png_with_megabytes_of_text_or_profile_is_decoded_and_a_bomb_is_not(
         columns, report = chain.run([{"key": "a", "image": made(size)}], epoch=0)
         assert not report.bad
         same(columns["image__hwc"][0], U16[..., :3] >> 8)
-    _, report = Chain(as_stages([DecodeImage()]), 0).run([{"key": "a", "image": made(40 * 2**20)}], 0)
+    _, report = Chain(as_stages([DecodeImage()]), 0).run(
+        [{"key": "a", "image": made(40 * 2**20)}], 0
+    )
     assert [bad.key for bad in report.bad] == ["a"]
 
 
@@ -244,9 +286,7 @@ def job(folder: Path, suffix: str, content: bytes, **params: Any) -> Path:
 def test_peek_and_the_run_name_the_scaling_and_the_levels_that_are_left(tmp_path: Path) -> None:
     content = png((smooth(1) * 4095).astype(np.uint16), 0, 16)
     path = job(tmp_path, ".png", content)
-    line = (
-        "4 of 4 have more than 8 bits per channel; decoding keeps the upper 8 of them, which leaves 15 of 256"
-    )
+    line = "4 of 4 have more than 8 bits per channel; decoding keeps the upper 8 of them, which leaves 15 of 256"
     result = CliRunner().invoke(app, ["peek", str(path), "--out", str(tmp_path / "page.html")])
     assert result.exit_code == 0
     assert line in result.output and "params.bits" in result.output
@@ -304,7 +344,9 @@ FORMS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("case", FORMS)
 @pytest.mark.parametrize("fused", [False, True])
-def test_what_a_dataset_returns_gets_the_channels_of_the_mode(case: str, mode: Any, fused: bool) -> None:
+def test_what_a_dataset_returns_gets_the_channels_of_the_mode(
+    case: str, mode: Any, fused: bool
+) -> None:
     image, expected = FORMS[case]
     if mode == "L" and expected.ndim == 3:
         expected = np.asarray(Image.fromarray(expected.astype(np.uint8)).convert("L"))
@@ -321,7 +363,10 @@ def test_what_a_dataset_returns_gets_the_channels_of_the_mode(case: str, mode: A
     [
         (np.zeros((3, 40, 3), np.uint8), r"\(3, 40, 3\): channels may be first or last"),
         (torch.zeros((1, 4, 4), dtype=torch.uint8), r"\(1, 4, 4\): channels may be first or last"),
-        (np.zeros((30, 40, 5), np.uint8), r"\(30, 40, 5\), neither two dimensions nor 1 to 4 channels"),
+        (
+            np.zeros((30, 40, 5), np.uint8),
+            r"\(30, 40, 5\), neither two dimensions nor 1 to 4 channels",
+        ),
         (np.zeros((2, 3, 30, 40), np.uint8), "neither two dimensions"),
         (np.zeros((30, 40, 3), np.float32), "float32, neither an encoded image nor a uint8 array"),
         (np.zeros((30, 40), bool), "bool, neither"),
@@ -338,7 +383,12 @@ def test_a_form_that_could_be_misread_is_refused(image: Any, expected: str) -> N
 
 @pytest.mark.parametrize(
     ("bits", "content"),
-    [(2, png(INDEX % 4, 0, 2)), (4, png(INDEX, 0, 4)), (4, tiff(INDEX, bits=4)), (8, png(INDEX, 0, 8))],
+    [
+        (2, png(INDEX % 4, 0, 2)),
+        (4, png(INDEX, 0, 4)),
+        (4, tiff(INDEX, bits=4)),
+        (8, png(INDEX, 0, 8)),
+    ],
 )
 def test_the_numbers_of_a_grey_mask_are_not_stretched(bits: int, content: bytes) -> None:
     record: Record = {"key": "a", "mask": content}
@@ -358,7 +408,9 @@ def test_the_numbers_of_a_grey_mask_are_not_stretched(bits: int, content: bytes)
     ],
 )
 def test_a_mask_whose_numbers_a_decoder_changes_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"holds no class numbers|the format JPEG2000 is not among"):
+    with pytest.raises(
+        ValueError, match=r"holds no class numbers|the format JPEG2000 is not among"
+    ):
         DecodeMask()({"key": "a", "mask": content}, np.random.default_rng(0))
 
 
@@ -406,7 +458,9 @@ OWN = v2.Compose([v2.Lambda(lambda image: image.convert("RGB")), v2.ToImage()])
 def test_a_pillow_image_keeps_its_colours_without_a_decoder_or_is_quarantined(
     mode: str, chain: Any, value: int | None
 ) -> None:
-    columns, report = Chain(as_stages([chain]), seed=0).run([{"key": "a", "image": pictured(mode)}], 0)
+    columns, report = Chain(as_stages([chain]), seed=0).run(
+        [{"key": "a", "image": pictured(mode)}], 0
+    )
     if value is None:
         assert f"a PIL image of mode {mode}" in report.bad[0].reason
     else:

@@ -51,7 +51,9 @@ def bomb(side: int = 13_000) -> bytes:
 
 def encoded(width: int, height: int, form: str, **options: Any) -> bytes:
     content = io.BytesIO()
-    Image.new("RGB", (width, height)).convert(options.pop("mode", "RGB")).save(content, form, **options)
+    Image.new("RGB", (width, height)).convert(options.pop("mode", "RGB")).save(
+        content, form, **options
+    )
     return content.getvalue()
 
 
@@ -109,11 +111,16 @@ def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Pat
         "try: cv2.imread(content)\n"
         "except cv2.error as error: print('OpenCV refuses')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ['a/bomb.png'] DecodeImage")
     assert done.stdout.endswith("OpenCV refuses\n")
-    assert "Image size (169000000 pixels): more than data.max_pixels allows (100,000,000)" in done.stdout
+    assert (
+        "Image size (169000000 pixels): more than data.max_pixels allows (100,000,000)"
+        in done.stdout
+    )
 
 
 SMALL = 1000
@@ -155,7 +162,9 @@ def test_a_column_that_the_users_own_transform_decodes_is_looked_at() -> None:
     chain = Chain(as_stages([DecodeImage(), ByTorchvision()]), seed=0, max_pixels=SMALL)
     _, report = chain.run(rows, 0)
     assert [bad.key for bad in report.bad] == ["a"]
-    assert report.bad[0].reason.startswith("column mask: 26 × 40 = 1,040 pixels: more than data.max_pixels")
+    assert report.bad[0].reason.startswith(
+        "column mask: 26 × 40 = 1,040 pixels: more than data.max_pixels"
+    )
 
 
 def test_pillow_obeys_it_in_a_dataset_of_the_users_own() -> None:
@@ -185,7 +194,9 @@ def test_the_limit_is_a_key_of_the_configuration(tmp_path: Path, digits: Path) -
         return len(data.chains["val"].run(data.sources["val"].read(shard, None), 0)[1].bad)
 
     assert bad() == bad("data.max_pixels=1024") == 0
-    with pytest.raises(UsageError, match=r"each of the first 256 records is refused: .*data.max_pixels"):
+    with pytest.raises(
+        UsageError, match=r"each of the first 256 records is refused: .*data.max_pixels"
+    ):
         bad("data.max_pixels=1023")
 
 
@@ -205,5 +216,7 @@ def test_corrupt_jpeg_data_is_no_image_where_pillow_would_give_one() -> None:
     whole = content.getvalue()
     damaged = whole[:-2] + bytes(40) + whole[-2:]  # the decoder takes two of them for its last bits
     Image.open(io.BytesIO(damaged)).load()
-    with pytest.raises(ValueError, match="cannot be decoded: Corrupt JPEG data: 38 extraneous bytes"):
+    with pytest.raises(
+        ValueError, match="cannot be decoded: Corrupt JPEG data: 38 extraneous bytes"
+    ):
         Picture(damaged).pixels()

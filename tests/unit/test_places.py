@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import yaml
 
-from launcher import run_directory
-from launcher.places import names
 from stoker.errors import UsageError
+from stoker_launcher import run_directory
+from stoker_launcher.places import names
 from tests.clouds import WORDS
 from tests.command_line import type_command
 from tests.pages import DOCS
@@ -46,9 +46,13 @@ def test_one_job_file_is_planned_for_each(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launcher.run_directory.kept_outside", lambda *_: pytest.fail("it may be S3"))
+    monkeypatch.setattr(
+        "stoker_launcher.run_directory.kept_outside", lambda *_: pytest.fail("it may be S3")
+    )
     job = tmp_path / "job.yaml"
-    job.write_text(JOB.replace("DATA", str(digits / "images")).replace("RUNS", str(tmp_path / "runs")))
+    job.write_text(
+        JOB.replace("DATA", str(digits / "images")).replace("RUNS", str(tmp_path / "runs"))
+    )
     words = [str(job), "--on", place, "--dry-run", *OPTIONS.get(place, [])]
     code, errors, shown = type_command(words, capsys)
     assert (code, errors) == (0, []) and "same" in shown
@@ -64,7 +68,13 @@ def test_private_files_of_the_source_are_uploaded_nowhere(
         text = "from stoker.recipe import Recipe\nclass Mine(Recipe):\n    def model(self): ...\n"
         (tmp_path / "code" / name).write_text(text)
     (tmp_path / "job.yaml").write_text("recipe: mine:Mine\nname: flowers\noutput_dir: /mnt/runs\n")
-    words = [*WORDS.get(place, []), *OPTIONS[place], "--dry-run", "--source-dir", str(tmp_path / "code")]
+    words = [
+        *WORDS.get(place, []),
+        *OPTIONS[place],
+        "--dry-run",
+        "--source-dir",
+        str(tmp_path / "code"),
+    ]
     code, errors, _ = type_command([str(tmp_path / "job.yaml"), "--on", place, *words], capsys)
     private = [line.partition(" looks private")[0] for line in errors]
     assert (code, private) == (2, [f"error: --source-dir: {name}" for name in (".env", "key.pem")])
@@ -91,7 +101,9 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: P
     planned = tmp_path / "runs/a-20260101-000000"
     made = [run_directory.create(planned) for _ in range(3)]
     assert [path.name.removeprefix(planned.name) for path in made] == ["", "-2", "-3"]
-    assert run_directory.create(made[1]).name == f"{planned.name}-4", "also if the second was planned"
+    assert run_directory.create(made[1]).name == f"{planned.name}-4", (
+        "also if the second was planned"
+    )
 
 
 def test_the_page_has_every_place() -> None:
@@ -119,7 +131,9 @@ def test_the_tasks_agree_with_one_another() -> None:
     version = next(line for line in pins.splitlines() if line.startswith("ray=="))
     assert version in GPU["setup"].replace("ray[default]", "ray")
     for task in (GPU, CPU):
-        assert task["envs"]["RAY_AUTH_MODE"] == "token" and task["secrets"] == {"RAY_AUTH_TOKEN": None}
+        assert task["envs"]["RAY_AUTH_MODE"] == "token" and task["secrets"] == {
+            "RAY_AUTH_TOKEN": None
+        }
 
 
 TASK_FIELDS = {
@@ -139,7 +153,11 @@ RESOURCES_FIELDS = {
 def test_the_tasks_have_only_fields_of_skypilot() -> None:
     for task in (GPU, CPU):
         assert set(task) <= TASK_FIELDS and set(task["resources"]) <= RESOURCES_FIELDS
-    assert {mount["mode"] for mount in GPU["file_mounts"].values()} <= {"MOUNT", "COPY", "MOUNT_CACHED"}
+    assert {mount["mode"] for mount in GPU["file_mounts"].values()} <= {
+        "MOUNT",
+        "COPY",
+        "MOUNT_CACHED",
+    }
 
 
 def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) -> None:
@@ -151,5 +169,8 @@ def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) ->
     with pytest.raises(UsageError, match="/proc/runs cannot be written"):
         run_directory.refuse_unwritable(Path("/proc/runs"))
     full = mock.Mock(free=2**20)
-    with mock.patch("shutil.disk_usage", return_value=full), pytest.raises(UsageError, match=r"full \(1 MB"):
+    with (
+        mock.patch("shutil.disk_usage", return_value=full),
+        pytest.raises(UsageError, match=r"full \(1 MB"),
+    ):
         run_directory.refuse_unwritable(tmp_path)

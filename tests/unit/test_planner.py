@@ -62,7 +62,9 @@ class AtOnce:
 
 
 class Head:
-    def __init__(self, groups: list[int], order: str, hosts: int, budget: int, epochs: int = 1) -> None:
+    def __init__(
+        self, groups: list[int], order: str, hosts: int, budget: int, epochs: int = 1
+    ) -> None:
         config = Config.model_validate(
             {
                 "recipe": "none:None",
@@ -142,7 +144,9 @@ class Worker:
             return False
         assert self.claim is not None
         number, nth, last = self.todo.pop(0)
-        self.head.planner.upcoming(self.me)  # as one whose data lies elsewhere, to fetch its next shard
+        self.head.planner.upcoming(
+            self.me
+        )  # as one whose data lies elsewhere, to fetch its next shard
         rows = RECORDS - last
         ids = sum(range(nth * RECORDS, nth * RECORDS + rows))
         report = BlockReport(number, nth, last, rows, 0.01, rows, ids, bytes_out=10)
@@ -220,7 +224,9 @@ def test_every_block_once_and_in_order(
             if kind == "dies":
                 workers[at] = worker.again()
             elif kind == "fails" and worker.claim:
-                head.planner.failed(worker.me, worker.claim.number, Failure("cannot be read", True, tries=9))
+                head.planner.failed(
+                    worker.me, worker.claim.number, Failure("cannot be read", True, tries=9)
+                )
                 worker.todo = []
             elif kind == "hangs" and worker.me.worker in head.planner.active:
                 # It is taken back, and what it makes later is refused.
@@ -232,7 +238,9 @@ def test_every_block_once_and_in_order(
     assert head.stream.splitter.ended, "it comes to an end"
     begun = {number: partial.get(number, (0, 0))[0] for number in range(len(groups))}
     wanted = [(number, nth) for number, n in enumerate(groups) for nth in range(n)]
-    wanted = [(number, nth) for number, nth in wanted if number not in done and nth >= begun[number]]
+    wanted = [
+        (number, nth) for number, nth in wanted if number not in done and nth >= begun[number]
+    ]
     assert sorted(head.delivered) == wanted
     if order == "exact":
         assert head.delivered == wanted
@@ -283,7 +291,9 @@ def test_nothing_more_is_begun_while_enough_is_ready() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("order", ["any", "exact"])
-def test_after_a_lost_train_worker_only_what_training_had_consumed_is_made_again(order: str) -> None:
+def test_after_a_lost_train_worker_only_what_training_had_consumed_is_made_again(
+    order: str,
+) -> None:
     head = Head([3] * 12, order, hosts=1, budget=200)
     first = make_all(head)
     for step in range(4):  # of three rows each, the first two blocks or more
@@ -307,7 +317,9 @@ def test_after_a_lost_train_worker_only_what_training_had_consumed_is_made_again
     assert not {block for block in ready if block[0] not in shards} & set(again)
     assert sorted(head.delivered) == [(shard, nth) for shard in range(12) for nth in range(3)]
     assert head.stream.account.read == head.source.count()
-    assert head.costs.records == head.source.count() + 11 * len(shards), "costs count once for each making"
+    assert head.costs.records == head.source.count() + 11 * len(shards), (
+        "costs count once for each making"
+    )
 
 
 @pytest.mark.parametrize("order", ["any", "exact"])
@@ -345,7 +357,9 @@ def test_of_lost_blocks_those_come_first_that_training_needs_first(order: str) -
     assert {key[1:] for key in head.planner.lost} == {(needed[1][1], nth) for nth in range(3)}
 
 
-def test_lost_blocks_come_first_also_if_those_before_them_in_their_shard_are_no_longer_needed() -> None:
+def test_lost_blocks_come_first_also_if_those_before_them_in_their_shard_are_no_longer_needed() -> (
+    None
+):
     head = Head([3] * 4, "exact", hosts=2, budget=10**9)
     look(head)
     make_all(head)
@@ -369,7 +383,9 @@ def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_go
     head.planner.reported(worker.me, worker.claim.number, Made(report, "made"))
     worker.todo.pop(0)
     worker.step()
-    head.shared.suspects.of("train")["s0:1"] = "its process died"  # in another epoch, on a small host
+    head.shared.suspects.of("train")["s0:1"] = (
+        "its process died"  # in another epoch, on a small host
+    )
     head.lose("h0")
     assert worker.ask() and worker.claim is not None
     assert worker.claim.care.known == {"item 0": bad[0].reason}
@@ -385,7 +401,9 @@ def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_go
     assert worker.claim.care.known.keys() == {"item 0", "s0:1"}
 
 
-def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> None:
+def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_somebody_may_read_it() -> (
+    None
+):
     head = Head([2], "any", 2, 10_000)
     look(head)
     Worker(head, "h1").work()
@@ -403,7 +421,9 @@ def test_a_block_that_is_made_again_with_other_records_ends_the_run() -> None:
     other = Worker(head, "h0")
     assert other.ask() and other.claim is not None
     report = BlockReport(0, 0, False, RECORDS, 0.01, RECORDS, 99, bytes_out=10)
-    with pytest.raises(DataError, match=r"block 0, which was lost with its host .* the data has changed"):
+    with pytest.raises(
+        DataError, match=r"block 0, which was lost with its host .* the data has changed"
+    ):
         head.planner.reported(other.me, other.claim.number, Made(report, "f"))
 
 
@@ -429,7 +449,9 @@ def test_work_that_cannot_be_read_is_tried_again_and_then_ends_the_run() -> None
         assert not worker.ask(), "not at once"
         head.planner.again[0].not_before = 0.0
     assert worker.ask() and worker.claim is not None
-    with pytest.raises(DataError, match="train shard s0: failed 4 times, on h0: OSError: Input/output error"):
+    with pytest.raises(
+        DataError, match="train shard s0: failed 4 times, on h0: OSError: Input/output error"
+    ):
         head.planner.failed(worker.me, worker.claim.number, failure)
 
 

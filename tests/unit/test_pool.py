@@ -109,7 +109,9 @@ def test_work_goes_where_it_has_not_failed_yet() -> None:
     assert [node for node in "abc" if pool.may_work(node, {"a", "b"})] == ["c"]
     pool.avoided = {"c"}
     assert [node for node in "abc" if pool.may_work(node, {"a"})] == ["b"]
-    assert [node for node in "abc" if pool.may_work(node, {"a", "b"})], "rather there than where it hangs"
+    assert [node for node in "abc" if pool.may_work(node, {"a", "b"})], (
+        "rather there than where it hangs"
+    )
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 9), st.booleans())))
@@ -123,7 +125,12 @@ def node(
     name: str, cpus: float, group: str | None = None, gpus: int = 0, alive: bool = True
 ) -> dict[str, Any]:
     labels = {} if group is None else {"stoker.group": group}
-    return {"NodeID": name, "Alive": alive, "Labels": labels, "Resources": {"CPU": cpus, "GPU": gpus}}
+    return {
+        "NodeID": name,
+        "Alive": alive,
+        "Labels": labels,
+        "Resources": {"CPU": cpus, "GPU": gpus},
+    }
 
 
 def hosts_of(
@@ -268,7 +275,9 @@ def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> N
     assert case.elastic.closing == set(), "and keeps its chain workers"
 
 
-def step(number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0) -> StepLogged:
+def step(
+    number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0
+) -> StepLogged:
     terms = {"wait_production": production, "compute": 100.0 - production}
     return StepLogged(
         step=number, epoch=epoch, epoch_samples=samples, elapsed_s=elapsed_s, terms_ms=terms,

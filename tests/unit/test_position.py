@@ -34,7 +34,9 @@ EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, m
 
 def pass_of(splitter: Splitter, account: EpochAccount, trail: Trail) -> RecipePass:
     plan = PassPlan(1, 0, "train", shuffle=True, block_records=4)
-    return RecipePass(plan=plan, number=0, splitter=splitter, account=account, total=None, trail=trail)
+    return RecipePass(
+        plan=plan, number=0, splitter=splitter, account=account, total=None, trail=trail
+    )
 
 
 @dataclass
@@ -117,12 +119,16 @@ def through(
         if cut == 1.0:
             break
         assert run.stream.trail is not None
-        run.stream.trail.leave(chance.randint(0, rows))  # positions before it are not asked for any more
+        run.stream.trail.leave(
+            chance.randint(0, rows)
+        )  # positions before it are not asked for any more
         position = run.stream.position(rows, sum(ids))
         assert position.rows == len(seen)
         saved = json.loads(json.dumps(position.model_dump(mode="json")))
         run = Run(now(), DataCursor.model_validate(saved), exact, chance)
-    run.stream.account.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
+    run.stream.account.use(
+        run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), []
+    )
     return seen, run
 
 
@@ -166,7 +172,9 @@ def test_each_record_is_trained_or_quarantined_once_whichever_can_be_read_at_a_t
 def test_a_record_that_could_be_read_and_cannot_when_its_block_is_made_again_is_named() -> None:
     cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = cut.stream.position(2, sum(cut.ids(range(2))))
-    with pytest.raises(DataError, match=r"record 0/1, .* trained before, bad: .* earlier checkpoint"):
+    with pytest.raises(
+        DataError, match=r"record 0/1, .* trained before, bad: .* earlier checkpoint"
+    ):
         Run([[True, False] + [True] * 8], position, True, random.Random(0))
     later = Run([[True] * 5 + [False] * 5], position, True, random.Random(0))
     assert later.stream.splitter.rows == 3, "in another block it is quarantined"
@@ -188,7 +196,9 @@ def test_older_checkpoints_miss_no_record() -> None:
     cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = cut.stream.position(2, sum(cut.ids(range(2))))
     older = position.model_dump(mode="json", exclude={"quarantined"})
-    old = Run([[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0))
+    old = Run(
+        [[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0)
+    )
     assert old.stream.splitter.rows == 7, "nobody knows whether that record was bad before"
 
 
@@ -217,7 +227,9 @@ def test_a_record_that_could_not_be_read_stays_bad_in_a_block_that_is_made_again
 
 
 def test_a_consumed_shard_is_not_read_again_and_others_skip_their_whole_groups() -> None:
-    run = Run([[True] * 4, [True] * 9, [True] * 4], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
+    run = Run(
+        [[True] * 4, [True] * 9, [True] * 4], DataCursor(epoch=0, plan=PLAN), True, random.Random(0)
+    )
     position = run.stream.position(4 + 6, 0)
     assert position.begun(0) is None
     assert position.begun(1) == (1, 2)
@@ -256,7 +268,9 @@ def test_other_data_or_another_order_are_refused_in_one_line(
 
 def test_other_validation_data_is_refused_where_the_checkpoint_names_its_own() -> None:
     saved = DataCursor(epoch=0, plan=PLAN.model_copy(update={"validation": "v~1"}))
-    earlier = DataCursor.model_validate({"epoch": 0, "plan": PLAN.model_dump(exclude={"validation"})})
+    earlier = DataCursor.model_validate(
+        {"epoch": 0, "plan": PLAN.model_dump(exclude={"validation"})}
+    )
     for now, how in (("w~1", "v, now w"), ("v~2", "names, sizes"), ("", "v, now none")):
         plan = PLAN.model_copy(update={"validation": now})
         refuse_other_data(earlier, plan)
@@ -290,7 +304,9 @@ def test_a_fingerprint_follows_the_records_and_not_the_folder_they_lie_in(tmp_pa
 
     assert images("here", 2) == images("there", 2)
     assert len({images("a", 2), images("b", 3), images("c", 2, b"123")}) == 3
-    assert RangeSource(7).fingerprint() == RangeSource(7).fingerprint() != RangeSource(8).fingerprint()
+    assert (
+        RangeSource(7).fingerprint() == RangeSource(7).fingerprint() != RangeSource(8).fingerprint()
+    )
     assert identity_of(TorchSource([1, 2])).text != identity_of(TorchSource((1, 2))).text
 
 

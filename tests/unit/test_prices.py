@@ -38,10 +38,16 @@ class TestWhichPrices:
 
     def test_a_price_that_is_computed_for_attached_gpus_is_not_called_yours(self) -> None:
         t4 = {"machine_type": "n1-standard-4", "accelerator": "NVIDIA_TESLA_T4"}
-        for own, price in (({}, 0.2185 + 0.35 * 1.15), ({"gpu": 5.0}, 5.0), ({"n1-standard-4": 4.0}, 4.0)):
+        for own, price in (
+            ({}, 0.2185 + 0.35 * 1.15),
+            ({"gpu": 5.0}, 5.0),
+            ({"n1-standard-4": 4.0}, 4.0),
+        ):
             settings = {"gpu": t4, "cpu": {"machine_type": "n1-standard-4"}, "prices": own}
             known = prices.google_prices(VertexConfig.model_validate(settings))
-            assert known.usd_per_hour("n1-standard-4", group="gpu") == pytest.approx(price, abs=1e-3)
+            assert known.usd_per_hour("n1-standard-4", group="gpu") == pytest.approx(
+                price, abs=1e-3
+            )
             assert ("own prices" in known.label) == bool(own)
         assert known.usd_per_hour("n1-standard-4", group="cpu") == 4.0
 
@@ -81,7 +87,9 @@ class TestCostOfARun:
         whole = run_cost(summary_of(*self.two), prices.price_list())
         assert cost and whole
         by_type = cost["usd_per_hour_by_type"]
-        assert cost["usd"] == pytest.approx(by_type["ml.g5.xlarge"] + 0.75 * by_type["ml.c5.4xlarge"])
+        assert cost["usd"] == pytest.approx(
+            by_type["ml.g5.xlarge"] + 0.75 * by_type["ml.c5.4xlarge"]
+        )
         assert cost["usd_per_hour"] == cost["usd"] < whole["usd"]
         assert shape_of(summary) == "1 × gpu (ml.g5.xlarge) + 1 × cpu (ml.c5.4xlarge)"
 
@@ -92,7 +100,9 @@ class TestCostOfARun:
         assert cost and cost["usd"] == pytest.approx(cost["usd_per_hour"])
 
     @pytest.mark.parametrize("place", ["sagemaker", "vertex"])
-    def test_of_a_spot_job_says_in_the_words_of_the_plan_that_it_is_on_demand(self, place: str) -> None:
+    def test_of_a_spot_job_says_in_the_words_of_the_plan_that_it_is_on_demand(
+        self, place: str
+    ) -> None:
         kind = {"sagemaker": "ml.g5.xlarge", "vertex": "n1-standard-4"}[place]
         for spot in (True, False):
             summary = summary_of(("gpu", kind))
@@ -111,14 +121,24 @@ class TestCostOfARun:
         summary, scaling = summary_of(*self.two), CpuHostsConfig.model_validate(each)
         summary.cluster.hosts[1].scaled = True
         first = run_cost(summary, prices.price_list(), scaling)
-        assert first and (first["usd"], first["cpu_host_hours"], first["saved_by_spot_usd"]) == (3, 1, 0.5)
+        assert first and (first["usd"], first["cpu_host_hours"], first["saved_by_spot_usd"]) == (
+            3,
+            1,
+            0.5,
+        )
         summary.seconds, summary.earlier_s, summary.earlier_cost = 3500 + 3600, 3600, first
         both = run_cost(summary, prices.price_list(), scaling)
-        assert both and (both["usd"], both["cpu_host_hours"], both["saved_by_spot_usd"]) == (6, 2, 1)
+        assert both and (both["usd"], both["cpu_host_hours"], both["saved_by_spot_usd"]) == (
+            6,
+            2,
+            1,
+        )
         for unknown in (None, {"usd": 3.0}):
             summary.earlier_cost = unknown
             cost = run_cost(summary, prices.price_list(), scaling)
-            assert cost and cost["usd"] == 6 and not {"cpu_host_hours", "saved_by_spot_usd"} & {*cost}
+            assert (
+                cost and cost["usd"] == 6 and not {"cpu_host_hours", "saved_by_spot_usd"} & {*cost}
+            )
 
     def test_none_where_one_host_has_no_price(self) -> None:
         assert run_cost(summary_of(*self.two, ("cpu", None)), prices.price_list()) is None
@@ -145,8 +165,16 @@ class TestCostOfARun:
             "current_host": "algo-2",
             "hosts": ["algo-1", "algo-2"],
             "instance_groups": [
-                {"instance_group_name": "gpu", "instance_type": "ml.g5.xlarge", "hosts": ["algo-1"]},
-                {"instance_group_name": "cpu", "instance_type": "ml.c5.4xlarge", "hosts": ["algo-2"]},
+                {
+                    "instance_group_name": "gpu",
+                    "instance_type": "ml.g5.xlarge",
+                    "hosts": ["algo-1"],
+                },
+                {
+                    "instance_group_name": "cpu",
+                    "instance_type": "ml.c5.4xlarge",
+                    "hosts": ["algo-2"],
+                },
             ],
         }
         assert ray_labels(resolve(resource))["stoker.type"] == "ml.c5.4xlarge"

@@ -54,7 +54,9 @@ def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:
 @pytest.mark.soak
 def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
     """In one go and without trying version after version; needs a package index."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     report = tmp_path / "report.json"
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-input", "--quiet"]
     options = ["-c", "constraints.txt", "--report", str(report), f".[{','.join(extras)}]"]
@@ -73,19 +75,21 @@ LOADED: dict[str, tuple[str, str]] = {
         "ray torch pydantic numpy yaml",
     ),
     "the configuration and the command": (
-        "import stoker.config.loading, stoker.config.schema, stoker.recipe, launcher.submit",
+        "import stoker.config.loading, stoker.config.schema, stoker.recipe, stoker_launcher.command_line",
         "ray torch boto3 numpy",
     ),
     "a local run": (
-        "from pathlib import Path; from launcher import commands, run_directory\n"
-        "from launcher.places import Options, place_named\n"
+        "from pathlib import Path; from stoker_launcher import commands, run_directory\n"
+        "from stoker_launcher.places import Options, place_named\n"
         "options = Options(source_dir=Path('x'), dry_run=True, resume='auto')\n"
         "commands.refuse_meaningless(options, place_named('local'))",
         "stoker.events "
-        + " ".join(f"launcher.places.{place}" for place in ("ray", "sagemaker", "slurm", "vertex")),
+        + " ".join(
+            f"stoker_launcher.places.{place}" for place in ("ray", "sagemaker", "slurm", "vertex")
+        ),
     ),
     "a dry run": (
-        "from launcher.places import sagemaker; from tests.clouds import SAGEMAKER, job_of\n"
+        "from stoker_launcher.places import sagemaker; from tests.clouds import SAGEMAKER, job_of\n"
         "assert 'ml.c5.4xlarge' in sagemaker.plan(job_of(SAGEMAKER), offline=True).render()",
         "ray torch boto3 numpy",
     ),
@@ -107,7 +111,10 @@ def test_what_has_no_use_for_a_large_package_does_not_load_it(what: str) -> None
 
 def test_entering_loads_only_the_standard_library() -> None:
     """What requirements.txt would install cannot be imported before it is installed."""
-    names = {name.split(".")[0] for name in loaded_by("import stoker.entry.main, stoker.hosts.requirements")}
+    names = {
+        name.split(".")[0]
+        for name in loaded_by("import stoker.entry.main, stoker.hosts.requirements")
+    }
     assert names - {*sys.stdlib_module_names} == {"stoker"}
 
 
@@ -126,7 +133,7 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
 
 
 def test_every_place_runs_the_same_command() -> None:
-    from launcher.job import COMMAND
+    from stoker_launcher.job import COMMAND
 
     assert COMMAND == ("python", "train.py", "--config", "job.yaml")
     for path in (ROOT / "launcher").rglob("*.py"):
@@ -137,7 +144,9 @@ def test_every_place_runs_the_same_command() -> None:
 
 
 def test_names_of_hosts_and_folders_of_a_machine_stay_out() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in tracked.stdout.split():
         path = ROOT / name
         if path.is_file() and path.suffix in (".py", ".md", ".txt", ".toml", ".yaml", ".sh"):

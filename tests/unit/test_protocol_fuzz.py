@@ -54,7 +54,9 @@ def mutated(frame: bytes, chance: random.Random) -> bytes:
                 case 3:
                     content[at:at] = content[: chance.randrange(len(content) + 1)]
                 case _:
-                    content[at : at + 4] = chance.choice((b"\xff" * 4, b"\0" * 4, b"[[[[", b'""""', b"-1e9"))
+                    content[at : at + 4] = chance.choice(
+                        (b"\xff" * 4, b"\0" * 4, b"[[[[", b'""""', b"-1e9")
+                    )
     return bytes(content)
 
 

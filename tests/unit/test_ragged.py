@@ -40,9 +40,18 @@ def batches(way: Way, rows: list[dict[str, Any]] = ROWS, **changes: Any) -> list
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_batch_is_padded_to_its_longest_row(way: Way, direct: bool) -> None:
     found = batches(way, pad={"ids": -1}, direct=direct)
-    assert [batch["ids_length"].tolist() for batch in found] == [LENGTHS[:4], LENGTHS[4:8], LENGTHS[8:]]
+    assert [batch["ids_length"].tolist() for batch in found] == [
+        LENGTHS[:4],
+        LENGTHS[4:8],
+        LENGTHS[8:],
+    ]
     assert [batch["ids"].shape for batch in found] == [(4, 5), (4, 4), (4, 7)]
-    assert found[0]["ids"].tolist() == [[0, 1, 2, -1, -1], [-1] * 5, [20, 21, 22, 23, 24], [30, *[-1] * 4]]
+    assert found[0]["ids"].tolist() == [
+        [0, 1, 2, -1, -1],
+        [-1] * 5,
+        [20, 21, 22, 23, 24],
+        [30, *[-1] * 4],
+    ]
     assert found[0]["ids"].dtype == torch.int32
 
 
@@ -56,7 +65,9 @@ def test_a_batch_of_empty_rows_has_no_width(way: Way) -> None:
     assert [batch["ids"].shape for batch in batches(way, rows, pad={"ids": 0})] == [(4, 0), (4, 0)]
 
 
-def test_rows_of_one_length_are_padded_too_so_that_the_batch_does_not_depend_on_them(way: Way) -> None:
+def test_rows_of_one_length_are_padded_too_so_that_the_batch_does_not_depend_on_them(
+    way: Way,
+) -> None:
     rows = [{"key": str(i), "ids": np.arange(3)} for i in range(8)]
     assert all("ids_length" in batch for batch in batches(way, rows, pad={"ids": 0}))
 
@@ -84,7 +95,11 @@ def test_what_cannot_be_padded_is_refused_before_training(
 @pytest.mark.parametrize(("value", "fits"), [(-1e9, False), (-1e4, True), (float("-inf"), True)])
 def test_a_finite_pad_never_becomes_infinite(way: Way, value: float, fits: bool) -> None:
     rows = [{**row, "ids": row["ids"].astype(np.float16)} for row in ROWS]
-    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="float16, which cannot be"):
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(UsageError, match="float16, which cannot be")
+    ):
         assert batches(way, rows, pad={"ids": value})[0]["ids"].min() == value
 
 
@@ -105,7 +120,9 @@ def test_the_name_of_the_lengths_is_not_for_another_column(way: Way) -> None:
         ([1, 2], "column 'ids' holds list .record r9."),
     ],
 )
-def test_another_type_or_shape_of_the_values_ends_the_run(way: Way, value: Any, expected: str) -> None:
+def test_another_type_or_shape_of_the_values_ends_the_run(
+    way: Way, value: Any, expected: str
+) -> None:
     rows = [*ROWS[:9], {**ROWS[9], "ids": value}, *ROWS[10:]]
     with pytest.raises((SchemaError, DataError), match=expected):
         batches(way, rows, pad={"ids": 0})
@@ -139,7 +156,9 @@ def blocks_of_random_lengths(bucket_by: str | None, epoch: int = 0) -> list[list
     chain = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by=bucket_by)
     found = []
     for number in range(20):
-        records = of_lengths(chance.integers(0, 200, chance.integers(200, 300)).tolist(), 1000 * number)
+        records = of_lengths(
+            chance.integers(0, 200, chance.integers(200, 300)).tolist(), 1000 * number
+        )
         columns, report = chain.run(records, epoch)
         assert sorted(columns["__id"].tolist()) == sorted(record_id(r["key"]) for r in records)
         assert report.rows == len(records)
@@ -159,7 +178,9 @@ def test_bucketing_leaves_less_than_a_third_of_the_padding_wherever_batches_begi
     assert padding(blocks_of_random_lengths("ids")) < 0.3
 
 
-def test_bucketed_rows_keep_their_order_when_a_block_is_made_again_and_change_it_with_the_epoch() -> None:
+def test_bucketed_rows_keep_their_order_when_a_block_is_made_again_and_change_it_with_the_epoch() -> (
+    None
+):
     first = blocks_of_random_lengths("ids")
     assert first == blocks_of_random_lengths("ids")
     assert first != blocks_of_random_lengths("ids", epoch=1)
@@ -176,7 +197,9 @@ def test_a_record_without_the_column_that_buckets_is_quarantined_as_ever() -> No
 
 def test_bucketing_by_a_column_that_is_not_padded_is_refused() -> None:
     changes = {"recipe": "lengths:Lengths", "data": {"bucket_by": "index"}}
-    with pytest.raises(UsageError, match=r"data.bucket_by: 'index' is not a column .* it pads: ids, pairs$"):
+    with pytest.raises(
+        UsageError, match=r"data.bucket_by: 'index' is not a column .* it pads: ids, pairs$"
+    ):
         open_data(Config.model_validate(changes))
 
 
@@ -218,7 +241,9 @@ def _fixed(ids: Ragged) -> Any:
         (_fixed, r"column 'ids' is int32 of shape \(3,\)"),
     ],
 )
-def test_a_damaged_block_never_becomes_a_batch(way: Way, change: Any, expected: str, direct: bool) -> None:
+def test_a_damaged_block_never_becomes_a_batch(
+    way: Way, change: Any, expected: str, direct: bool
+) -> None:
     def damage(references: list[str], store: Store) -> None:
         block = store[references[1]]
         changed = block | {"ids": change(block["ids"])}
@@ -231,9 +256,12 @@ def test_a_damaged_block_never_becomes_a_batch(way: Way, change: Any, expected: 
 
 
 @pytest.mark.parametrize(
-    ("offsets", "values"), [([0, 2, 3], 4), ([0, 4, 3], 3), ([1, 2, 3], 3), ([0, -1, 3], 3), ([0, 2, 3], 2)]
+    ("offsets", "values"),
+    [([0, 2, 3], 4), ([0, 4, 3], 3), ([1, 2, 3], 3), ([0, -1, 3], 3), ([0, 2, 3], 2)],
 )
-def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int], values: int) -> None:
+def test_a_frame_whose_offsets_and_values_disagree_is_refused(
+    offsets: list[int], values: int
+) -> None:
     ours, theirs = socket.socketpair()
     header = {"rows": 2, "columns": [], "ragged": [["ids", "int32", [], values]], "text": {}}
 
@@ -272,10 +300,17 @@ def test_rows_stand_in_their_places_in_whatever_order_they_come() -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "float16", "bool", "complex64"])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
-def test_a_block_is_the_same_before_and_after_it_was_a_file(dtype: str, shape: tuple[int, ...]) -> None:
+def test_a_block_is_the_same_before_and_after_it_was_a_file(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
     rows = [np.ones((n, *shape), dtype) * n for n in (0, 3, 1, 0)]
     text = np.array(["ä", "\udce4", "", None, "日本"], dtype=object)
-    whole = {"x": Ragged.of(rows, dtype), "t": text, "__id": np.arange(4), "e": np.zeros((0, 2), dtype)}
+    whole = {
+        "x": Ragged.of(rows, dtype),
+        "t": text,
+        "__id": np.arange(4),
+        "e": np.zeros((0, 2), dtype),
+    }
     found = block_columns(b"".join(block_parts(whole)))
     column = found["x"]
     assert found["t"].tolist() == text.tolist() and found["e"].shape == (0, 2)
@@ -287,7 +322,8 @@ def test_a_block_is_the_same_before_and_after_it_was_a_file(dtype: str, shape: t
 def test_the_values_of_a_block_are_not_copied() -> None:
     ids = Ragged.of([np.arange(1000), np.arange(7)], "int64")
     assert any(
-        np.shares_memory(np.frombuffer(part, np.uint8), ids.values) for part in block_parts({"i": ids})
+        np.shares_memory(np.frombuffer(part, np.uint8), ids.values)
+        for part in block_parts({"i": ids})
     )
     content = b"".join(block_parts({"i": ids}))
     assert np.shares_memory(block_columns(content)["i"].values, np.frombuffer(content, np.uint8))

@@ -13,13 +13,13 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from launcher.job import open_job
-from launcher.places import attach, remote
-from launcher.places import ray as ray_jobs
-from launcher.places import ray as ray_place
-from launcher.places.ray import RayRun
 from stoker.config.loading import SECRETS_FILE, load
 from stoker.errors import UsageError
+from stoker_launcher.job import open_job
+from stoker_launcher.places import attach, remote
+from stoker_launcher.places import ray as ray_jobs
+from stoker_launcher.places import ray as ray_place
+from stoker_launcher.places.ray import RayRun
 from tests.fakes.answers import Answer, answering
 
 ADDRESS = "http://head.example.com:8265"
@@ -46,7 +46,10 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
 
 
 def test_a_written_source_with_secrets_is_private_and_says_so(tmp_path: Path) -> None:
-    own = ["tracking.mlflow.tags={api_key: s3cr3t-value, hf_token: another-one}", "output_dir=/mnt/runs"]
+    own = [
+        "tracking.mlflow.tags={api_key: s3cr3t-value, hf_token: another-one}",
+        "output_dir=/mnt/runs",
+    ]
     request = ray_place.plan(open_job(load(None, own)), address=ADDRESS, offline=True)
     path = tmp_path / "job.zip"
     path.touch(0o644)
@@ -71,7 +74,9 @@ def test_install_lets_ray_install_all_but_itself(tmp_path: Path) -> None:
     assert not any(line.startswith("ray") for line in pip)
     (tmp_path / "rows.py").touch()
     own = ["ray-lightning==0.3", "raydp"]
-    (tmp_path / "requirements.txt").write_text("\n".join(["ray>=2.9", "Ray", "ray [train]", "ray @ x", *own]))
+    (tmp_path / "requirements.txt").write_text(
+        "\n".join(["ray>=2.9", "Ray", "ray [train]", "ray @ x", *own])
+    )
     job = open_job(load({"recipe": "rows:Counting", "output_dir": "/mnt/runs"}), tmp_path)
     body = ray_place.plan(job, address=ADDRESS, offline=True, install=True).body("gcs://x")
     assert [line for line in body["runtime_env"]["pip"] if "ray" in line.lower()] == own
@@ -138,9 +143,17 @@ class Flaky:
         if status is None:
             return None
         logs = {"logs": "step 1\nstep 2\n"}
-        found = logs if request.path.endswith("/logs") else {"status": Flaky.state, "driver_exit_code": 0}
+        found = (
+            logs
+            if request.path.endswith("/logs")
+            else {"status": Flaky.state, "driver_exit_code": 0}
+        )
         if request.path.endswith("/stop"):
-            return 200, "application/json", json.dumps({"stopped": Flaky.state == "RUNNING"}).encode()
+            return (
+                200,
+                "application/json",
+                json.dumps({"stopped": Flaky.state == "RUNNING"}).encode(),
+            )
         if not Flaky.plan:
             Flaky.state = "SUCCEEDED"
         if status != 200:
@@ -150,7 +163,7 @@ class Flaky:
 
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("launcher.places.ray.POLL_S", 0.01)
+    monkeypatch.setattr("stoker_launcher.places.ray.POLL_S", 0.01)
     Flaky.state = "RUNNING"
     with answering(Flaky.answer) as address:
         yield address

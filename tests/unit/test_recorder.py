@@ -43,7 +43,10 @@ def start(run: Path, steps: int = 200) -> tuple[Recorder, Summary]:
 def test_a_start_that_only_exports_keeps_the_figures_of_the_training(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     before = read_summary(run / "summary.json")
-    before.exports = [{"format": "onnx", "error": None}, {"format": "torchscript", "error": "refused"}]
+    before.exports = [
+        {"format": "onnx", "error": None},
+        {"format": "torchscript", "error": "refused"},
+    ]
     before.write(run)
     recorder, summary = start(run)
     recorder.refresh()
@@ -105,7 +108,10 @@ def test_a_scripts_summary_covers_all_of_its_starts(tmp_path: Path) -> None:
 def test_a_start_that_trains_nothing_takes_time_and_costs(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     before = read_summary(run / "summary.json")
-    before.seconds, before.cost = 3600.0, {"usd": 5.0, "usd_per_million_samples": 2.0, "usd_per_hour": 5.0}
+    before.seconds, before.cost = (
+        3600.0,
+        {"usd": 5.0, "usd_per_million_samples": 2.0, "usd_per_hour": 5.0},
+    )
     before.write(run)
     recorder, summary = start(run)
     summary.cluster.hosts[0].type = "ml.g5.xlarge"
@@ -120,7 +126,9 @@ def test_a_start_that_trains_nothing_takes_time_and_costs(tmp_path: Path) -> Non
 def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     recorder, summary = start(run)
-    recorder.on_event(event_of({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"}))
+    recorder.on_event(
+        event_of({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"})
+    )
     recorder.on_event(event_of({**STEP, "elapsed_s": 4.0}))
     recorder.close(summary)
     assert summary.speed.samples_per_s == 16.0
@@ -212,7 +220,9 @@ def listed(run: Path) -> list[tuple[str, int, str, str]]:
     return [(row["split"], row["epoch"], row["key"], row["reason"]) for row in rows]
 
 
-def test_a_bad_record_is_listed_once_for_each_reason_over_all_epochs_and_starts(tmp_path: Path) -> None:
+def test_a_bad_record_is_listed_once_for_each_reason_over_all_epochs_and_starts(
+    tmp_path: Path,
+) -> None:
     for first_epoch in (0, 3):
         recorder, summary = start(tmp_path)
         for epoch in range(first_epoch, first_epoch + 3):
@@ -247,13 +257,20 @@ def test_bad_records_beyond_what_is_remembered_are_listed_in_each_epoch(
 
 def passed(epoch: int, steps: int, wait_s: float, batches: int) -> PassEnded:
     """Of 0.1 s per step, and a wait."""
-    times = {"wait_production_s": wait_s, "compute_s": 0.1 * steps, "wait_s": wait_s, "batches": batches}
+    times = {
+        "wait_production_s": wait_s,
+        "compute_s": 0.1 * steps,
+        "wait_s": wait_s,
+        "batches": batches,
+    }
     figures = {"samples": 32 * steps, "elapsed_s": 0.1 * steps + wait_s, "step_ms": [100.0] * steps}
     return PassEnded(split="train", epoch=epoch, steps=steps, times=times, **figures)
 
 
 @pytest.mark.parametrize(("later", "counted"), [(9, 1009), (10, 10)])
-def test_the_steady_figures_need_as_many_steps_as_a_verdict(tmp_path: Path, later: int, counted: int) -> None:
+def test_the_steady_figures_need_as_many_steps_as_a_verdict(
+    tmp_path: Path, later: int, counted: int
+) -> None:
     recorder, summary = start(tmp_path)
     recorder.on_event(passed(0, 1000, 0.0, 1000))
     recorder.on_event(passed(1, later, 2.0, later))
@@ -291,8 +308,12 @@ def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_
 def test_steps_within_a_pass_count_their_batches(tmp_path: Path) -> None:
     recorder, summary = start(tmp_path)
     terms = {"wait_production": 10.0, "compute": 40.0}
-    recorder.on_event(event_of({**STEP, "step": 220, "elapsed_s": 4.0, "batches": 80, "terms_ms": terms}))
-    recorder.on_event(event_of({**STEP, "step": 240, "elapsed_s": 8.0, "batches": 160, "terms_ms": terms}))
+    recorder.on_event(
+        event_of({**STEP, "step": 220, "elapsed_s": 4.0, "batches": 80, "terms_ms": terms})
+    )
+    recorder.on_event(
+        event_of({**STEP, "step": 240, "elapsed_s": 8.0, "batches": 160, "terms_ms": terms})
+    )
     recorder.close(summary)
     found = summary.speed.step_terms_ms
     assert (found["wait_production"], found["compute"]) == (10.0, 40.0)
@@ -304,7 +325,13 @@ def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they
     monkeypatch.setattr("stoker.serve.service.Agents", lambda *_, **__: None)  # actors on hosts
     config = Config.model_validate({"recipe": "r"})
     passes = Passes(config, {"train": read_range(8)}, {})
-    service = {"config": config, "node": "head", "budget_bytes": 0, "most_waiting": 1, "scaler": None}
+    service = {
+        "config": config,
+        "node": "head",
+        "budget_bytes": 0,
+        "most_waiting": 1,
+        "scaler": None,
+    }
     coordinator = Coordinator(passes, {"train": 8}, passes.identity("f"), **service)
     began = round(time.time(), 3)
     coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))

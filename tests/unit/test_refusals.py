@@ -16,13 +16,13 @@ import yaml
 from PIL import Image
 from pyarrow import parquet
 
-from launcher.commands import check_recipe
-from launcher.job import Job
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
 from stoker.train.recipe_work import optimizer_names
+from stoker_launcher.commands import check_recipe
+from stoker_launcher.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tests/recipes"
@@ -58,7 +58,10 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "checkpoint.monitor: no metric 'val/losss'; did you mean val/loss?",
         ],
     ),
-    "too large a batch": (BUILT_IN | {"params": {"data": "images"}, "train": {"batch_size": 9}}, [LARGE]),
+    "too large a batch": (
+        BUILT_IN | {"params": {"data": "images"}, "train": {"batch_size": 9}},
+        [LARGE],
+    ),
     "too large a batch of rows": (
         BUILT_IN | {"params": {"data": "rows"}, "train": {"batch_size": 9}},
         [LARGE],
@@ -120,7 +123,9 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     (tmp_path / "job.yaml").write_text("recipe: rows:Counting\ntrain: {epochs: 1}\n")
     code = "from stoker.entry.main import main; main(['--config', 'job.yaml'])"
     if how == "notebook":
-        code = f"import stoker; stoker.run('job.yaml', address='local', source_dir={str(RECIPES)!r})"
+        code = (
+            f"import stoker; stoker.run('job.yaml', address='local', source_dir={str(RECIPES)!r})"
+        )
     if how == "loader":
         code = "from stoker import DataLoader; next(iter(DataLoader([1, 2])))"
     if how == "local run":
@@ -128,12 +133,18 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     else:
         command = ["-c", code]
     variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, (other.parent, ROOT / "source_dir", ROOT, RECIPES))),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (other.parent, ROOT / "source_dir", ROOT / "launcher", RECIPES))
+        ),
         "TMPDIR": str(tmp_path),
         "STOKER_PLACE": "ray" if how == "job on a cluster" else "local",
     }
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
     )
     said = "Ray 2.49.2 of " + sys.executable + ": Stoker requires 2."
     assert said in done.stdout + done.stderr
@@ -141,7 +152,9 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     assert not list(tmp_path.glob("sray-*")) and not list(tmp_path.glob("runs/*"))
 
 
-def test_optimisers_found_in_timms_file_are_those_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimisers_found_in_timms_file_are_those_that_it_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from timm.optim import list_optimizers
 
     monkeypatch.delitem(sys.modules, "timm.optim")
@@ -155,7 +168,9 @@ def test_timm_is_imported_if_its_file_names_no_optimiser(
 ) -> None:
     (tmp_path / "timm" / "optim").mkdir(parents=True)
     (tmp_path / "timm" / "__init__.py").write_text("")
-    (tmp_path / "timm" / "optim" / "__init__.py").write_text("def list_optimizers():\n    return ['adamx']\n")
+    (tmp_path / "timm" / "optim" / "__init__.py").write_text(
+        "def list_optimizers():\n    return ['adamx']\n"
+    )
     for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -167,7 +182,11 @@ def test_timm_is_imported_if_its_file_names_no_optimiser(
 
 
 def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have() -> None:
-    config = {"recipe": "rows:Regression", "params": {"data": ""}, "checkpoint": {"monitor": "val/losss"}}
+    config = {
+        "recipe": "rows:Regression",
+        "params": {"data": ""},
+        "checkpoint": {"monitor": "val/losss"},
+    }
     job = Job(Resolved(Config.model_validate(config), {}))
     with pytest.raises(
         UsageError, match=r"checkpoint.monitor: no metric 'val/losss'; did you mean val/loss\?"
@@ -180,7 +199,9 @@ class OwnModel(ImageClassification):
         return None
 
 
-def test_a_model_that_timm_does_not_have_is_refused_unless_the_recipe_makes_its_own(tmp_path: Path) -> None:
+def test_a_model_that_timm_does_not_have_is_refused_unless_the_recipe_makes_its_own(
+    tmp_path: Path,
+) -> None:
     resolved, data = Resolved(Config(), {}), str(tmp_path)
     for name in ("resnet18", "resnet50.a1_in1k", "vit_base_resnet50_384", "hf-hub:timm/resnet18"):
         ImageClassification(data=data, model=name).check(resolved)

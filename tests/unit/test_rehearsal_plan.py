@@ -13,16 +13,16 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from launcher.job import Job
-from launcher.places import rehearsal
-from launcher.rehearsal import running
-from launcher.rehearsal.plan import fault_of, plan, plan_hosts
-from launcher.rehearsal.running import merge, results
-from launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.console import closing_rows
 from stoker.events.summary import Summary
+from stoker_launcher.job import Job
+from stoker_launcher.places import rehearsal
+from stoker_launcher.rehearsal import running
+from stoker_launcher.rehearsal.plan import fault_of, plan, plan_hosts
+from stoker_launcher.rehearsal.running import merge, results
+from stoker_launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
 from tests.waiting import until
 
 
@@ -31,7 +31,9 @@ def job(*overrides: str, data: dict[str, str] | None = None) -> Job:
 
 
 def test_hosts_are_numbered_in_order_and_typed_by_group() -> None:
-    request = plan(job("rehearsal.hosts=cpu=10,gpu=1", "rehearsal.join_delay={algo-2: 30, algo-3: never}"))
+    request = plan(
+        job("rehearsal.hosts=cpu=10,gpu=1", "rehearsal.join_delay={algo-2: 30, algo-3: never}")
+    )
     assert request.head == "algo-11"
     assert [host.name for host in request.hosts][-1] == "algo-11"
     assert request.hosts[0].instance_type == "ml.c5.xlarge"
@@ -48,8 +50,12 @@ def test_hosts_are_numbered_in_order_and_typed_by_group() -> None:
 
 
 def test_a_named_gpu_group_and_given_types() -> None:
-    config = load(None, ["rehearsal.hosts=a=1,my trainers=2", "cluster.gpu_group=my trainers"]).config
-    assert [host.instance_type for host in plan_hosts(config)] == ["ml.c5.xlarge"] + ["ml.g5.xlarge"] * 2
+    config = load(
+        None, ["rehearsal.hosts=a=1,my trainers=2", "cluster.gpu_group=my trainers"]
+    ).config
+    assert [host.instance_type for host in plan_hosts(config)] == ["ml.c5.xlarge"] + [
+        "ml.g5.xlarge"
+    ] * 2
     assert plan(job("rehearsal.hosts=x=1:ml.p4d.24xlarge,y=1:ml.m5.xlarge")).head == "algo-1"
     assert plan(job("rehearsal.hosts=only=2")).head == "algo-1"
 
@@ -114,11 +120,25 @@ def test_a_rehearsal_whose_faults_were_not_injected_does_not_succeed(
         request = replace(request, run_dir=tmp_path / f"run-{len(faults)}")
         (request.run_dir / "logs").mkdir(parents=True)
         (request.run_dir / "hosts").mkdir()
-        hosts = [{"name": h.name, "delay_s": 0, "port": "v", "link": "h", "rate": []} for h in request.hosts]
-        times = {"linger_s": 90, "timeout_s": 90, "stop_grace_s": 90, "ray_port": 1, "head": request.head}
+        hosts = [
+            {"name": h.name, "delay_s": 0, "port": "v", "link": "h", "rate": []}
+            for h in request.hosts
+        ]
+        times = {
+            "linger_s": 90,
+            "timeout_s": 90,
+            "stop_grace_s": 90,
+            "ray_port": 1,
+            "head": request.head,
+        }
         spec = {"hosts": hosts, "faults": [asdict(fault) for fault in request.faults], **times}
         (request.run_dir / "world.json").write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "launcher.rehearsal.world", str(request.run_dir / "world.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "stoker_launcher.rehearsal.world",
+            str(request.run_dir / "world.json"),
+        ]
         world = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
         run = running.RehearsalRun(request, world, True)
         # Whatever is due at the first line is injected before the end of a host is looked for.
@@ -183,7 +203,9 @@ def test_a_toolkit_that_cannot_be_installed_is_refused_before_anything_is_left(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(running, "unshare_command", lambda: ["unshare"])
     monkeypatch.setattr(metadata, "version", lambda _: "5.1.3")  # another one beside this project
-    with pytest.raises(UsageError, match=r"cannot install sagemaker-training 5\.1\.4: .*entry=container"):
+    with pytest.raises(
+        UsageError, match=r"cannot install sagemaker-training 5\.1\.4: .*entry=container"
+    ):
         rehearsal.submit(plan(job(f"output_dir={tmp_path / 'runs'}")))
     assert not (tmp_path / "runs").exists()
 
@@ -210,11 +232,18 @@ def test_the_closing_lines_name_paths_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "report.html").touch()
     report = f"report: {tmp_path}/report.html"
-    expected = [f"results: {tmp_path}", report, f"next: tensorboard --logdir {tmp_path}/tensorboard"]
+    expected = [
+        f"results: {tmp_path}",
+        report,
+        f"next: tensorboard --logdir {tmp_path}/tensorboard",
+    ]
     assert results(tmp_path, succeeded=True) == expected
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").touch()
-    assert results(tmp_path, succeeded=False)[1:] == [report, f"details: {tmp_path}/logs/driver.log"]
+    assert results(tmp_path, succeeded=False)[1:] == [
+        report,
+        f"details: {tmp_path}/logs/driver.log",
+    ]
 
 
 @pytest.mark.parametrize("writer", ["algo-1", "algo-2"])

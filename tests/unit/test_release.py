@@ -49,6 +49,8 @@ def test_an_audit_without_data_is_no_all_clear(
         service = f"http://127.0.0.1{path}" if path == ":1" else f"{address}{path}"
         assert audit.main(service) == 0
         [line] = capsys.readouterr().out.splitlines()
-        assert line == f"audit: {service} gives no vulnerability data from here; nothing was checked"
+        assert (
+            line == f"audit: {service} gives no vulnerability data from here; nothing was checked"
+        )
         monkeypatch.setenv("CI", "true")
         assert audit.main(service) == 1

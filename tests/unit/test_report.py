@@ -17,10 +17,6 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
-from launcher.advise.compare import metric_columns
-from launcher.commands import last_progress
-from launcher.run_directory import MACHINE, is_lost
-from launcher.submit import app
 from stoker import runs_dataframe
 from stoker.config.loading import load, resolved_yaml
 from stoker.errors import UsageError
@@ -29,6 +25,10 @@ from stoker.events.report import key_figures, panels_of, settings_of, write_repo
 from stoker.events.runs import read_run
 from stoker.events.summary import Cluster, Host, Metrics, Speed, Summary, read_summary
 from stoker.place import PROCESS_FILE, RUN_DIR_VARIABLE
+from stoker_launcher.advise.compare import metric_columns
+from stoker_launcher.command_line import app
+from stoker_launcher.commands import last_progress
+from stoker_launcher.run_directory import MACHINE, is_lost
 
 
 class Page(HTMLParser):
@@ -63,8 +63,17 @@ def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_p
     cpus = sum(host["cpus"] for host in summary["cluster"]["hosts"])
     busy = summary["speed"]["steady_samples_per_s"] / (1000 * cpus)
     summary["chain"] = [{"stage": "decode", "cpu_ms_per_sample": 0.8 / busy, "bytes_out": 1}]
-    summary["startup"] = {"cluster formed": 6.0, "data opened": 6.01, "model built": 8.0, "first step": 9.0}
-    summary["speed"]["step_terms_ms"] = {"compute": 99.0, "wait_production": 0.4, "host_to_device": 0.6}
+    summary["startup"] = {
+        "cluster formed": 6.0,
+        "data opened": 6.01,
+        "model built": 8.0,
+        "first step": 9.0,
+    }
+    summary["speed"]["step_terms_ms"] = {
+        "compute": 99.0,
+        "wait_production": 0.4,
+        "host_to_device": 0.6,
+    }
     (run / "summary.json").write_text(json.dumps(summary))
     page = page_of(run)
     assert "100 read = 97 trained + 2 quarantined + 1 left over." in page.text
@@ -128,7 +137,12 @@ def test_nothing_is_fetched_and_nothing_is_taken_as_markup(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("steps", "options"),
-    [(0, {"status": "failed"}), (1, {"epochs": 1}), (30, {"status": "interrupted"}), (40, {"gpu": False})],
+    [
+        (0, {"status": "failed"}),
+        (1, {"epochs": 1}),
+        (30, {"status": "interrupted"}),
+        (40, {"gpu": False}),
+    ],
 )
 def test_odd_runs_render(tmp_path: Path, steps: int, options: dict[str, object]) -> None:
     page = page_of(record(tmp_path / "run", steps, **options))  # type: ignore[arg-type]
@@ -178,7 +192,9 @@ def test_status_tells_the_verdict(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "input-bound: 38 %" in shown.output
     assert "val/loss 0.6000  val/acc1 75.00 %" in shown.output, "as on the console"
     for text in (shown.output, page_of(run).text):
-        assert "0.40 per 1M samples at the steady rate" in text, "the cost of the run also has its start"
+        assert "0.40 per 1M samples at the steady rate" in text, (
+            "the cost of the run also has its start"
+        )
 
 
 def test_a_run_in_its_first_epoch_has_a_verdict_and_later_ones_count_the_pass_under_way(
@@ -191,7 +207,9 @@ def test_a_run_in_its_first_epoch_has_a_verdict_and_later_ones_count_the_pass_un
         assert told.speed.steady_samples_per_s == pytest.approx(640, rel=0.01)
         assert told.speed.input_wait_pct == pytest.approx(38, abs=0.1)
         assert sum(told.speed.step_terms_ms.values()) == pytest.approx(100, rel=0.01)
-        assert told.bottleneck == "network", "the hosts that preprocess are not busy: they wait to read"
+        assert told.bottleneck == "network", (
+            "the hosts that preprocess are not busy: they wait to read"
+        )
         shown = CliRunner().invoke(app, ["status", str(run)])
         assert "input-bound: 38 %" in shown.output, shown.output
 
@@ -202,7 +220,9 @@ def test_a_metric_that_is_no_number_is_left_out_and_the_run_stays_readable(tmp_p
     run = record(tmp_path / "run", 100, extra=(odd,))
     told = read_summary(run / "summary.json")
     assert told.metrics.last == {"train/loss": 0.5}
-    assert "val/auroc" not in told.metrics.best and told.metrics.best["val/loss"] == pytest.approx(0.6)
+    assert "val/auroc" not in told.metrics.best and told.metrics.best["val/loss"] == pytest.approx(
+        0.6
+    )
     for verb in ("report", "status", "compare"):
         shown = CliRunner().invoke(app, [verb, str(run)])
         assert shown.exit_code == 0, shown.output
@@ -233,7 +253,13 @@ def test_events_of_another_shape_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("chain", [{"stage": "read"}, {"stage": "decode", "cpu_ms_per_sample": None, "bytes_out": "many"}]),
+        (
+            "chain",
+            [
+                {"stage": "read"},
+                {"stage": "decode", "cpu_ms_per_sample": None, "bytes_out": "many"},
+            ],
+        ),
         ("chain", [{"cpu_ms_per_sample": 1.0}, {"stage": 5, "cpu_ms_per_sample": float("nan")}]),
         ("cost", {"usd": "much", "usd_per_million_samples": []}),
         ("cost", {"usd": 1.0, "usd_per_million_samples": "x", "usd_per_hour_by_type": 5}),
@@ -301,7 +327,9 @@ def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
         write_report([tmp_path], tmp_path / "report.html")
 
 
-def make_run(folder: Path, name: str, acc1: float | None, *overrides: str, cost: Any = None) -> Path:
+def make_run(
+    folder: Path, name: str, acc1: float | None, *overrides: str, cost: Any = None
+) -> Path:
     job = folder / "job.yaml"
     job.write_text("name: flowers\nparams: {data: rows}\n")
     run = folder / "runs" / name
@@ -374,7 +402,11 @@ def test_a_narrow_terminal_gets_whole_words(
 
 
 def test_numbers_of_a_configuration_are_shown_whole(tmp_path: Path) -> None:
-    given = ("train.lr=0.12345", "train.max_steps=123456"), ("train.lr=0.12346",), ("train.max_steps=7",)
+    given = (
+        ("train.lr=0.12345", "train.max_steps=123456"),
+        ("train.lr=0.12346",),
+        ("train.max_steps=7",),
+    )
     runs = [make_run(tmp_path, f"flowers-{i}", 0.9, *words) for i, words in enumerate(given)]
     shown = CliRunner().invoke(app, ["compare", *map(str, runs)]).output
     steps = [f"train.max_steps={text}" for text in ("123456", "–", "7")]
@@ -408,7 +440,9 @@ def test_a_killed_run_is_not_shown_as_running(tmp_path: Path, alive: bool | None
         run.rename(tmp_path / "renamed")
         assert is_lost(tmp_path / "renamed") == (alive is False)
         run.mkdir()
-        (run / "summary.json").write_text(json.dumps(content | {"started": "2026-01-01T00:00:00+00:00"}))
+        (run / "summary.json").write_text(
+            json.dumps(content | {"started": "2026-01-01T00:00:00+00:00"})
+        )
         assert is_lost(copy) == (alive is not None), "the process of this number is another run's"
     finally:
         process.kill()
@@ -431,7 +465,10 @@ def test_keys_of_mappings_are_settings_of_the_report(tmp_path: Path) -> None:
 def test_a_model_that_is_not_the_best_epochs_has_its_own_value(tmp_path: Path) -> None:
     summary = read_summary(make_run(tmp_path, "flowers-1", 0.95) / "summary.json")
     chosen = {"checkpoint": "step-2", "epoch": 2, "step": 2, "metric": "val/acc1", "mode": "max"}
-    for value, note in ((0.95, "best, the model: epoch 2"), (0.9, "best, the model: epoch 2, 90.00 %")):
+    for value, note in (
+        (0.95, "best, the model: epoch 2"),
+        (0.9, "best, the model: epoch 2, 90.00 %"),
+    ):
         summary.model_from = chosen | {"value": value}
         assert key_figures(summary)[0] == ("val/acc1", "95.00 %", note)
 
@@ -441,7 +478,11 @@ def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
     content = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(content | {"speed": {}}))
     frame = runs_dataframe([run, make_run(tmp_path, "flowers-2", 0.9)])
-    assert frame["samples_per_s"].isna().tolist() == [True, False] == frame["input_wait_pct"].isna().tolist()
+    assert (
+        frame["samples_per_s"].isna().tolist()
+        == [True, False]
+        == frame["input_wait_pct"].isna().tolist()
+    )
     shown = CliRunner().invoke(app, ["compare", str(run)]).output
     assert "–" in shown and " 0 %" not in shown
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job import Job
 from stoker.config.loading import load
 from stoker.hosts import requirements
+from stoker_launcher.job import Job
 from tests.fakes.answers import Answer, answering
 
 pytestmark = pytest.mark.long
@@ -48,7 +48,9 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python of its own with pip and a torch, as a training image has it."""
     folder = tmp_path_factory.mktemp("image")
-    subprocess.run([sys.executable, "-m", "virtualenv", "-q", folder / "venv"], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "virtualenv", "-q", folder / "venv"], check=True, timeout=120
+    )
     python = folder / "venv" / "bin" / "python"
     torch = wheel(folder / "torch", "torch", "2.15.0+cu130")
     install = [python, "-m", "pip", "install", "-q", "--no-index", torch]
@@ -68,7 +70,9 @@ def index(tmp_path: Path) -> Path:
 
 
 def plain_environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))
+    }
     return kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | more
 
 
@@ -92,7 +96,9 @@ def container(folder: Path, python: Path, wanted: str, index: Path) -> tuple[int
 
 def installed(python: Path, name: str) -> str:
     script = f"from importlib.metadata import version; print(version({name!r}))"
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, env=plain_environment())
+    done = subprocess.run(
+        [python, "-c", script], capture_output=True, text=True, env=plain_environment()
+    )
     return done.stdout.strip()
 
 
@@ -112,14 +118,23 @@ def test_a_requirement_that_would_replace_the_images_torch_is_refused(
     assert says in failure and "\n" not in failure
 
 
-def test_what_the_image_lacks_gets_the_staged_versions(tmp_path: Path, image: Path, index: Path) -> None:
+def test_what_the_image_lacks_gets_the_staged_versions(
+    tmp_path: Path, image: Path, index: Path
+) -> None:
     (tmp_path / "requirements.txt").write_text("goes_along\n")
     (tmp_path / requirements.CONSTRAINTS).write_text("helper==1.0\n")
     script = "import sys, pathlib; from stoker.hosts.requirements import *;"
     script += "print(ensure(pathlib.Path(sys.argv[1])), versions('goes_along'))"
-    where = {"PYTHONPATH": str(ROOT / "source_dir"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    where = {
+        "PYTHONPATH": str(ROOT / "source_dir"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+    }
     done = subprocess.run(
-        [image, "-c", script, tmp_path], capture_output=True, text=True, env=plain_environment(**where)
+        [image, "-c", script, tmp_path],
+        capture_output=True,
+        text=True,
+        env=plain_environment(**where),
     )
     assert done.returncode == 0, done.stderr
     assert installed(image, "helper") == "1.0", "and not the newest"
@@ -213,7 +228,9 @@ def test_with_wheels_no_index_is_asked(tmp_path: Path, image: Path) -> None:
     script += "ensure(pathlib.Path(sys.argv[1]))"
     arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
     variables = plain_environment(PYTHONPATH=str(ROOT / "source_dir"), CA_REPOSITORY_ARN=arn)
-    done = subprocess.run([image, "-c", script, tmp_path], capture_output=True, text=True, env=variables)
+    done = subprocess.run(
+        [image, "-c", script, tmp_path], capture_output=True, text=True, env=variables
+    )
     assert (done.returncode, installed(image, "brought")) == (0, "1.0"), done.stderr
 
 

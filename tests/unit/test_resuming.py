@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from launcher import run_directory as launcher
-from launcher.places import local, place_named
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config.loading import load
@@ -25,6 +23,8 @@ from stoker.events.summary import Summary
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
+from stoker_launcher import run_directory as launcher
+from stoker_launcher.places import local, place_named
 
 
 def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
@@ -32,7 +32,14 @@ def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
 
 
 def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:
-    about = {"step": step, "next_epoch": 0, "monitored": None, "global_batch": 64, "workers": 1, **meta}
+    about = {
+        "step": step,
+        "next_epoch": 0,
+        "monitored": None,
+        "global_batch": 64,
+        "workers": 1,
+        **meta,
+    }
     about["config"] = (config or load(None).config).model_dump(mode="json")
     saved = checkpoint.save(open_store(str(folder)), Content({"w": torch.zeros(9)}, {}, about))
     return folder / saved.name
@@ -80,7 +87,9 @@ def test_a_run_killed_in_its_first_save_begins_again_and_one_with_damaged_checkp
     start, said = plan(tmp_path, *where)
     assert start[1] is None and said[1].endswith("has no valid checkpoint; starting from scratch")
     (save(kept, 5) / "meta.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: meta"):
+    with pytest.raises(
+        UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: meta"
+    ):
         plan(tmp_path, *where)
 
 
@@ -96,8 +105,13 @@ def test_a_restart_after_its_first_save_was_interrupted_begins_where_the_first_s
 
 def test_a_run_is_not_begun_again_because_its_checkpoints_are_elsewhere(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 5)
-    new, text = tmp_path / "new", f"but {tmp_path}/checkpoints has those of this run (step-00000005)"
-    with pytest.raises(UsageError, match=re.escape(f"checkpoint.dir: {new} has no checkpoint, {text}")):
+    new, text = (
+        tmp_path / "new",
+        f"but {tmp_path}/checkpoints has those of this run (step-00000005)",
+    )
+    with pytest.raises(
+        UsageError, match=re.escape(f"checkpoint.dir: {new} has no checkpoint, {text}")
+    ):
         plan(tmp_path, f"checkpoint.dir={new}")
     (tmp_path / "checkpoints").rename(new)
     assert started_from(plan(tmp_path, f"checkpoint.dir={new}")[0]) == str(new / "step-00000005")
@@ -122,7 +136,9 @@ def test_only_the_runs_own_epochs_are_among_the_best(tmp_path: Path) -> None:
         return {name: value for name, value in summary.metrics.best.items() if name == "val/acc1"}
 
     values = [1.0, 0.5]
-    history = [{"epoch": n, "metrics": {"val/acc1": value}, "books": []} for n, value in enumerate(values)]
+    history = [
+        {"epoch": n, "metrics": {"val/acc1": value}, "books": []} for n, value in enumerate(values)
+    ]
     old = save(tmp_path / "old/checkpoints", 5, history=history, pending=None)
     assert best(tmp_path / "old") == {"val/acc1": 1.0}
     assert best(tmp_path / "new") == {}
@@ -142,7 +158,9 @@ def test_only_the_runs_own_starts_count_in_its_time_and_cost(tmp_path: Path) -> 
 
     old = save(tmp_path / "old/checkpoints", 5, started="earlier", seconds=7200.0)
     assert seconds(tmp_path / "new") == 0, "those are another run's hours"
-    assert seconds(tmp_path / "old") == 7200, "as a restart on a service finds them, without a summary"
+    assert seconds(tmp_path / "old") == 7200, (
+        "as a restart on a service finds them, without a summary"
+    )
 
 
 def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:
@@ -175,7 +193,9 @@ def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path
         ("ftp://host/x", "cannot read ftp:// addresses"),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, value: str, says: str) -> None:
+def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
+    tmp_path: Path, value: str, says: str
+) -> None:
     save(tmp_path / "kept", 5)
     save(tmp_path / "kept", 10)
     (save(tmp_path / "broken", 3) / "model.safetensors").unlink()
@@ -198,9 +218,17 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
         ("params.tokenizer=org/gpt-b", "params.tokenizer: 'org/gpt-b' here, 'org/bert-a' in", ""),
         ("params.weights=s3://b/w", "", "params.weights: 's3://b/w' here, '/w' in step-00000005"),
         ("train.precision=bf16", "", "train.precision: bf16 from here on, fp32 before"),
-        ("params.data=/mnt/b", "", "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are"),
+        (
+            "params.data=/mnt/b",
+            "",
+            "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are",
+        ),
         ("train.batch_size=32", "", "a step takes 32 records here"),
-        ("train.lr=1", "", "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate continues"),
+        (
+            "train.lr=1",
+            "",
+            "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate continues",
+        ),
         ("train.momentum=0.5", "", "train.momentum: 0.5 has no effect"),
         ("train.epochs=20", "", ""),
         ("train.threads=1", "", ""),
@@ -210,7 +238,12 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
 def test_another_run_is_refused_and_a_different_one_is_said(
     tmp_path: Path, override: str, refused: str, said: str
 ) -> None:
-    base = ["params.width=4", "params.data=/mnt/a", "params.tokenizer=org/bert-a", "params.weights=/w"]
+    base = [
+        "params.width=4",
+        "params.data=/mnt/a",
+        "params.tokenizer=org/bert-a",
+        "params.weights=/w",
+    ]
     save(tmp_path / "checkpoints", 5, load(None, base).config)
     start = plan(tmp_path)[0][1]
     assert start is not None
@@ -259,11 +292,16 @@ def test_typed_auto_goes_on_with_the_newest_unfinished_run_of_the_name(
     assert found.value == "auto"
     other = runs.model_copy(update={"name": "new"})
     assert resolve("auto", "local", other) == launcher.Resume("auto")
-    assert "no unfinished run of new in" in (said := capsys.readouterr().out) and "has a checkpoint" in said
+    assert (
+        "no unfinished run of new in" in (said := capsys.readouterr().out)
+        and "has a checkpoint" in said
+    )
     assert resolve(None, "local", runs) == launcher.Resume()
 
 
-def test_a_named_run_goes_on_where_it_lies_and_one_checkpoint_begins_a_new_run(runs: Config) -> None:
+def test_a_named_run_goes_on_where_it_lies_and_one_checkpoint_begins_a_new_run(
+    runs: Config,
+) -> None:
     root = Path(runs.output_dir)
     for asked in ("latest", "digits-20260103-000000", "digits-20260103-000000/checkpoints"):
         found = resolve(str(root / asked), "local", runs)
@@ -276,14 +314,20 @@ def test_a_run_with_checkpoints_nowhere_is_not_begun_again_in_its_directory(
     runs: Config, tmp_path: Path
 ) -> None:
     ended, unfinished = (tmp_path / f"digits-{day}-000000" for day in ("20260104", "20260102"))
-    outside = load(None, ["name=digits", f"output_dir={tmp_path}", f"checkpoint.dir={tmp_path}/ck"]).config
-    with pytest.raises(UsageError, match=f"{ended} holds no checkpoint, nor does checkpoint.dir: {tmp_path}"):
+    outside = load(
+        None, ["name=digits", f"output_dir={tmp_path}", f"checkpoint.dir={tmp_path}/ck"]
+    ).config
+    with pytest.raises(
+        UsageError, match=f"{ended} holds no checkpoint, nor does checkpoint.dir: {tmp_path}"
+    ):
         resolve(str(ended), "local", outside)
     assert resolve("auto", "local", outside).run_dir == unfinished
     save(tmp_path / "ck", 5)
     assert resolve(str(ended), "local", outside).run_dir == ended
     assert resolve("auto", "local", outside).run_dir == ended
-    assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(f"--resume {ended}")
+    assert launcher.continuation(ended, outside, ["stoker", "job.yaml"]).endswith(
+        f"--resume {ended}"
+    )
     (tmp_path / "ck/step-00000005/manifest.json").unlink()
     assert resolve(None, "local", outside) == launcher.Resume()
     with pytest.raises(UsageError, match=f"{ended} holds no checkpoint, nor does"):
@@ -296,12 +340,16 @@ def test_a_folder_that_cannot_be_read_is_left_to_the_run_to_say(runs: Config, wh
     assert resolve(None, "local", given) == launcher.Resume()
 
 
-@pytest.mark.parametrize(("where", "refused"), [("local", 1), ("rehearsal", 0), ("slurm", 0), ("ray", 0)])
+@pytest.mark.parametrize(
+    ("where", "refused"), [("local", 1), ("rehearsal", 0), ("slurm", 0), ("ray", 0)]
+)
 def test_a_new_run_does_not_take_over_another_ones_checkpoints_unless_a_service_starts_it(
     tmp_path: Path, where: str, refused: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def given(*more: str) -> Config:
-        return load(None, [f"output_dir={tmp_path}/runs", f"checkpoint.dir={tmp_path}/ck", *more]).config
+        return load(
+            None, [f"output_dir={tmp_path}/runs", f"checkpoint.dir={tmp_path}/ck", *more]
+        ).config
 
     assert resolve(None, where, given()) == launcher.Resume()
     save(tmp_path / "ck", 5)
@@ -322,7 +370,9 @@ def test_a_rehearsal_takes_over_from_a_bucket_only_what_it_is_told_to(
     root = Path(runs.output_dir)
     run = str(a_run(root, "digits-20260106-000000", "failed", steps=()))
     save(root / "ck", 5)
-    monkeypatch.setattr(launcher, "open_store", lambda where: open_store(where.replace("s3:/", str(root))))
+    monkeypatch.setattr(
+        launcher, "open_store", lambda where: open_store(where.replace("s3:/", str(root)))
+    )
 
     def given(where: str) -> Config:
         return load(None, ["name=digits", f"output_dir={root}", f"checkpoint.dir={where}"]).config
@@ -331,7 +381,9 @@ def test_a_rehearsal_takes_over_from_a_bucket_only_what_it_is_told_to(
         resolve(None, "rehearsal", given("s3://ck"))
     for asked in ("auto", run):
         assert resolve(asked, "rehearsal", given("s3://ck")) == launcher.Resume("auto")
-    with pytest.raises(UsageError, match=r"holds no checkpoint, nor does checkpoint\.dir on its hosts: "):
+    with pytest.raises(
+        UsageError, match=r"holds no checkpoint, nor does checkpoint\.dir on its hosts: "
+    ):
         resolve(run, "rehearsal", given(f"{root}/ck"))
     monkeypatch.setattr(launcher, "PRIVATE", ("/opt/ml/",))  # as if `root` were not below /tmp
     with pytest.raises(UsageError, match="has checkpoints of another run"):

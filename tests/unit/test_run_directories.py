@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher import notebook, run_directory
-from launcher.job import Job, open_job
-from launcher.places import attach, local, place_named
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.place import ORIGINS_FILE
+from stoker_launcher import notebook, run_directory
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import attach, local, place_named
 from tests.command_line import type_command
 from tests.waiting import until
 
@@ -61,7 +61,9 @@ def test_the_users_own_code_folder_is_never_replaced(capsys: pytest.CaptureFixtu
     Path("summary.json").write_text('{"status": "failed"}')
     code, errors, _ = type_command(["code/job.yaml", "--resume", "."], capsys)
     where = Path("code").resolve()
-    assert errors[1:] == [f"error: --resume: {where} was not staged by Stoker and stays; move it elsewhere"]
+    assert errors[1:] == [
+        f"error: --resume: {where} was not staged by Stoker and stays; move it elsewhere"
+    ]
     with pytest.raises(UsageError, match="was not staged by Stoker"):
         notebook.submit(notebook.plan("code/job.yaml", (), "local", resume="."))
     assert code == 2 and Path("code/notes.txt").read_text() == "precious"
@@ -166,7 +168,9 @@ def test_a_run_of_this_machine_is_known_by_its_process_and_boot(
     (run_dir / "process.id").write_text(f"{alive.pid} {socket.gethostname()} an-earlier-boot")
     monkeypatch.setattr(run_directory, "SILENT_S", 1.0)
     assert attach(str(run_dir)).status().startswith(f"running on {socket.gethostname()}, as far")
-    assert resumed() == run_dir, "after a while without a sign: it may be another container of that name"
+    assert resumed() == run_dir, (
+        "after a while without a sign: it may be another container of that name"
+    )
     (run_dir / "process.id").write_text(str(alive.pid))
     assert "is still running" in refusal(), "as earlier versions wrote it"
 
@@ -175,9 +179,9 @@ def test_a_run_of_this_machine_is_known_by_its_process_and_boot(
 def test_the_run_of_another_user_is_alive(alive: subprocess.Popen[bytes]) -> None:
     run_dir = a_run(status="running")
     (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
-    look = "import os, sys\nfrom launcher.run_directory import PastRun\nos.setresuid(*[65534] * 3)\n"
+    look = "import os, sys\nfrom stoker_launcher.run_directory import PastRun\nos.setresuid(*[65534] * 3)\n"
     look += "run = PastRun(__import__('pathlib').Path())\nprint(run.status())\nrun.stop()"
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "launcher")}
     done = subprocess.run(
         [sys.executable, "-c", look], cwd=run_dir, env=variables, capture_output=True, text=True
     )
@@ -209,7 +213,9 @@ def test_a_run_of_ray_jobs_in_a_shared_folder_is_left_alone() -> None:
     with writing(run_dir / "events.jsonl"):
         assert "is still running on a Ray cluster; stop it there" in refusal()
     step = run_dir / "checkpoints/step-00000010"
-    assert run_directory.resolve_resume(str(step), place_named("local"), config()).value == str(step)
+    assert run_directory.resolve_resume(str(step), place_named("local"), config()).value == str(
+        step
+    )
 
 
 # ---- latest ----
@@ -229,7 +235,10 @@ def test_a_users_own_latest_stays(kind: object, capsys: pytest.CaptureFixture[st
     kind(own)  # type: ignore[operator]
     run = local.submit(local.plan(Short(load(None, ["name=tab"]), None, {})))
     assert run.wait() == 0 and own.exists() and not own.is_symlink()
-    assert capsys.readouterr().err == f"note: {own} is not a link, so it stays and does not name this run\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: {own} is not a link, so it stays and does not name this run\n"
+    )
 
 
 # ---- Ctrl-C ----

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import stoker
-from launcher.notebook import DATABRICKS_VARIABLE, RunInterrupt, RunResult, plan
 from stoker.errors import UsageError
 from stoker.place import LASTING_DIR_VARIABLE, local_place
+from stoker_launcher.notebook import DATABRICKS_VARIABLE, RunInterrupt, RunResult, plan
 
 JOB: dict[str, Any] = {"name": "made", "recipe": "rows:Counting", "train": {"epochs": 3}}
 CLUSTER = "10.0.0.4:9123"
@@ -25,7 +25,9 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.py").write_text((Path(__file__).parents[1] / "recipes" / "rows.py").read_text())
+    (tmp_path / "rows.py").write_text(
+        (Path(__file__).parents[1] / "recipes" / "rows.py").read_text()
+    )
 
 
 def refused(config: Any = JOB, *overrides: str, address: str = "local") -> str:
@@ -45,7 +47,9 @@ def test_a_job_is_a_file_its_text_or_a_dictionary(tmp_path: Path) -> None:
         assert (resolved.config.train.epochs, resolved.config.train.lr) == (3, 0.5)
         assert resolved.origins["train.lr"] == "stoker.run"
         assert request.job.source_dir == tmp_path, "the recipe beside the notebook is staged"
-    assert JOB == {"name": "made", "recipe": "rows:Counting", "train": {"epochs": 3}}, "the caller's own"
+    assert JOB == {"name": "made", "recipe": "rows:Counting", "train": {"epochs": 3}}, (
+        "the caller's own"
+    )
 
 
 def test_wrong_jobs_are_refused_in_one_line_each() -> None:
@@ -56,7 +60,9 @@ def test_wrong_jobs_are_refused_in_one_line_each() -> None:
     assert "no such example; did you mean digits?" in refused("example:digit")
 
 
-def test_auto_is_the_cluster_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_is_the_cluster_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert "call ray.util.spark.setup_ray_cluster(…) first" in refused(address="auto")
     monkeypatch.setenv("RAY_ADDRESS", CLUSTER)
     request = plan(JOB, (f"output_dir={tmp_path}",))
@@ -68,7 +74,9 @@ def test_auto_is_the_cluster_of_this_process(monkeypatch: pytest.MonkeyPatch, tm
     assert "no token" not in shown and "t" * 64 not in shown
 
 
-@pytest.mark.parametrize("address", ["ray://10.0.0.4:10001", "http://10.0.0.4:8265", "10.0.0.4", ""])
+@pytest.mark.parametrize(
+    "address", ["ray://10.0.0.4:10001", "http://10.0.0.4:8265", "10.0.0.4", ""]
+)
 def test_other_addresses_are_refused(address: str) -> None:
     assert "must be auto, local or host:port" in refused(address=address)
 
@@ -86,7 +94,7 @@ def test_on_a_volume_files_that_grow_stay_on_the_drivers_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = tmp_path / "Volumes/main/default/runs"
-    monkeypatch.setattr("launcher.notebook.VOLUMES", f"{tmp_path}/Volumes/")
+    monkeypatch.setattr("stoker_launcher.notebook.VOLUMES", f"{tmp_path}/Volumes/")
     request = plan(JOB, (f"output_dir={volume}",), CLUSTER)
     assert request.lasting is not None and request.lasting.parent == volume
     assert request.run_dir.name == request.lasting.name and volume not in request.run_dir.parents
@@ -113,7 +121,9 @@ def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_config
 
 
 @pytest.mark.long
-def test_a_process_without_an_experiment_is_told_how_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_an_experiment_is_told_how_to_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(DATABRICKS_VARIABLE, "17.3")
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -130,7 +140,11 @@ def test_a_process_without_an_experiment_is_told_how_to_have_one(monkeypatch: py
 def test_a_result_shows_what_counts(tmp_path: Path) -> None:
     metrics = {"last": {"val/loss": 0.5}, "best": {"val/loss": 0.4}}
     result = RunResult(130, tmp_path, {"status": "interrupted", "metrics": metrics})
-    assert (result.status, result.metrics["val/loss"], result.best["val/loss"]) == ("interrupted", 0.5, 0.4)
+    assert (result.status, result.metrics["val/loss"], result.best["val/loss"]) == (
+        "interrupted",
+        0.5,
+        0.4,
+    )
     assert RunResult(2, tmp_path, {}).status == "refused"
     assert isinstance(RunInterrupt(result), KeyboardInterrupt), "cells below do not run"
     assert stoker.RunResult is RunResult
@@ -167,7 +181,7 @@ def test_a_folder_too_large_to_stage_is_refused_before_it_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
-    monkeypatch.setattr("launcher.job.MOST_FILES", 5)
+    monkeypatch.setattr("stoker_launcher.job.MOST_FILES", 5)
     for number in range(6):
         (tmp_path / "data" / f"{number}.jpg").touch()
     assert "is staged with the job but holds more than" in refused()

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from clouds import SAGEMAKER, changes_of, full, job_of
 
-from launcher.job import Job, open_job
-from launcher.places import sagemaker
-from launcher.places.remote import job_name, lost_data
-from launcher.places.sagemaker import sagemaker_rules
-from launcher.places.sagemaker.training_job import default_image, request_of
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import sagemaker
+from stoker_launcher.places.remote import job_name, lost_data
+from stoker_launcher.places.sagemaker import sagemaker_rules
+from stoker_launcher.places.sagemaker.training_job import default_image, request_of
 
 ECR = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
 NO_PAIR = "gpu.type=null; cpu.type=null"
@@ -59,7 +59,9 @@ def test_the_first_refusal_names_all_that_is_missing(monkeypatch: pytest.MonkeyP
         sagemaker.plan(open_job(load(None, ["name=flowers"])))
     keys = [problem.partition(":")[0] for problem in caught.value.problems]
     assert {"sagemaker.region", "sagemaker.gpu.type", "sagemaker.role", "AWS"} <= {*keys}
-    (aws,) = [problem for problem in caught.value.problems if problem.startswith("AWS: no credentials")]
+    (aws,) = [
+        problem for problem in caught.value.problems if problem.startswith("AWS: no credentials")
+    ]
     assert "--offline needs none, but sagemaker.s3_uri" in aws
 
 
@@ -198,7 +200,11 @@ def test_right_request_field_by_field() -> None:
     request = sagemaker.plan(job, offline=True)
     body = request.body
     assert body["TrainingJobName"] == request.name
-    assert body["HyperParameters"] == {"config": "job.yaml", "train__lr": "0.1", "train__epochs": "3"}
+    assert body["HyperParameters"] == {
+        "config": "job.yaml",
+        "train__lr": "0.1",
+        "train__epochs": "3",
+    }
     assert body["AlgorithmSpecification"]["ContainerEntrypoint"][-1].endswith(
         "exec python train.py --config job.yaml"
     )
@@ -207,10 +213,16 @@ def test_right_request_field_by_field() -> None:
     assert code["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu", "cpu"]
     assert train["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu"]
     assert train["InputMode"] == "FastFile"
-    assert body["StoppingCondition"] == {"MaxRuntimeInSeconds": 86_400, "MaxWaitTimeInSeconds": 172_800}
+    assert body["StoppingCondition"] == {
+        "MaxRuntimeInSeconds": 86_400,
+        "MaxWaitTimeInSeconds": 172_800,
+    }
     assert body["EnableManagedSpotTraining"] and body["EnableInterContainerTrafficEncryption"]
     assert body["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
-    assert body["OutputDataConfig"] == {"S3OutputPath": "s3://my-bucket/stoker", "KmsKeyId": "alias/mine"}
+    assert body["OutputDataConfig"] == {
+        "S3OutputPath": "s3://my-bucket/stoker",
+        "KmsKeyId": "alias/mine",
+    }
     assert body["RetryStrategy"] == {"MaximumRetryAttempts": 3}
     assert request.data_at == {"train": "/opt/ml/input/data/train"}
     assert request.job.resolved.config.cluster.gpu_group == "gpu"
@@ -229,7 +241,11 @@ def test_the_command_line_wins_over_hyperparameters(tmp_path: Path) -> None:
 def test_a_channel_sets_the_parameter_of_its_name_unless_another_one_reads_it() -> None:
     def data_at(recipe: str, **params: object) -> dict[str, str]:
         channels = "sagemaker.channels={data: {uri: 's3://b/x'}}"
-        given = [recipe, *(f"params.{name}={json.dumps(value)}" for name, value in params.items()), channels]
+        given = [
+            recipe,
+            *(f"params.{name}={json.dumps(value)}" for name, value in params.items()),
+            channels,
+        ]
         return request_of(open_job(load(None, given)), "n", "us-east-1", "s3://bucket/p").data_at
 
     mounted = {"data": "/opt/ml/input/data/data"}
@@ -246,7 +262,9 @@ def test_data_beside_the_jobs_file_but_not_here_are_refused_with_both_places(
     (tmp_path / "here").mkdir()
     (tmp_path / "job.yaml").write_text("params: {data: flowers, model: resnet18}")
     monkeypatch.chdir(tmp_path / "here")
-    job = open_job(load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()]))
+    job = open_job(
+        load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()])
+    )
     with pytest.raises(UsageError) as caught:
         sagemaker.plan(job, offline=True)
     (problem,) = caught.value.problems
@@ -264,12 +282,21 @@ def test_texts_are_not_taken_for_lost_data(tmp_path: Path, monkeypatch: pytest.M
         "split": "train",
         "cache": {"dir": "/no/such"},
     }
-    texts |= {"labels": ["cat", "notes.txt"], "routes": ["/v1/a", "~10 units"], "pattern": "a/(b|c)*[d"}
+    texts |= {
+        "labels": ["cat", "notes.txt"],
+        "routes": ["/v1/a", "~10 units"],
+        "pattern": "a/(b|c)*[d",
+    }
     (tmp_path / "job.yaml").write_text(json.dumps({"recipe": "absent:Mine", "params": texts}))
     monkeypatch.chdir(tmp_path / "here")
-    job = open_job(load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()]))
+    job = open_job(
+        load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()])
+    )
     assert (
-        list(lost_data(request_of(job, "n", "us-east-1", "s3://bucket/p"), "/opt/ml/input/data/", "")) == []
+        list(
+            lost_data(request_of(job, "n", "us-east-1", "s3://bucket/p"), "/opt/ml/input/data/", "")
+        )
+        == []
     )
 
 
@@ -299,7 +326,9 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
     assert body["StoppingCondition"] == plain["StoppingCondition"] | more["StoppingCondition"]
     assert [channel["ChannelName"] for channel in body["InputDataConfig"]] == ["code", "fsx"]
     assert body["InputDataConfig"][1] == more["InputDataConfig"][0]
-    assert body["AlgorithmSpecification"]["TrainingImageConfig"] == {"TrainingRepositoryAccessMode": "Vpc"}
+    assert body["AlgorithmSpecification"]["TrainingImageConfig"] == {
+        "TrainingRepositoryAccessMode": "Vpc"
+    }
     assert body["AlgorithmSpecification"]["TrainingImage"] == "registry.example.com/me/train:1"
 
 
@@ -316,7 +345,10 @@ def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
     (tmp_path / "a.tar").touch()
 
     def place(**keys: str) -> str:
-        changes = {"params.data": str(tmp_path), **{f"sagemaker.{key}": value for key, value in keys.items()}}
+        changes = {
+            "params.data": str(tmp_path),
+            **{f"sagemaker.{key}": value for key, value in keys.items()},
+        }
         return sagemaker.plan(make_job(changes), offline=True).data[0].uri
 
     places = [place(), place(kms_key="alias/a"), place(kms_key="alias/b")]
@@ -367,7 +399,9 @@ def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:
     (folder / "a" / "0.tar").write_bytes(b"x" * 1500)
     single = tmp_path / "rows.parquet"
     single.write_bytes(b"y" * 10)
-    request = sagemaker.plan(make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True)
+    request = sagemaker.plan(
+        make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True
+    )
     assert request.data_at == {
         "data": "/opt/ml/input/data/data",
         "rows": "/opt/ml/input/data/rows/rows.parquet",
@@ -387,7 +421,9 @@ def test_data_that_is_already_in_s3_is_left_alone() -> None:
 
 def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert any("contains no files" in line for line in refusal({"params.data": str(tmp_path / "empty")}))
+    assert any(
+        "contains no files" in line for line in refusal({"params.data": str(tmp_path / "empty")})
+    )
     (tmp_path / "large").mkdir()
     with (tmp_path / "large" / "x.bin").open("wb") as file:
         file.truncate(3 * 10**9)  # sparse
@@ -399,7 +435,9 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
     request = sagemaker.plan(make_job({}), offline=True)
     commands = request.write(tmp_path / "job.json")
     assert json.loads((tmp_path / "job.json").read_text()) == request.body
-    assert (tmp_path / "job.json").stat().st_mode & 0o777 == 0o600, "its environment may hold secrets"
+    assert (tmp_path / "job.json").stat().st_mode & 0o777 == 0o600, (
+        "its environment may hold secrets"
+    )
     assert (tmp_path / "job-code" / "train.py").is_file()
     token = tmp_path / "job-code" / ".ray-token"
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64

@@ -75,7 +75,9 @@ def unchanged(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def records_of(kinds: list[str], count: int, defects: list[tuple[int, int, str]]) -> list[dict[str, Any]]:
+def records_of(
+    kinds: list[str], count: int, defects: list[tuple[int, int, str]]
+) -> list[dict[str, Any]]:
     rows = [{"key": f"r{i}", **{_name(k): VALUES[k](i) for k in kinds}} for i in range(count)]
     for at, column, defect in defects:
         row, name = rows[at % count], _name(kinds[column % len(kinds)])
@@ -104,7 +106,9 @@ def same(batched: Any, value: Any) -> bool:
     name = kinds.get(type(value), expected.dtype.name)
     if expected.ndim == 3:  # images come channels first
         expected = expected.transpose(2, 0, 1)
-    return found.dtype.name == name and np.array_equal(found, expected, equal_nan=name.startswith("float"))
+    return found.dtype.name == name and np.array_equal(
+        found, expected, equal_nan=name.startswith("float")
+    )
 
 
 def check(rows: list[dict[str, Any]], steps: Any, bad: Any, batch_size: int, workers: int) -> None:
@@ -194,7 +198,9 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
             batch_size=batch_size,
             workers=workers,
             direct=direct,
-            delivery=lambda blocks: sorted(blocks, key=lambda made: -made[1].shard) if turned else blocks,
+            delivery=lambda blocks: (
+                sorted(blocks, key=lambda made: -made[1].shard) if turned else blocks
+            ),
             pad={name: PADS[name] for name in PADS.keys() & set(kinds)},
         )
     except STATED as error:
@@ -218,7 +224,9 @@ def test_the_examples_are_of_every_outcome() -> None:
     assert all(OUTCOMES[name] > 0.05 * total for name in ("whole", "quarantined", "refused"))
 
 
-ROWS = [{"key": f"r{i}", "x": i, "word": f"w{i}", "v": np.full(2, i, np.float32)} for i in range(20)]
+ROWS = [
+    {"key": f"r{i}", "x": i, "word": f"w{i}", "v": np.full(2, i, np.float32)} for i in range(20)
+]
 
 
 def batches(
@@ -263,8 +271,14 @@ def _no_text(columns: dict[str, Any]) -> dict[str, Any]:
     [
         (_cut, "has 4 rows, but was reported with 5"),
         (_lengthened, "has 6 rows, but was reported with 5"),
-        (_other_type, "has other columns than its split: column 'x' is float64, int64 in record r0"),
-        (_other_shape, r"column 'v' is float32 of shape \(3,\), float32 of shape \(2,\) in record r0"),
+        (
+            _other_type,
+            "has other columns than its split: column 'x' is float64, int64 in record r0",
+        ),
+        (
+            _other_shape,
+            r"column 'v' is float32 of shape \(3,\), float32 of shape \(2,\) in record r0",
+        ),
         (_without, "column 'v' is absent, float32 of shape"),
         (_with, "column 'more' is int64, absent in record r0"),
         (_no_text, "column 'word' holds None, which is not text"),
@@ -289,7 +303,11 @@ def test_a_block_that_is_not_as_reported_is_an_error_where_it_is_fetched(
         ("x", np.int32(1), "column 'x' is int32 in record r13, int64 in record r"),
         ("x", 2**63, "column 'x': the number in record r13 does not fit int64"),
         ("word", b"w", "column 'word' holds bytes .record r13."),
-        ("v", np.zeros(3, np.float32), r"column 'v' differs in shape .* \(3,\) in r13, \(2,\) in r"),
+        (
+            "v",
+            np.zeros(3, np.float32),
+            r"column 'v' differs in shape .* \(3,\) in r13, \(2,\) in r",
+        ),
         ("extra", 1, "record r13 has a column 'extra' that record r0 lacks"),
         ("__id", 1, "record r13 has a column '__id' that record r0 lacks"),
     ],
@@ -322,7 +340,10 @@ def test_a_record_that_lacks_a_value_is_quarantined_however_blocks_are_cut(
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"a": 1}, "train: column 'x' holds dict .record r0., which a batch cannot; .*Drop\\('x'\\)"),
+        (
+            {"a": 1},
+            "train: column 'x' holds dict .record r0., which a batch cannot; .*Drop\\('x'\\)",
+        ),
         ([1, 2], "train: column 'x' holds list"),
         (b"x", "train: column 'x' holds bytes"),
         (np.datetime64("2020-01-01"), "train: column 'x' holds arrays of datetime64"),
@@ -349,19 +370,27 @@ def test_blocks_that_disagree_end_the_run_where_nobody_knew_the_schema(way: Way)
     class Late(Listed):
         def read(self, shard: Any, order: Any) -> Any:
             for record in super().read(shard, order):
-                yield BadRecord(record["key"], "bad") if record["key"] in ("r0", "r1", "r2", "r3") else record
+                yield (
+                    BadRecord(record["key"], "bad")
+                    if record["key"] in ("r0", "r1", "r2", "r3")
+                    else record
+                )
 
     rows = [dict(row) for row in ROWS]
     _, bad = batches(way, rows, source=Late(rows, 10))
     assert len(bad) == 4
     for row in rows[10:]:
         row["x"] += 0.5
-    with pytest.raises(SchemaError, match="the train split has blocks with different columns: column 'x' is"):
+    with pytest.raises(
+        SchemaError, match="the train split has blocks with different columns: column 'x' is"
+    ):
         batches(way, rows, source=Late(rows, 10))
 
 
 def test_no_batch_has_a_row_that_nothing_wrote() -> None:
-    batch = BatchBuilder(BufferPool(pinned=False), 7, schema_of({"x": np.arange(5), "y": np.arange(5)}))
+    batch = BatchBuilder(
+        BufferPool(pinned=False), 7, schema_of({"x": np.arange(5), "y": np.arange(5)})
+    )
     batch.take(BlockSlice("b", 0, 5, "", 5), {"x": np.arange(5), "y": np.arange(5)}, 0)
     with pytest.raises(SchemaError, match="column 'x': 5 of the batch's 7 rows were written"):
         batch.finish()
@@ -406,7 +435,11 @@ def test_a_tar_record_that_lacks_an_optional_member_is_quarantined(
         steps, bad = batches(way, [], chain, source=source, block_records=block_records)
         assert [one.key for one in bad] == [f"train-0.tar:{lacking:04}"]
         assert "no column 'text'" in bad[0].reason
-        rows = [row for (batch,) in steps for row in zip(batch["label"].tolist(), batch["text"], strict=True)]
+        rows = [
+            row
+            for (batch,) in steps
+            for row in zip(batch["label"].tolist(), batch["text"], strict=True)
+        ]
         assert rows == [(i, f"word {i}") for i in range(12) if i != lacking]
 
 
@@ -423,7 +456,9 @@ def test_an_array_whose_channels_may_be_first_or_last_is_refused_and_a_tensor_is
 
     for name, value in {"image": torch.from_numpy(values), "volume": values}.items():
         assert (made(**{name: value})[name][0] == torch.from_numpy(values)).all()
-    with pytest.raises(SchemaError, match=r"image has the shape .* channels may be first or last; make it a"):
+    with pytest.raises(
+        SchemaError, match=r"image has the shape .* channels may be first or last; make it a"
+    ):
         made(image=values)
     _, report = Chain(as_stages([v2.CenterCrop(4)]), 0).run([{"key": "a", "image": values}], 0)
     assert "channels may be first or last" in report.bad[0].reason

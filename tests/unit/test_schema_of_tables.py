@@ -46,8 +46,13 @@ def test_a_batch_is_what_the_table_holds(
     count = data.draw(st.integers(2, 14))
     holes = {kind: data.draw(st.sets(st.integers(0, count - 1), max_size=2)) for kind in kinds}
     options = {kind: st.sampled_from(["quarantine", *KINDS[kind][2]]) for kind in kinds}
-    rules = {kind: data.draw(rule) for kind, rule in options.items() if data.draw(st.integers(0, 4))}
-    table = [{kind: None if i in holes[kind] else KINDS[kind][1](i) for kind in kinds} for i in range(count)]
+    rules = {
+        kind: data.draw(rule) for kind, rule in options.items() if data.draw(st.integers(0, 4))
+    }
+    table = [
+        {kind: None if i in holes[kind] else KINDS[kind][1](i) for kind in kinds}
+        for i in range(count)
+    ]
     schema = pa.schema([(kind, KINDS[kind][0]) for kind in kinds])
     parquet.write_table(
         pa.Table.from_pylist(table, schema),
@@ -62,26 +67,35 @@ def test_a_batch_is_what_the_table_holds(
             rule = rules.get(kind)
             if value is None and rule == "quarantine":
                 lost.add(f"train-0.parquet:{i}")
-            values[kind] = value if value is not None else KINDS[kind][3] if rule == "keep" else rule
+            values[kind] = (
+                value if value is not None else KINDS[kind][3] if rule == "keep" else rule
+            )
             if rule == "keep" and kind != "float":
                 values[f"{kind}__valid"] = value is not None
         if f"train-0.parquet:{i}" not in lost:
             expected.append(values)
     source = read_parquet(str(tmp_path), "train", nulls=rules)
     assert source is not None
-    sizes = {"block_records": data.draw(st.integers(1, 5)), "batch_size": data.draw(st.integers(1, 4))}
+    sizes = {
+        "block_records": data.draw(st.integers(1, 5)),
+        "batch_size": data.draw(st.integers(1, 4)),
+    }
     unruled = [kind for kind in kinds if holes[kind] and kind not in rules]
     if unruled or not expected:
         with pytest.raises(UsageError if unruled else Exception) as caught:
             way.batches(source, [], workers=1, direct=direct, **sizes)
-        assert all(f"column {kind} holds {len(holes[kind])} NULL" in str(caught.value) for kind in unruled)
+        assert all(
+            f"column {kind} holds {len(holes[kind])} NULL" in str(caught.value) for kind in unruled
+        )
         return
     steps, bad = way.batches(source, [], workers=1, direct=direct, **sizes)
     assert {one.key for one in bad} == lost
     found = []
     for (batch,) in steps:
         columns = {name: c if isinstance(c, list) else c.tolist() for name, c in batch.items()}
-        found += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        found += [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
     for row in found:
         if "float" in row and row["float"] != row["float"]:
             row["float"] = None  # NaN, which "keep" puts there

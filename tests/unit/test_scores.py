@@ -90,13 +90,17 @@ def test_on_device_of_val_is_in_evaluation_mode_and_what_training_shares_with_it
     evaluation = Evaluation(worker, 0)
     with evaluation.quietly():
         evaluation.take({"x": torch.full((4, 2), 3.0)})
-    assert evaluation.result()["val/loss"] == pytest.approx(3.0, rel=1e-3), "not normalised by its own batch"
+    assert evaluation.result()["val/loss"] == pytest.approx(3.0, rel=1e-3), (
+        "not normalised by its own batch"
+    )
     assert shared.training and not shared.num_batches_tracked
 
 
 def test_a_vector_has_a_scalar_for_each_class(tmp_path: Path) -> None:
     found = last(run(tmp_path, "accuracy"))
-    assert found == pytest.approx({f"val/accuracy/{name}": value for name, value in by_class().items()})
+    assert found == pytest.approx(
+        {f"val/accuracy/{name}": value for name, value in by_class().items()}
+    )
 
 
 def test_dicts_have_a_scalar_for_each_part_and_class(tmp_path: Path) -> None:
@@ -127,13 +131,17 @@ def test_parts_that_number_classes_get_their_names(tmp_path: Path) -> None:
     found = last(run(tmp_path, "numbered", "boxes"))
     names = {f"val/numbered/multiclassaccuracy/{name}": value for name, value in by_class().items()}
     boxes = {"iou": 0.5, "iou/dog": 0.25, "iou_cl_7": 0.125, "iou_50": 1.0}
-    assert found == pytest.approx(names | {f"val/boxes/{name}": value for name, value in boxes.items()})
+    assert found == pytest.approx(
+        names | {f"val/boxes/{name}": value for name, value in boxes.items()}
+    )
 
 
 def test_a_confusion_matrix_is_a_table_with_its_diagonal_as_scalars(tmp_path: Path) -> None:
     made = run(tmp_path, "confusion")
     names = ["cat", "dog", "sea/horse"]
-    diagonal = {f"val/confusion/{n.replace('/', '_')}": float(expected()[i, i]) for i, n in enumerate(names)}
+    diagonal = {
+        f"val/confusion/{n.replace('/', '_')}": float(expected()[i, i]) for i, n in enumerate(names)
+    }
     assert last(made) == diagonal
     (table,) = made.head.of("table")
     assert table["rows"] == table["columns"] == names
@@ -145,13 +153,17 @@ def test_other_arrays_are_tables_and_few_scalars(tmp_path: Path) -> None:
     found = last(made)
     assert found["val/labels/dog/1/0"] == 6.0 and found["val/rates/sea_horse/1"] == 5.0
     assert (found["val/flag"], found["val/one"]) == (1.0, 0.25)
-    assert not any(name.startswith(("val/curve", "val/long")) for name in found), "no curves of curves"
+    assert not any(name.startswith(("val/curve", "val/long")) for name in found), (
+        "no curves of curves"
+    )
     tables = {table["name"]: table for table in made.head.of("table")}
     assert tables["val/labels"]["rows"][:2] == ["cat / 0", "cat / 1"]
     assert tables["val/rates"]["values"] == [[0, 1], [2, 3], [4, 5]]
     assert [len(tables[f"val/curve/{part}"]["values"]) for part in range(2)] == [3, 3]
     assert tables["val/long"]["values"][149] == [149]
-    assert any("val/long: 150 values, more than 100: only in" in n["text"] for n in made.head.of("note"))
+    assert any(
+        "val/long: 150 values, more than 100: only in" in n["text"] for n in made.head.of("note")
+    )
 
 
 def test_what_cannot_be_shown_is_named_once_and_the_run_continues(tmp_path: Path) -> None:
@@ -176,13 +188,17 @@ def test_without_a_loss_there_is_no_loss(tmp_path: Path) -> None:
     error = run(tmp_path / "mixed", "accuracy", loss="sometimes").error
     assert isinstance(error, UsageError) and "a loss for some records only (5 of 13)" in str(error)
     error = run(tmp_path / "scored", "accuracy", preds="sometimes").error
-    assert isinstance(error, UsageError) and "preds and target for some records only (5 of 13)" in str(error)
+    assert isinstance(
+        error, UsageError
+    ) and "preds and target for some records only (5 of 13)" in str(error)
 
 
 def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Path) -> None:
     changing = lambda split, epoch: Batches(split, epoch, [of([*range(2 * epoch, 9)]), of([2])])  # noqa: E731
     for epochs in (2, 3):
-        made = start(tmp_path, changing, Shaped(kinds=("minmax",)), train={**TRAIN, "epochs": epochs})
+        made = start(
+            tmp_path, changing, Shaped(kinds=("minmax",)), train={**TRAIN, "epochs": epochs}
+        )
     assert made.error is None
     entries = [entry["metrics"] for entry in made.keeper.history]
     raw = [entry["val/minmax/raw"] for entry in entries]
@@ -191,7 +207,9 @@ def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Pa
         so_far = raw[: epoch + 1]
         assert (entry["val/minmax/min"], entry["val/minmax/max"]) == (min(so_far), max(so_far))
     train, recipe = {**TRAIN, "epochs": 4}, Shaped(kinds=("minmax",))
-    newest = start(tmp_path / "another run", changing, recipe, resume=tmp_path, train=train).metrics[-1]
+    newest = start(
+        tmp_path / "another run", changing, recipe, resume=tmp_path, train=train
+    ).metrics[-1]
     assert newest["val/minmax/min"] == newest["val/minmax/raw"] == newest["val/minmax/max"]
 
 
@@ -227,7 +245,9 @@ def test_one_class_selects_the_best_model(tmp_path: Path) -> None:
 def test_scalars_and_tables_reach_report_and_tensorboard(tmp_path: Path) -> None:
     made = run(tmp_path / "run", "accuracy", "confusion", "rates")
     events = [
-        {"time": 99.0, **event} for event in made.head.events if event["event"] in ("epoch", "table", "note")
+        {"time": 99.0, **event}
+        for event in made.head.events
+        if event["event"] in ("epoch", "table", "note")
     ]
     folder = record(tmp_path / "recorded", 40, extra=tuple(events))
     summary = json.loads((folder / "summary.json").read_text())
@@ -263,7 +283,9 @@ def tried(
     )
     worker = run_.worker
     worker.recipe = Shaped(kinds=kinds, **recipe)
-    worker.config = worker.config.model_validate({"train": TRAIN, "checkpoint": {"monitor": monitor}})
+    worker.config = worker.config.model_validate(
+        {"train": TRAIN, "checkpoint": {"monitor": monitor}}
+    )
     return try_validation(worker, of([*range(4)]))
 
 
@@ -280,7 +302,9 @@ def test_a_trial_names_what_would_end_the_first_epoch(tmp_path: Path) -> None:
 
 def test_what_the_first_records_are_too_few_for_is_a_note(tmp_path: Path) -> None:
     values, notes = tried(tmp_path, "few", "found", monitor="val/few")
-    assert any("metric few: cannot be computed from the first records" in note for note in notes), notes
+    assert any("metric few: cannot be computed from the first records" in note for note in notes), (
+        notes
+    )
     values, notes = tried(tmp_path / "map", "found", monitor="val/found/map_per_class/dog")
     assert notes == [] and "val/found/map" in values, "no dog among the first records"
 
@@ -325,7 +349,12 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
 
     def state() -> Any:
         parts = [worker.model.state_dict(), worker.optimizer.state_dict(), rng_state(worker.device)]
-        parts += [[p.grad for p in worker.model.parameters()], worker.step, worker.feed_step, worker.samples]
+        parts += [
+            [p.grad for p in worker.model.parameters()],
+            worker.step,
+            worker.feed_step,
+            worker.samples,
+        ]
         return copy.deepcopy([*parts, worker.example and worker.example.batch])
 
     before, told = state(), len(made.head.events)
@@ -333,7 +362,10 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
     after = state()
     flat, other = (torch.utils._pytree.tree_leaves(tree) for tree in (before, after))
     assert len(flat) == len(other) > 20
-    assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(flat, other, strict=True))
+    assert all(
+        torch.equal(a, b) if torch.is_tensor(a) else a == b
+        for a, b in zip(flat, other, strict=True)
+    )
     assert len(made.head.events) == told
 
 
@@ -377,7 +409,9 @@ def test_an_accuracy_is_the_number_that_earlier_checkpoints_hold() -> None:
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"preds of shape \(4, 1\) do not fit target of shape \(4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"preds of shape \(4, 1\) do not fit target of shape \(4, 4\)"
+    ):
         Accuracy().update(torch.zeros(4, 1), torch.zeros(4, 4))
 
 
@@ -402,7 +436,9 @@ def test_classes_written_as_floats_have_an_accuracy() -> None:
     assert accuracy.compute() == 0.75
 
 
-@pytest.mark.parametrize("preds", [torch.tensor([[2.0, 1], [0, 1], [1, 3]]), torch.tensor([0, 1, 1])])
+@pytest.mark.parametrize(
+    "preds", [torch.tensor([[2.0, 1], [0, 1], [1, 3]]), torch.tensor([0, 1, 1])]
+)
 @pytest.mark.parametrize("ignored", [-100, -1, 255])
 def test_ignored_targets_do_not_count_as_wrong(preds: Any, ignored: int) -> None:
     scores = Accuracy()
@@ -445,10 +481,20 @@ def test_probabilities_have_the_f1_of_their_scores_however_their_batches_are_cut
     logits = (target * 2 - 1) * 3 + torch.randn(200, 5)
     logits[:50] = logits[:50].sigmoid()  # a batch of scores that lie within 0 … 1 by chance
     weak = 0.4 + 0.05 * torch.randn(200, 5)
-    hard, start = target.clone(), torch.zeros(200, 5)  # decisions, and the first scores of some models
+    hard, start = (
+        target.clone(),
+        torch.zeros(200, 5),
+    )  # decisions, and the first scores of some models
     rounded = logits.sigmoid()
     rounded[0, 0] = 1.0000001
-    for preds, at in ((logits, 0), (weak, 0), (logits.sigmoid(), 0.5), (rounded, 0.5), (hard, 0), (start, 0)):
+    for preds, at in (
+        (logits, 0),
+        (weak, 0),
+        (logits.sigmoid(), 0.5),
+        (rounded, 0.5),
+        (hard, 0),
+        (start, 0),
+    ):
         scores = F1()
         for part, wanted in zip(preds.split(size), target.split(size), strict=True):
             scores.update(part, wanted)
@@ -463,7 +509,16 @@ def test_what_f1_takes_scores_for_is_told_once_and_whenever_it_changes(tmp_path:
         def metrics(self) -> dict[str, Any]:
             return {"f1": F1()}
 
-    given = [[-2.0, 3], [0.4, 0.6], [0.01, 0.7], [0.02, 0.8], [-1, 0.4], [0, 1], [0.03, 0.6], [-1, 2]]
+    given = [
+        [-2.0, 3],
+        [0.4, 0.6],
+        [0.01, 0.7],
+        [0.02, 0.8],
+        [-1, 0.4],
+        [0, 1],
+        [0.03, 0.6],
+        [-1, 2],
+    ]
 
     def by_epoch(split: str, epoch: int) -> Batches:
         x0 = torch.tensor(given[epoch])

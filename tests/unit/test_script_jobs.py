@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands import run
-from launcher.job import as_overrides, open_job
-from launcher.places import Options
 from stoker.config import redaction
 from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.place import local_place
 from stoker.scripts.script_checks import refuse_foreign_keys, script_command_line
+from stoker_launcher.commands import run
+from stoker_launcher.job import as_overrides, open_job
+from stoker_launcher.places import Options
 
 
 @pytest.fixture
@@ -42,14 +42,27 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 def test_keys_that_a_script_would_ignore_are_refused_one_line_each() -> None:
     found = problems("recipe=a:B", "train.lr=0.01", "data.order=exact", "seed=3", "export=[onnx]")
-    assert [line.split(":")[0] for line in found] == ["train.lr", "data.order", "seed", "export", "recipe"]
+    assert [line.split(":")[0] for line in found] == [
+        "train.lr",
+        "data.order",
+        "seed",
+        "export",
+        "recipe",
+    ]
     assert all("has no effect on a script" in line for line in found[:-1])
     assert found[-1] == "recipe: a job has a recipe or a script, not both; leave one out"
 
 
 def test_keys_that_a_script_job_honours_are_accepted() -> None:
-    keys = ("train.workers=2", "train.max_failures=1", "train.threads=2", "checkpoint.dir=/shared/x")
-    refuse_foreign_keys(job_of("train.py", *keys, "tracking.tensorboard=false", "cluster.port=7000"))
+    keys = (
+        "train.workers=2",
+        "train.max_failures=1",
+        "train.threads=2",
+        "checkpoint.dir=/shared/x",
+    )
+    refuse_foreign_keys(
+        job_of("train.py", *keys, "tracking.tensorboard=false", "cluster.port=7000")
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,9 +94,15 @@ def test_the_configuration_that_a_run_wrote_can_be_run_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", [7, 64])
-def test_a_file_that_sets_a_foreign_key_is_refused_at_its_default_too(tmp_path: Path, size: int) -> None:
-    (tmp_path / "job.yaml").write_text(f"script: train.py\nseed: 0\ntrain: {{batch_size: {size}}}\n")
-    with pytest.raises(UsageError, match=r"^seed: has no effect.*\ntrain.batch_size: has no effect"):
+def test_a_file_that_sets_a_foreign_key_is_refused_at_its_default_too(
+    tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "job.yaml").write_text(
+        f"script: train.py\nseed: 0\ntrain: {{batch_size: {size}}}\n"
+    )
+    with pytest.raises(
+        UsageError, match=r"^seed: has no effect.*\ntrain.batch_size: has no effect"
+    ):
         refuse_foreign_keys(load(tmp_path / "job.yaml"))
 
 
@@ -114,11 +133,16 @@ def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: 
     assert "hf_abc123defgh" not in (tmp_path / "staged" / "job.yaml").read_text()
     assert load(tmp_path / "staged" / "job.yaml").config.args == words
     redaction.learn(resolved.config.model_dump(mode="json"))
-    assert redaction.scrub("token hf_abc123defgh, key k-12345678") == "token (redacted), key (redacted)"
+    assert (
+        redaction.scrub("token hf_abc123defgh, key k-12345678")
+        == "token (redacted), key (redacted)"
+    )
 
 
 @pytest.mark.long
-def test_a_dry_run_shows_script_and_arguments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_script_and_arguments(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(Path("train.py"), ["train.workers=2"], Options(dry_run=True), ["--lr", "0.1"]) == 0
     shown = capsys.readouterr().out
     assert "script   train.py --lr 0.1" in shown and "python train.py --config job.yaml" in shown
@@ -127,7 +151,9 @@ def test_a_dry_run_shows_script_and_arguments(project: Path, capsys: pytest.Capt
 
 
 @pytest.mark.long
-def test_the_scripts_folder_is_staged_apart_from_the_containers_entry(project: Path, tmp_path: Path) -> None:
+def test_the_scripts_folder_is_staged_apart_from_the_containers_entry(
+    project: Path, tmp_path: Path
+) -> None:
     (project / "requirements.txt").write_text("einops\n")
     (project / "out" / "old-run").mkdir(parents=True)
     (project / "out" / "old-run" / "weights.bin").write_text("x")
@@ -180,8 +206,8 @@ def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> Non
 
 
 def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> None:
-    from launcher.places import place_named
-    from launcher.run_directory import resolve_resume
+    from stoker_launcher.places import place_named
+    from stoker_launcher.run_directory import resolve_resume
 
     config, place = job_of("train.py").config, place_named("local")
     run_dir = project / "runs" / "train-20250101-000000"

@@ -20,7 +20,14 @@ from stoker.hosts.machine import runs
 from stoker.scripts import rank as worker
 from stoker.scripts import supervisor as supervising
 from stoker.scripts.rank import Child
-from stoker.scripts.supervisor import Exit, RankCommand, Supervisor, first_failure, last_error, reason_of
+from stoker.scripts.supervisor import (
+    Exit,
+    RankCommand,
+    Supervisor,
+    first_failure,
+    last_error,
+    reason_of,
+)
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +56,9 @@ def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 
 class Ranks:
-    def __init__(self, child: Callable[..., Child], *texts: str, killed_after_s: float | None = None) -> None:
+    def __init__(
+        self, child: Callable[..., Child], *texts: str, killed_after_s: float | None = None
+    ) -> None:
         self.killed_after_s = killed_after_s
         self.supervisor = Supervisor("train.py", len(texts))
         self.lock = threading.Lock()  # an actor takes one call after the other
@@ -84,7 +93,9 @@ class Ranks:
 SLEEPS = "import time\nprint('ready')\ntime.sleep(600)\n"
 
 
-def test_what_ranks_print_and_log_arrives_whole_and_the_run_is_complete(child: Callable[..., Child]) -> None:
+def test_what_ranks_print_and_log_arrives_whole_and_the_run_is_complete(
+    child: Callable[..., Child],
+) -> None:
     text = (
         "import os, stoker\n"
         "for step in range(1, 2001):\n"
@@ -157,7 +168,9 @@ SAVES = (
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_stop_is_sigterm_to_every_rank_and_no_failure(child: Callable[..., Child], code: int) -> None:
+def test_a_stop_is_sigterm_to_every_rank_and_no_failure(
+    child: Callable[..., Child], code: int
+) -> None:
     ranks = Ranks(child, *[SAVES.format(code=code)] * 2)
     ranks.wait_for("ready")
     ranks.supervisor.request_stop("SIGTERM")
@@ -170,7 +183,9 @@ def test_a_rank_that_dies_because_another_was_stopped_does_not_fail_the_run() ->
     supervisor = Supervisor("train.py", 2)
     supervisor.request_stop("SIGTERM")
     supervisor.report("a", 0, end=Exit(0, -15, asked=True))
-    order = supervisor.report("a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer"))
+    order = supervisor.report(
+        "a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer")
+    )
     assert order == RankCommand(stop="SIGTERM", over=True)
 
 
@@ -178,7 +193,9 @@ def test_a_failure_before_the_stop_stays_a_failure() -> None:
     supervisor = Supervisor("train.py", 2)
     supervisor.report("a", 1, end=Exit(1, 1, line="ValueError: no"))
     supervisor.request_stop("SIGTERM")
-    assert supervisor.report("a", 0, end=Exit(0, -15, asked=True)).failure.startswith("ValueError: no")
+    assert supervisor.report("a", 0, end=Exit(0, -15, asked=True)).failure.startswith(
+        "ValueError: no"
+    )
 
 
 @pytest.mark.long
@@ -224,14 +241,18 @@ def test_hosts_that_could_not_be_requested_are_named_at_the_end() -> None:
 def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:
     supervisor = Supervisor("train.py", 1)
     values = {"loss": float("nan"), "lr": 0.1}
-    supervisor.report("a", 0, events=[{"time": 1.0, "event": "metrics", "step": 1, "metrics": values}])
+    supervisor.report(
+        "a", 0, events=[{"time": 1.0, "event": "metrics", "step": 1, "metrics": values}]
+    )
     (event,) = supervisor.drain()
     assert json.loads(json.dumps(event, allow_nan=False))["metrics"] == {"loss": None, "lr": 0.1}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("output", ["None", "-3"])
-def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child], output: str) -> None:
+def test_nothing_that_the_script_started_outlives_it(
+    child: Callable[..., Child], output: str
+) -> None:
     """A process that it leaves is ended with it, whether or not it holds its output open."""
     text = (
         "import subprocess, sys\n"
@@ -257,7 +278,11 @@ def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
         "print(said, flush=True); os.kill(os.getpid(), 9)\n"
     )
     (tmp_path / "tmp").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "source_dir"), "TMPDIR": str(tmp_path / "tmp")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "source_dir"),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=environment
     )

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import stoker
-from launcher.commands import standing
-from launcher.run_directory import PastRun
 from stoker import session
 from stoker.config.loading import load, resolved_yaml
 from stoker.events.bottleneck import verdict
@@ -22,6 +20,8 @@ from stoker.events.recorder import Recorder
 from stoker.events.report import write_report
 from stoker.events.sinks import Scalars
 from stoker.events.summary import Summary, read_summary
+from stoker_launcher.commands import standing
+from stoker_launcher.run_directory import PastRun
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,9 @@ def test_outside_a_job_log_prints_a_line_and_checkpoints_lie_here(
     assert (tmp_path / "checkpoints").is_dir()
 
 
-def test_in_a_job_log_is_an_event_of_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_a_job_log_is_an_event_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     events = in_a_job(monkeypatch, tmp_path)
     stoker.log({"loss": 1}, step=5)
     stoker.log({"loss": 2})
@@ -76,7 +78,9 @@ def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
         stoker.log({"loss": value})
 
 
-def test_in_a_job_checkpoints_lie_in_the_runs_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_a_job_checkpoints_lie_in_the_runs_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(session.CHECKPOINTS_VARIABLE, str(tmp_path / "run" / "checkpoints"))
     assert stoker.checkpoint_dir() == tmp_path / "run" / "checkpoints"
     assert stoker.checkpoint_dir().is_dir()
@@ -117,10 +121,14 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     found.metrics.last |= {"val/acc": 0.41666}
     for best, text in ((0.41666, None), (0.5, "0.5")):
         found.metrics.best["val/acc"] = best
-        assert dict(closing_rows(found, "run")).get("best val/acc") == text, "not the same value twice"
+        assert dict(closing_rows(found, "run")).get("best val/acc") == text, (
+            "not the same value twice"
+        )
     assert rows["loss"] == "1" and not {"samples/s", "input wait", "records"} & rows.keys()
     assert verdict(found).headline == "own script: the time it waits for data was not measured"
-    assert PastRun(run_dir).status() == "succeeded  step 20  loss 1  acc 0.5", "a script's epochs are unknown"
+    assert PastRun(run_dir).status() == "succeeded  step 20  loss 1  acc 0.5", (
+        "a script's epochs are unknown"
+    )
     assert standing(run_dir) == [], "nothing that is not in the status"
     write_report([run_dir], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()

@@ -12,12 +12,6 @@ import pytest
 import torch
 import yaml
 
-from launcher import commands
-from launcher.job import open_job
-from launcher.rehearsal.host import SPEC_VARIABLE
-from launcher.rehearsal.running import keep_ray_logs
-from launcher.rehearsal.world import World
-from launcher.run_directory import continuation
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config import redaction
@@ -27,6 +21,12 @@ from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
+from stoker_launcher import commands
+from stoker_launcher.job import open_job
+from stoker_launcher.rehearsal.host import SPEC_VARIABLE
+from stoker_launcher.rehearsal.running import keep_ray_logs
+from stoker_launcher.rehearsal.world import World
+from stoker_launcher.run_directory import continuation
 from tests.clouds import WORDS
 from tests.command_line import type_command
 
@@ -87,7 +87,10 @@ def test_a_key_tells_what_is_secret(name: str, value: Any, secret: bool) -> None
 def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
     tree = {
         "data": "s3://bucket/a?b=c",
-        "store": {"url": "https://me:pw1@host/x?token=t0k&part=1", "secrets": {"a": ["x", "y"], "n": 3}},
+        "store": {
+            "url": "https://me:pw1@host/x?token=t0k&part=1",
+            "secrets": {"a": ["x", "y"], "n": 3},
+        },
         "signed": "https://host/x?X-Amz-Signature=abc&X-Amz-Date=2026",
         "credentials": {"args": ["--user", "me"]},
         "lr": 0.1,
@@ -115,10 +118,19 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
         "a=b",
     ]
     words += ["model.max_tokens=100000", "--max-tokens", "128"]
-    hidden = [f"trainer.api_key={REDACTED}", f"++hub.token={REDACTED}", "lr=0.1", "--api-key", REDACTED]
+    hidden = [
+        f"trainer.api_key={REDACTED}",
+        f"++hub.token={REDACTED}",
+        "lr=0.1",
+        "--api-key",
+        REDACTED,
+    ]
     assert redact(words, "args") == [*hidden, *words[5:]]
     whole = ["https://h/x?part=1", "db=postgresql://me:p@ssw0rd9@host/db?a=b@c"]
-    assert redact(whole, "args") == ["https://h/x?part=1", f"db=postgresql://{REDACTED}@host/db?a=b@c"]
+    assert redact(whole, "args") == [
+        "https://h/x?part=1",
+        f"db=postgresql://{REDACTED}@host/db?a=b@c",
+    ]
     redaction.learn({"args": [*words, *whole]})
     scrubbed = redaction.scrub("S3cr3t! p@ssw0rd9 lr=0.1")
     assert scrubbed == f"{REDACTED} {REDACTED} lr=0.1"
@@ -127,15 +139,28 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
 @pytest.mark.parametrize(
     "word",
     [
-        *("model.token_dim=768", "data.token_count=1000000", "data.max_tokens=1e6", "max_tokens=4_096"),
+        *(
+            "model.token_dim=768",
+            "data.token_count=1000000",
+            "data.max_tokens=1e6",
+            "max_tokens=4_096",
+        ),
         *(
             "model.token_dropout=0.1",
             "model.use_token_type=true",
             "model.token=null",
             "data/tokens=5000/a",
         ),
-        *("tokenizer.special_tokens=[cls,sep]", "data.tokens=[1,2]", "model.token_pooling=average-of-all"),
-        *("tokenizer={pad_token:<pad>,name:large-vocabulary}", "--token-dim=768", "db/secret=production-2"),
+        *(
+            "tokenizer.special_tokens=[cls,sep]",
+            "data.tokens=[1,2]",
+            "model.token_pooling=average-of-all",
+        ),
+        *(
+            "tokenizer={pad_token:<pad>,name:large-vocabulary}",
+            "--token-dim=768",
+            "db/secret=production-2",
+        ),
         "https://h:8080?notify-me",
         *(
             "model.max_token=512",
@@ -149,7 +174,12 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
             "--start-token=<|startoftranscript|>",
             "stop_token='</s>'",
         ),
-        *("model.patch_token=mean", "model.token=first", "pool.token=cls", "model.tokens=[p16,p32]"),
+        *(
+            "model.patch_token=mean",
+            "model.token=first",
+            "pool.token=cls",
+            "model.tokens=[p16,p32]",
+        ),
         *('{"image_token": "<image>"}', '{"a":"http://h:80","b":"me@x"}'),
         *(
             "train.tokens=10B",
@@ -157,7 +187,11 @@ def test_a_word_of_a_command_line_may_name_its_value_and_a_password_may_have_an_
             "data.tokens=/data/tokens.bin",
             "train_tokens=web_100BT.bin",
         ),
-        *("model.extra_tokens=[<ctx_0001>,<ctx_0002>]", "api_key=${oc.env:KEY}", "--hub-token=$HF_TOKEN"),
+        *(
+            "model.extra_tokens=[<ctx_0001>,<ctx_0002>]",
+            "api_key=${oc.env:KEY}",
+            "--hub-token=$HF_TOKEN",
+        ),
         f"data.classes=[{'aerosol can, ' * 40}type2]",
     ],
 )
@@ -206,7 +240,9 @@ def test_a_secret_in_a_mapping_of_a_command_line_or_before_further_hosts_is_reda
         *[f"db://{REDACTED}@h/x"] * 3,
     ]
     redaction.learn(addresses)
-    assert redaction.scrub("S3cretpw9 p#Ss,w0rd8 pa'ss99word") == f"{REDACTED} {REDACTED} {REDACTED}"
+    assert (
+        redaction.scrub("S3cretpw9 p#Ss,w0rd8 pa'ss99word") == f"{REDACTED} {REDACTED} {REDACTED}"
+    )
 
 
 def test_a_list_with_a_secret_keeps_what_json_has_no_type_for(tmp_path: Path) -> None:
@@ -221,7 +257,9 @@ def test_a_list_with_a_secret_keeps_what_json_has_no_type_for(tmp_path: Path) ->
 
 
 def test_text_loses_every_spelling_of_a_secret_and_no_ordinary_word() -> None:
-    redaction.learn({"token": SECRET, "password": "hunter2-and-more", "token_mode": "average", "pin": "x"})
+    redaction.learn(
+        {"token": SECRET, "password": "hunter2-and-more", "token_mode": "average", "pin": "x"}
+    )
     text = f"{SECRET} {json.dumps(SECRET)} https://h/?token=s3cr3t-V4lue%2F%2B%22quoted%22 hunter2-and-more"
     scrubbed = redaction.scrub(f"{text} average x")
     assert scrubbed == f'{REDACTED} "{REDACTED}" https://h/?token={REDACTED} {REDACTED} average x'
@@ -254,7 +292,8 @@ def test_the_staged_job_gets_the_value_through_a_private_file_that_is_read_once(
     assert read.config == resolved.config
     assert not private.exists()
     with pytest.raises(
-        UsageError, match=r"params.nested.hf_token: is \(redacted\), because runs do not store secrets"
+        UsageError,
+        match=r"params.nested.hf_token: is \(redacted\), because runs do not store secrets",
     ):
         bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
 
@@ -313,7 +352,9 @@ def test_no_dry_run_shows_a_secret(
 
 
 def test_a_job_file_beside_its_recipe_is_not_staged_with_its_secrets(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from stoker.recipe import Recipe\n\n\nclass Mine(Recipe): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe): ...\n"
+    )
     for name, tag in (("secretive", SECRET), ("plain", "")):
         job = {"recipe": "mine:Mine", "tracking": {"mlflow": {"tags": {"api_key": tag}}}}
         file = tmp_path / f"{name}.yaml"
@@ -323,9 +364,18 @@ def test_a_job_file_beside_its_recipe_is_not_staged_with_its_secrets(tmp_path: P
         assert (tmp_path / "runs" / name / file.name).is_file() == (name == "plain")
 
 
-def test_an_emulated_host_gets_its_variables_out_of_sight_and_its_kept_logs_lose_them(tmp_path: Path) -> None:
+def test_an_emulated_host_gets_its_variables_out_of_sight_and_its_kept_logs_lose_them(
+    tmp_path: Path,
+) -> None:
     spec = {"name": "algo-1", "environment": {"HF_TOKEN": SECRET}}
-    about = {"faults": [], "linger_s": 1, "timeout_s": 1, "stop_grace_s": 1, "ray_port": 1, "head": "algo-1"}
+    about = {
+        "faults": [],
+        "linger_s": 1,
+        "timeout_s": 1,
+        "stop_grace_s": 1,
+        "ray_port": 1,
+        "head": "algo-1",
+    }
     world = World({"hosts": [spec], **about})
     never = mock.patch("subprocess.Popen", side_effect=InterruptedError)
     with never as started, pytest.raises(InterruptedError):
@@ -341,7 +391,9 @@ def test_an_emulated_host_gets_its_variables_out_of_sight_and_its_kept_logs_lose
     assert (tmp_path / "kept/worker.err").read_bytes() == b"\xff 401: " + REDACTED.encode()
 
 
-def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_quote_the_environment_lose_its_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = {
         "AWS_SECRET_ACCESS_KEY": "aws/s3cret+Key42",
         "ALL_PROXY": "http://ann:pr0xy%2Dpass@proxy:3128",
@@ -352,9 +404,7 @@ def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytes
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     redaction.learn_job({})
-    text = (
-        f"aws/s3cret+Key42 http://ann:pr0xy%2Dpass@proxy:3128 pr0xy-pass 128000 {__file__} token {Path.cwd()}"
-    )
+    text = f"aws/s3cret+Key42 http://ann:pr0xy%2Dpass@proxy:3128 pr0xy-pass 128000 {__file__} token {Path.cwd()}"
     assert redaction.scrub(text) == (
         f"{REDACTED} http://{REDACTED}@proxy:3128 {REDACTED} 128000 {__file__} token {Path.cwd()}"
     )
@@ -362,13 +412,23 @@ def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytes
 
 def test_the_command_that_continues_a_run_repeats_no_secret(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
-    words = ["stoker", "job.yaml", f"params.hf_token={SECRET}", "train.lr=0.1", "--", "--token", SECRET]
+    words = [
+        "stoker",
+        "job.yaml",
+        f"params.hf_token={SECRET}",
+        "train.lr=0.1",
+        "--",
+        "--token",
+        SECRET,
+    ]
     line = continuation(tmp_path, load(None, ["name=a"]).config, words)
     assert SECRET[:12] not in line and "train.lr=0.1" in line
     assert line.count(REDACTED) == 2
 
 
-def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(
+    tmp_path: Path,
+) -> None:
     def config(**params: Any) -> Any:
         return load(job_file(tmp_path, **params)).config
 

@@ -24,7 +24,12 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def drawn(
-    where: str, epoch: int = 0, only: int | None = None, block: int = 15, shard: int = 30, **recipe: Any
+    where: str,
+    epoch: int = 0,
+    only: int | None = None,
+    block: int = 15,
+    shard: int = 30,
+    **recipe: Any,
 ) -> dict[str, tuple[float, ...]]:
     """Key → the numbers drawn for that record in a pass, or in one shard: all that one process reads."""
     job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
@@ -62,7 +67,9 @@ def test_every_record_and_every_epoch_draws_anew(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["dataset", "transform"])
-def test_how_records_are_cut_into_tasks_and_blocks_does_not_change_what_they_draw(where: str) -> None:
+def test_how_records_are_cut_into_tasks_and_blocks_does_not_change_what_they_draw(
+    where: str,
+) -> None:
     assert drawn(where, block=7, shard=20) == drawn(where)
 
 

@@ -24,11 +24,15 @@ TRAIN = Path(requirements.__file__).parents[2] / "train.py"
 
 def start(base: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {**os.environ, "SAGEMAKER_BASE_DIR": str(base), **environment}
-    return subprocess.run([sys.executable, TRAIN], capture_output=True, text=True, timeout=120, env=given)
+    return subprocess.run(
+        [sys.executable, TRAIN], capture_output=True, text=True, timeout=120, env=given
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "7"])
-def test_hosts_that_are_described_wrongly_fail_with_the_reason(tmp_path: Path, content: str) -> None:
+def test_hosts_that_are_described_wrongly_fail_with_the_reason(
+    tmp_path: Path, content: str
+) -> None:
     config = tmp_path / "input" / "config"
     config.mkdir(parents=True)
     (config / "resourceconfig.json").write_text(content)
@@ -49,12 +53,18 @@ def test_the_heads_cause_is_written_before_another_host_learns_of_its_end(
     token = "7" * 64
     monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     (code / ".ray-token").write_text(token)
-    hosts = {"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], "network_interface_name": "lo"}
+    hosts = {
+        "current_host": "algo-1",
+        "hosts": ["algo-1", "algo-2"],
+        "network_interface_name": "lo",
+    }
     (config / "resourceconfig.json").write_text(json.dumps(hosts))
     failure = tmp_path / "ml" / "output" / "failure"
     port = raynode.free_port()
     with socket.create_server(("127.0.0.1", port)):  # Ray needs it, too
-        (code / "job.yaml").write_text(f"recipe: recipes.digits:Digits\ncluster: {{port: {port}}}\n")
+        (code / "job.yaml").write_text(
+            f"recipe: recipes.digits:Digits\ncluster: {{port: {port}}}\n"
+        )
         environment = {**os.environ, "SAGEMAKER_BASE_DIR": str(tmp_path / "ml")}
         head = subprocess.Popen([sys.executable, code / "train.py"], env=environment)
         seen = Head("127.0.0.1", port + 1, "")
@@ -71,7 +81,9 @@ def test_a_vertex_request_that_is_submitted_twice_does_not_mix_two_runs(
     (tmp_path / "bucket").mkdir()
     monkeypatch.setattr(vertex, "MOUNTS", tmp_path)
     task = {"cluster": {"workerpool0": ["a-0:2222"]}, "task": {"type": "workerpool0", "index": 0}}
-    variables = {name: f"gs://bucket/jobs/one/{i}/" for i, name in enumerate(vertex.OUTPUT_VARIABLES)}
+    variables = {
+        name: f"gs://bucket/jobs/one/{i}/" for i, name in enumerate(vertex.OUTPUT_VARIABLES)
+    }
     variables |= {vertex.CLUSTER_VARIABLE: json.dumps(task), "CLOUD_ML_JOB_ID": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -80,7 +92,9 @@ def test_a_vertex_request_that_is_submitted_twice_does_not_mix_two_runs(
     monkeypatch.setenv("CLOUD_ML_JOB_ID", "2")
     with pytest.raises(TopologyError, match="has the run of job 1, whose request this is"):
         vertex.SERVICE.resource()
-    assert not vertex.SERVICE.place().failure.is_relative_to(tmp_path), "not a cause of the first job's"
+    assert not vertex.SERVICE.place().failure.is_relative_to(tmp_path), (
+        "not a cause of the first job's"
+    )
 
 
 def test_hosts_that_outlive_the_job_get_nothing_installed(tmp_path: Path) -> None:

@@ -26,7 +26,10 @@ WHOLE_SET = ("00000-of-00003", "00001-of-00003", "00002-of-00003")
         (("00000-of-00003", "00002-of-00003"), "its 2 files are not this set .without 1.;"),
         (("00001-of-00003", "00002-of-00003"), "its 2 files are not this set .without 3.;"),
         (("00002-of-00030",), "its 1 file are not this set .without 1, 3, 4, 5, 6,"),
-        ((*WHOLE_SET, "00000-of-00003 (1)"), "its 4 files are not this set .with one twice or too many.;"),
+        (
+            (*WHOLE_SET, "00000-of-00003 (1)"),
+            "its 4 files are not this set .with one twice or too many.;",
+        ),
         ((*WHOLE_SET, "00000-of-00003-copy"), "with one twice or too many"),
         ((*WHOLE_SET, "00004-of-00003"), "with one twice or too many"),
         (("00001-of-3000000000",), "its 1 file are not this set .without 2, 3, 4,"),
@@ -75,8 +78,14 @@ SETS: dict[str, tuple[tuple[str, ...], str]] = {
         (*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0)),
         r"2.de.parquet: .*without 1",
     ),
-    "a copy of the only one": (("train-0-of-1.parquet", "train-0-of-1 (1).parquet"), "with one twice"),
-    "two versions": (("train-0-of-1-1f3e9c2a.parquet", "train-0-of-1-0e3e9c2b.parquet"), "with one twice"),
+    "a copy of the only one": (
+        ("train-0-of-1.parquet", "train-0-of-1 (1).parquet"),
+        "with one twice",
+    ),
+    "two versions": (
+        ("train-0-of-1-1f3e9c2a.parquet", "train-0-of-1-0e3e9c2b.parquet"),
+        "with one twice",
+    ),
     "a shard beside the splits": ((*BOTH[:3], *parts("part-{}", 3, count=4)), "without 3"),
 }
 
@@ -92,5 +101,7 @@ def test_a_set_may_lie_in_several_splits_and_end_in_a_name(case: str, tmp_path: 
             read_parquet(str(tmp_path), "train")
     else:
         found = [read_parquet(str(tmp_path), split) for split in ("train", "val")]
-        assert all(source is not None for source in found[: 1 + any("val/" in file for file in files)])
+        assert all(
+            source is not None for source in found[: 1 + any("val/" in file for file in files)]
+        )
         assert len(found[0].paths) == sum(file.startswith("train") for file in files)

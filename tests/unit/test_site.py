@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import typer
 
-from launcher.submit import app
 from stoker.config.loading import load, schema_rows
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.events.kinds import KINDS
+from stoker_launcher.command_line import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,7 +74,9 @@ def test_every_command_has_the_options_and_keys_that_a_page_gives_it(page: Path)
     group: Any = typer.main.get_command(app)
     for line in commands_of(page):
         words = shlex.split(line, comments=True)
-        words = [word for word in words[2 if words[0] == "python" else 1 :] if word not in ("…", "...")]
+        words = [
+            word for word in words[2 if words[0] == "python" else 1 :] if word not in ("…", "...")
+        ]
         if words[0].startswith("--"):
             continue  # an option of all commands, as --version
         name = words.pop(0) if words[0] in group.commands else "run"
@@ -94,8 +96,15 @@ def test_options_and_keys_within_sentences_exist(page: Path) -> None:
     for span in re.findall(r"`([^`\n]+)`", prose):
         for key in re.findall(r"(?<![\w/.*-])([a-z_]+(?:\.[a-z_]\w*)+)", span):
             section, _, suffix = key.rpartition(".")
-            if key.partition(".")[0] in sections - {"params"} and suffix not in ("json", "py", "sh", "yaml"):
-                assert key in known or section in KEYS or key.split(".")[0] == "slurm", f"{span}: {key}"
+            if key.partition(".")[0] in sections - {"params"} and suffix not in (
+                "json",
+                "py",
+                "sh",
+                "yaml",
+            ):
+                assert key in known or section in KEYS or key.split(".")[0] == "slurm", (
+                    f"{span}: {key}"
+                )
         words = span.split(" -- ")[0].split() or [""]
         typed = words[1:] if words[0] in ("stoker", "submit.py") else words
         if typed is words and words[0] not in group.commands:
@@ -103,7 +112,9 @@ def test_options_and_keys_within_sentences_exist(page: Path) -> None:
         verb = typed[0] if typed and typed[0] in group.commands else "run"
         options = {option for parameter in group.commands[verb].params for option in parameter.opts}
         for option in re.findall(r"(?<![\w-])--[a-z-]+", " ".join(typed)):
-            assert option in options | {"--version", "--help", "--install-completion"}, f"{span}: {option}"
+            assert option in options | {"--version", "--help", "--install-completion"}, (
+                f"{span}: {option}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

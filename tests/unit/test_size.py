@@ -12,17 +12,19 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
-from launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
-from launcher.advise.sizing import job_samples
-from launcher.run_directory import MACHINE
-from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 from stoker.events.summary import read_summary
 from stoker.place import PROCESS_FILE
+from stoker_launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
+from stoker_launcher.advise.sizing import job_samples
+from stoker_launcher.command_line import app
+from stoker_launcher.run_directory import MACHINE
 
-BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
+BLURS = [
+    {"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)
+]
 POST = Measured(
     cpu_s=0.105,
     cpu_spread=0.06,
@@ -57,7 +59,9 @@ class TestSyntheticVit:
         theirs = named(self.advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
         assert alone.binds == "cpu" or alone.binds == "gpu_host_cpu"
         assert theirs.samples_per_s > 2 * alone.samples_per_s
-        assert theirs.usd_per_million_samples < 0.77 * alone.usd_per_million_samples, "at least their 23 %"
+        assert theirs.usd_per_million_samples < 0.77 * alone.usd_per_million_samples, (
+            "at least their 23 %"
+        )
         assert theirs.binds == "gpu", "its 16 vCPUs are more than needed"
 
     def test_a_smaller_cpu_host_is_the_better_buy(self) -> None:
@@ -93,7 +97,9 @@ class TestSyntheticVit:
         vague = replace(POST, cpu_spread=1.5, receive_spread=2.0, gpu_spread=3.0)
         advice = advise(vague, ITS_HOSTS, price_list())
         assert all(0 < one.low < one.samples_per_s < one.high < math.inf for one in advice.table)
-        assert advice.lines[0].endswith("(within the uncertainty of the measurement: try both for an epoch)")
+        assert advice.lines[0].endswith(
+            "(within the uncertainty of the measurement: try both for an epoch)"
+        )
 
     def test_a_vcpu_slower_than_a_core_here_needs_more_of_them(self) -> None:
         half = advise(POST, replace(ITS_HOSTS, speed=0.5), price_list())
@@ -116,14 +122,18 @@ def test_hosts_that_are_as_cheap_and_as_fast_are_not_called_dearer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "said"), [(1.005, "as cheap as"), (0.8, "20 % less than"), (1.2, "costs 20 % more per sample")]
+    ("times", "said"),
+    [(1.005, "as cheap as"), (0.8, "20 % less than"), (1.2, "costs 20 % more per sample")],
 )
 def test_a_cost_that_is_alike_is_not_called_less_or_more(times: float, said: str) -> None:
     """With a CPU host, a sample costs so many times what it costs without."""
     hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",), max_cpu_hosts=1)
     measured, known = replace(POST, gpu_samples_per_s={"A10G": 1000.0}), price_list()
     table = advise(measured, hosts, known)
-    alone, both = named(table, "1 × ml.g5.xlarge"), named(table, "1 × ml.g5.xlarge + 1 × ml.c5.xlarge")
+    alone, both = (
+        named(table, "1 × ml.g5.xlarge"),
+        named(table, "1 × ml.g5.xlarge + 1 × ml.c5.xlarge"),
+    )
     price, gain = alone.usd_per_hour, both.samples_per_s / alone.samples_per_s
     own = dict.fromkeys(known.prices, 100.0) | {"ml.g5.xlarge": price}
     own["ml.c5.xlarge"] = price * gain * times - price
@@ -151,7 +161,9 @@ def test_what_could_move_to_the_gpu_and_what_could_be_cached() -> None:
     only_read = {"stage": "read", "cpu_ms_per_sample": 9.0, "bytes_out": 9, "random": False}
     for chain in ([*stages, keeps], [only_read, *stages[1:]]):
         lines = advise(replace(POST, stages=chain), ITS_HOSTS, price_list()).lines
-        assert not any("data.cache" in line for line in lines), "it has one, or nothing could be cached"
+        assert not any("data.cache" in line for line in lines), (
+            "it has one, or nothing could be cached"
+        )
 
 
 JOB = """\
@@ -182,7 +194,9 @@ def test_from_a_run_the_recommendation_leads_the_table(job: Path) -> None:
     shown = size(job, "--gpu-samples-per-s", "A10G=3000", "--cpu", "ml.c5.xlarge")
     assert shown.exit_code == 0, shown.output
     (best,) = [line for line in shown.output.splitlines() if line.startswith("recommended: ")]
-    assert f"▶ {best.removeprefix('recommended: ').partition(',')[0]} " in " ".join(shown.output.split())
+    assert f"▶ {best.removeprefix('recommended: ').partition(',')[0]} " in " ".join(
+        shown.output.split()
+    )
     assert "estimated, prices of" in shown.output and job.read_text() == JOB
 
 
@@ -210,10 +224,14 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
     run = job.parent / "run"
 
     def notes(params: str) -> list[str]:
-        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", f"params={params}").stdout)
+        told = json.loads(
+            size(job, "--gpu-samples-per-s", "900", "--json", f"params={params}").stdout
+        )
         return [note for note in told["notes"] if note.startswith("the run")]
 
-    text = "recipe: recipes.digits:Digits\nparams: {data: /there/rows, size: 64, token: (redacted)}\n"
+    text = (
+        "recipe: recipes.digits:Digits\nparams: {data: /there/rows, size: 64, token: (redacted)}\n"
+    )
     recipe = json.loads(json.dumps(load(job).config.recipe))
     (run / "config.yaml").write_text(text.replace("recipes.digits:Digits", recipe))
     assert notes("{data: rows, size: 64, token: hf_abc}") == []
@@ -250,7 +268,9 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
 
 def test_as_json_for_programs(job: Path) -> None:
     told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json").stdout)
-    assert told["measured"]["cpu_s"] == pytest.approx(0.0021), "the run's own chain: 0.2 + 1.1 + 0.8 ms"
+    assert told["measured"]["cpu_s"] == pytest.approx(0.0021), (
+        "the run's own chain: 0.2 + 1.1 + 0.8 ms"
+    )
     assert told["measured"]["bytes_per_sample"] == 150_528
     assert told["recommended"] in told["candidates"] and told["estimated"] is True
     costs = [one["usd_per_million_samples"] for one in told["candidates"]]
@@ -264,13 +284,19 @@ def test_as_json_for_programs(job: Path) -> None:
         (["--cpu", "ml.g5.xlarge"], "--cpu ml.g5.xlarge: has a GPU"),
         (["--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
         (["--gpu-samples-per-s", "many"], "--gpu-samples-per-s many: give samples per second"),
-        (["--gpu-samples-per-s", "B7=4"], "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, A10G"),
+        (
+            ["--gpu-samples-per-s", "B7=4"],
+            "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, A10G",
+        ),
         (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: give samples per second"),
         (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: must be at least 0 (got -1)"),
         (["--cpu-speed", "0"], "--cpu-speed: must be between 0 and 10 (got 0.0)"),
         (["--from", "nowhere"], "--from nowhere: no run there"),
         (["train.epochs=0"], "train.epochs"),
-        (["sagemaker.prices={ml.g5.xlarge: -1}"], "ml.g5.xlarge: input should be greater than or equal to 0"),
+        (
+            ["sagemaker.prices={ml.g5.xlarge: -1}"],
+            "ml.g5.xlarge: input should be greater than or equal to 0",
+        ),
     ],
 )
 def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said: str) -> None:
@@ -302,7 +328,9 @@ def test_a_rate_holds_for_the_runs_own_kind_of_gpu_alone(
     assert rated or any("samples/s on a GPU of" in note for note in told["notes"])
 
 
-def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_the_job(job: Path) -> None:
+def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_the_job(
+    job: Path,
+) -> None:
     run = job.parent / "run"
     summary = read_summary(run / "summary.json")
     summary.cluster.hosts[0].type = "ml.g5.xlarge"
@@ -311,7 +339,9 @@ def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_
     summary.cluster.hosts[0].type, summary.cluster.hosts[0].gpus = "ml.g5.12xlarge", 4
     summary.write(run)
     told = json.loads(size(job, "--gpu", "ml.g5.12xlarge", "train.workers=1", "--json").stdout)
-    assert told["measured"]["gpu_samples_per_s"]["A10G"] == pytest.approx(rate), "its one train worker's"
+    assert told["measured"]["gpu_samples_per_s"]["A10G"] == pytest.approx(rate), (
+        "its one train worker's"
+    )
     assert max(one["samples_per_s"] for one in told["candidates"]) <= rate * 1.001
     summary.train_workers = 4
     summary.write(run)
@@ -326,13 +356,17 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
     words += ["sagemaker.cpu={type: ml.c5.xlarge, count: 1}", "data.preprocess_on=[cpu]"]
     told = json.loads(size(job, *words).stdout)
     for one in told["candidates"]:
-        assert one["cpu_hosts"] and one["remote_share"] == pytest.approx(1), "else the run would be refused"
+        assert one["cpu_hosts"] and one["remote_share"] == pytest.approx(1), (
+            "else the run would be refused"
+        )
     assert told["recommended"]["samples_per_s"] == pytest.approx(900)
     assert "the GPU hosts do not preprocess" in told["reasons"][0]
     (problem,) = size(job, *words, "--max-cpu-hosts", "0").exception.problems
     assert problem.startswith("data.preprocess_on: ")
     both = json.loads(size(job, *words, "data.preprocess_on=[cpu, gpu]").stdout)
-    assert both["recommended"]["cpu_hosts"] == 0 and any(one["cpu_hosts"] for one in both["candidates"])
+    assert both["recommended"]["cpu_hosts"] == 0 and any(
+        one["cpu_hosts"] for one in both["candidates"]
+    )
     alone = json.loads(size(job, *words, "data.preprocess_on=[gpu]").stdout)
     assert not any(one["cpu_hosts"] for one in alone["candidates"]), "they would be idle"
 
@@ -340,8 +374,16 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
 @pytest.mark.parametrize(
     ("epochs", "hit_pct", "says"),
     [
-        (4, 98.0, "mean of 1 epoch of the run, of which the first fills the cache (98 % of the last"),
-        (4, None, "(0 % of the last whole one's records came from it); in the 4 epochs of the job, a sample"),
+        (
+            4,
+            98.0,
+            "mean of 1 epoch of the run, of which the first fills the cache (98 % of the last",
+        ),
+        (
+            4,
+            None,
+            "(0 % of the last whole one's records came from it); in the 4 epochs of the job, a sample",
+        ),
         (4, None, "costs less CPU time than counted here"),
         (1, 0.0, "in the 1 epoch of the job, a sample costs as counted here"),
     ],
@@ -350,13 +392,17 @@ def test_a_run_with_a_cache_says_what_its_cost_is_the_mean_of(
     job: Path, epochs: int, hit_pct: float | None, says: str
 ) -> None:
     def notes() -> list[str]:
-        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", f"train.epochs={epochs}").stdout)
+        told = json.loads(
+            size(job, "--gpu-samples-per-s", "900", "--json", f"train.epochs={epochs}").stdout
+        )
         return [note for note in told["notes"] if note.startswith("data.cache: ")]
 
     summary = read_summary(job.parent / "run" / "summary.json")
     assert notes() == []
     if hit_pct is None:  # a short run in its first epoch
-        summary.chain.insert(2, {"stage": "keep", "cpu_ms_per_sample": 0.1, "bytes_out": 0, "random": True})
+        summary.chain.insert(
+            2, {"stage": "keep", "cpu_ms_per_sample": 0.1, "bytes_out": 0, "random": True}
+        )
     else:
         summary.cache = {"kind": "memory", "hosts": [], "hit_pct": hit_pct}
     summary.write(job.parent / "run")
@@ -368,7 +414,13 @@ OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge
 
 
 def test_your_own_groups_are_the_configured_hosts(job: Path) -> None:
-    words = ["sagemaker.gpu.type=null", f"sagemaker.groups=[{OWN}]", "--gpu-samples-per-s", "40000", "--json"]
+    words = [
+        "sagemaker.gpu.type=null",
+        f"sagemaker.groups=[{OWN}]",
+        "--gpu-samples-per-s",
+        "40000",
+        "--json",
+    ]
     told = json.loads(size(job, *words).stdout)["candidates"]
     assert {(one["gpu_type"], one["gpu_hosts"]) for one in told} == {("ml.p4d.24xlarge", 4)}
     assert ("ml.m5.4xlarge", 3) in {(one["cpu_type"], one["cpu_hosts"]) for one in told}
@@ -382,7 +434,10 @@ def test_a_configured_type_that_the_table_lacks_is_refused_unless_others_are_nam
     words += ["--gpu-samples-per-s", "4000"]
     (problem,) = size(job, *words).exception.problems
     assert problem.startswith(f"sagemaker.{key}.type: ") and f"--{key}" in problem
-    assert size(job, *words, f"--{key}", {"gpu": "ml.g5.xlarge", "cpu": "ml.c5.xlarge"}[key]).exit_code == 0
+    assert (
+        size(job, *words, f"--{key}", {"gpu": "ml.g5.xlarge", "cpu": "ml.c5.xlarge"}[key]).exit_code
+        == 0
+    )
 
 
 def test_a_job_that_gets_no_cpu_hosts_is_not_advised_to_have_one() -> None:
@@ -402,7 +457,12 @@ def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
 
 
 def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:
-    given = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3", "train.epochs=5"]
+    given = [
+        "train.max_steps=10",
+        "train.batch_size=4",
+        "train.accumulate_steps=3",
+        "train.epochs=5",
+    ]
     config = load(None, [*given, "train.workers=2"]).config
     found = [job_samples(config, records) for records in (1000, 20, None)]
     assert found == [{"samples": 240}, {"samples": 100}, {"samples": 240}]

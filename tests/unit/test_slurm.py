@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from launcher import run_directory
-from launcher.job import open_job
-from launcher.places import EXIT_CODES, Resume, attach, slurm
-from launcher.places.slurm import SlurmRun, slurm_commands
-from launcher.places.slurm.batch_script import clock
 from stoker.checkpoints.format import Content, save
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.services import slurm as service
 from stoker.storage.checkpoint_store import open_store
+from stoker_launcher import run_directory
+from stoker_launcher.job import open_job
+from stoker_launcher.places import EXIT_CODES, Resume, attach, slurm
+from stoker_launcher.places.slurm import SlurmRun, slurm_commands
+from stoker_launcher.places.slurm.batch_script import clock
 from tests.command_line import type_command
 from tests.fakes.slurm import commands_in, fake
 
@@ -41,13 +41,29 @@ def planned(folder: Path, *overrides: str) -> slurm.SlurmRequest:
 
 def test_the_script_has_a_component_for_each_group(tmp_path: Path) -> None:
     request = planned(tmp_path, f"slurm={{{NODES}, account: vision, max_runtime_s: 90000}}")
-    options = [line.removeprefix("#SBATCH ") for line in request.script.splitlines() if "#SBATCH" in line]
+    options = [
+        line.removeprefix("#SBATCH ") for line in request.script.splitlines() if "#SBATCH" in line
+    ]
     at = options.index("hetjob")
     gpu, cpu = set(options[:at]), set(options[at + 1 :])
-    both = {"--account=vision", "--time=1-01:00:00", "--signal=TERM@180", "--requeue", "--ntasks-per-node=1"}
+    both = {
+        "--account=vision",
+        "--time=1-01:00:00",
+        "--signal=TERM@180",
+        "--requeue",
+        "--ntasks-per-node=1",
+    }
     assert both <= gpu & cpu
-    assert {"--partition=gpu", "--gpus-per-node=4", "--cpus-per-task=16", "--mem=64G", "--nodes=1"} <= gpu
-    assert {"--partition=cpu", "--exclusive", "--mem=0", "--nodes=2"} <= cpu, "whole nodes by default"
+    assert {
+        "--partition=gpu",
+        "--gpus-per-node=4",
+        "--cpus-per-task=16",
+        "--mem=64G",
+        "--nodes=1",
+    } <= gpu
+    assert {"--partition=cpu", "--exclusive", "--mem=0", "--nodes=2"} <= cpu, (
+        "whole nodes by default"
+    )
     assert "--het-group=0,1" in request.script
     assert subprocess.run(["bash", "-n"], input=request.script, text=True).returncode == 0
 
@@ -70,7 +86,9 @@ def test_without_restarts_nothing_requeues(tmp_path: Path) -> None:
 def test_the_environment_is_this_commands_or_that_of_the_setup_lines(tmp_path: Path) -> None:
     own = f"export PATH={Path(sys.executable).parent}"
     assert own in planned(tmp_path).script
-    script = planned(tmp_path, "slurm.setup=[module load python/3.12, source /venv/bin/activate]").script
+    script = planned(
+        tmp_path, "slurm.setup=[module load python/3.12, source /venv/bin/activate]"
+    ).script
     assert own not in script and "module load python/3.12\nsource /venv/bin/activate\n" in script
     back = 'cd "$STOKER_RUN_DIR/code" || exit 1'
     assert script.index("source /venv") < script.rindex(back), "the job's own code runs"
@@ -126,19 +144,28 @@ def test_a_second_launch_does_not_continue_the_run_in_a_relative_checkpoint_fold
     assert run_directory.resolve_resume(None, slurm.PLACE, script) == Resume(), "it decides itself"
 
 
-def started(script: str, run_dir: Path, job_id: int, **variables: str) -> subprocess.CompletedProcess[str]:
+def started(
+    script: str, run_dir: Path, job_id: int, **variables: str
+) -> subprocess.CompletedProcess[str]:
     head = script.partition("\nsrun ")[0]
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job_id), **variables}
     return subprocess.run(["bash"], input=head, text=True, capture_output=True, env=environment)
 
 
-def test_a_script_that_is_submitted_twice_does_not_mix_two_runs(tmp_path: Path, login_node: Path) -> None:
+def test_a_script_that_is_submitted_twice_does_not_mix_two_runs(
+    tmp_path: Path, login_node: Path
+) -> None:
     request = planned(tmp_path)
     request.write(tmp_path / "job.sh")
     assert started(request.script, request.run_dir, 42).returncode == 0
-    assert started(request.script, request.run_dir, 42, SLURM_RESTART_COUNT="1").returncode == 0, "requeued"
+    assert started(request.script, request.run_dir, 42, SLURM_RESTART_COUNT="1").returncode == 0, (
+        "requeued"
+    )
     again = started(request.script, request.run_dir, 43)
-    assert again.returncode == 2 and "job 43 does not start: its script is that of job 42" in again.stderr
+    assert (
+        again.returncode == 2
+        and "job 43 does not start: its script is that of job 42" in again.stderr
+    )
     assert f"--resume {request.run_dir}" in again.stderr
     assert (request.run_dir / "slurm.job").read_text() == "42\n"
     fake(login_node, "scontrol", f"echo 'JobId=43 WorkDir={request.run_dir}/code'")
@@ -155,8 +182,14 @@ def test_a_site_with_a_long_temporary_folder_gets_short_paths_for_ray(tmp_path: 
         "/scratch/42": "/scratch/42/stoker-42-1 /scratch/42/stoker-42-1",
         long: f"{long}/stoker-42-1 /tmp/stoker-42-1",
     }.items():
-        environment = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "1", **({"TMPDIR": site} if site else {})}
-        done = subprocess.run(["bash"], input=lines, text=True, capture_output=True, env=environment)
+        environment = {
+            "SLURM_JOB_ID": "42",
+            "SLURM_PROCID": "1",
+            **({"TMPDIR": site} if site else {}),
+        }
+        done = subprocess.run(
+            ["bash"], input=lines, text=True, capture_output=True, env=environment
+        )
         assert done.stdout.strip() == folders, done.stderr
 
 
@@ -164,7 +197,12 @@ def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submissio
     tmp_path: Path, login_node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(login_node, "sbatch", f"env > {tmp_path}/seen; echo '42;cluster'")
-    given = {"SBATCH_PARTITION": "debug", "SLURM_MEM_PER_NODE": "8", "SLURM_CONF": "/etc/s.conf", "MINE": "1"}
+    given = {
+        "SBATCH_PARTITION": "debug",
+        "SLURM_MEM_PER_NODE": "8",
+        "SLURM_CONF": "/etc/s.conf",
+        "MINE": "1",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert slurm.submit(planned(tmp_path)).id == "slurm:42"
@@ -173,7 +211,9 @@ def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submissio
     assert "SBATCH_PARTITION" not in seen and "SLURM_MEM_PER_NODE" not in seen
 
 
-@pytest.mark.parametrize("answer", ["Welcome to job 7 of 9!\\n42", "42;cluster\\nBudget left: 30 h"])
+@pytest.mark.parametrize(
+    "answer", ["Welcome to job 7 of 9!\\n42", "42;cluster\\nBudget left: 30 h"]
+)
 def test_a_site_whose_sbatch_prints_more_than_the_jobs_id(
     tmp_path: Path, login_node: Path, answer: str
 ) -> None:
@@ -182,9 +222,13 @@ def test_a_site_whose_sbatch_prints_more_than_the_jobs_id(
 
 
 @pytest.mark.parametrize("answer", ["", "Submitted to the night queue"])
-def test_an_answer_without_a_jobs_id_is_no_submission(tmp_path: Path, login_node: Path, answer: str) -> None:
+def test_an_answer_without_a_jobs_id_is_no_submission(
+    tmp_path: Path, login_node: Path, answer: str
+) -> None:
     fake(login_node, "sbatch", f"echo '{answer}'")
-    with pytest.raises(UsageError, match=f"no job id in its answer \\('{answer}'\\); the job may be queued"):
+    with pytest.raises(
+        UsageError, match=f"no job id in its answer \\('{answer}'\\); the job may be queued"
+    ):
         slurm.submit(planned(tmp_path))
 
 
@@ -192,10 +236,25 @@ def test_an_answer_without_a_jobs_id_is_no_submission(tmp_path: Path, login_node
     ("queue", "controller", "files", "status"),
     [
         ("42|PENDING|Resources", "", {}, "running: waiting for nodes (Resources)"),
-        ("42+1|PENDING|None\n42+0|PENDING|Priority", "", {}, "running: waiting for nodes (Priority)"),
+        (
+            "42+1|PENDING|None\n42+0|PENDING|Priority",
+            "",
+            {},
+            "running: waiting for nodes (Priority)",
+        ),
         ("42|RUNNING|None", "", {}, "running: running"),
-        ("42|PENDING|JobHeldUser", "", {}, "running: waiting for nodes (JobHeldUser, held until scontrol "),
-        ("42|SPECIAL_EXIT|None", "", {}, "running: waiting for nodes (SPECIAL_EXIT, held until scontrol rel"),
+        (
+            "42|PENDING|JobHeldUser",
+            "",
+            {},
+            "running: waiting for nodes (JobHeldUser, held until scontrol ",
+        ),
+        (
+            "42|SPECIAL_EXIT|None",
+            "",
+            {},
+            "running: waiting for nodes (SPECIAL_EXIT, held until scontrol rel",
+        ),
         ("", "JobState=CANCELLED", {}, "interrupted: cancelled before it started"),
         (
             "42|PENDING|BeginTime",
@@ -220,7 +279,12 @@ def test_an_answer_without_a_jobs_id_is_no_submission(tmp_path: Path, login_node
     ],
 )
 def test_status_is_what_the_queue_and_the_run_directory_say(
-    login_node: Path, tmp_path: Path, queue: str, controller: str, files: dict[str, str], status: str
+    login_node: Path,
+    tmp_path: Path,
+    queue: str,
+    controller: str,
+    files: dict[str, str],
+    status: str,
 ) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
@@ -240,7 +304,12 @@ def test_status_is_what_the_queue_and_the_run_directory_say(
     ("file", "controller", "code", "without_result"),
     [
         ("2", "JobState=FAILED ExitCode=2:0", 2, 2),
-        ("", "JobState=FAILED ExitCode=143:0", 143, 143),  # a network file system shows the file later
+        (
+            "",
+            "JobState=FAILED ExitCode=143:0",
+            143,
+            143,
+        ),  # a network file system shows the file later
         ("", "JobState=COMPLETED ExitCode=0:0", 0, 1),
         ("", "JobState=CANCELLED ExitCode=0:15", 0, 143),  # after its end, or before its start
         ("", "JobState=NODE_FAIL ExitCode=0:0", 0, 1),
@@ -259,7 +328,9 @@ def test_the_exit_code_is_the_scripts_or_else_slurms(
 
 
 @pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED", "CANCELLED by 1000"])
-@pytest.mark.parametrize(("last", "verdict"), [("interrupted", "interrupted"), ("running", "failed")])
+@pytest.mark.parametrize(
+    ("last", "verdict"), [("interrupted", "interrupted"), ("running", "failed")]
+)
 def test_a_job_that_slurm_ends_is_interrupted_if_it_has_stopped_with_a_checkpoint(
     login_node: Path, tmp_path: Path, state: str, last: str, verdict: str
 ) -> None:
@@ -292,14 +363,23 @@ def test_an_unknown_job_id_is_one_line(login_node: Path) -> None:
         attach("slurm:last")
 
 
-def test_a_controller_that_does_not_answer_is_no_end_of_the_job(login_node: Path, tmp_path: Path) -> None:
-    fake(login_node, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+def test_a_controller_that_does_not_answer_is_no_end_of_the_job(
+    login_node: Path, tmp_path: Path
+) -> None:
+    fake(
+        login_node,
+        "squeue",
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+    )
     with pytest.raises(UsageError, match=r"squeue: .*Unable to contact slurm controller"):
         slurm_commands.state_of("42")
 
 
 def test_a_controller_that_is_away_after_the_end_delays_the_outcome_only(
-    login_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    login_node: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(slurm, "POLL_S", 0.05)
     fake(login_node, "squeue", "exit 0")
@@ -319,7 +399,10 @@ def test_a_controller_that_is_away_after_the_end_delays_the_outcome_only(
 
 
 def test_a_controller_that_is_away_while_a_job_runs_is_waited_for(
-    login_node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    login_node: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(slurm, "POLL_S", 0.05)
     (tmp_path / "summary.json").write_text('{"status": "succeeded"}')
@@ -338,7 +421,8 @@ def test_a_controller_that_is_away_while_a_job_runs_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(60, "00:01:00"), (61, "00:02:00"), (86_400, "1-00:00:00"), (90_000, "1-01:00:00")]
+    ("seconds", "shown"),
+    [(60, "00:01:00"), (61, "00:02:00"), (86_400, "1-00:00:00"), (90_000, "1-01:00:00")],
 )
 def test_time_limits_are_written_in_minutes_and_read_back(seconds: int, shown: str) -> None:
     assert clock(seconds) == shown
@@ -356,7 +440,9 @@ def test_port_and_store_fit_a_shared_node_unless_the_job_sets_them(
     (tmp_path / "job.origins.json").write_text('{"cluster.port": "job.yaml"}')
     assert service.given() == {}
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "10000")
-    assert service.given() == {"cluster.object_store_mb": "3000"}, "the node's memory is not all the job's"
+    assert service.given() == {"cluster.object_store_mb": "3000"}, (
+        "the node's memory is not all the job's"
+    )
 
 
 REFUSED = [
@@ -406,7 +492,9 @@ REFUSED = [
 def type_job(
     folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, list[str], str]:
-    (folder / "job.yaml").write_text(f"name: job\nrecipe: rows:Counting\noutput_dir: {folder}/shared\n")
+    (folder / "job.yaml").write_text(
+        f"name: job\nrecipe: rows:Counting\noutput_dir: {folder}/shared\n"
+    )
     return type_command([str(folder / "job.yaml"), *words, "--on", "slurm"], capsys)
 
 
@@ -451,7 +539,10 @@ def test_a_refusal_of_slurm_leaves_nothing(
 
 
 def test_the_run_directory_of_a_job_that_may_be_queued_stays(
-    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    login_node: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 1)
     fake(login_node, "sbatch", "exec sleep 60")
@@ -464,7 +555,10 @@ def test_the_run_directory_of_a_job_that_may_be_queued_stays(
     code, (told,), _ = type_job(tmp_path, [], capsys)
     (run_dir,) = (tmp_path / "shared").iterdir()
     assert code == 2 and (run_dir / "code/train.py").is_file()
-    assert f"no answer from Slurm within 1 s; the job may be queued all the same, so {run_dir} stays" in told
+    assert (
+        f"no answer from Slurm within 1 s; the job may be queued all the same, so {run_dir} stays"
+        in told
+    )
 
 
 def test_jobs_that_are_staged_in_the_same_second_have_scripts_of_their_own(tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ def test_recorded_gpu_and_cpu_nodes() -> None:
     found = topology(RECORDED)
     assert groups(found) == {"gpu": ("gpu-1",), "cpu": ("cpu-1", "cpu-2")}
     assert (found.head, found.role, found.group) == ("gpu-1", "worker", "cpu")
-    assert {group.name: group.instance_type for group in found.groups} == {"gpu": "gpu", "cpu": "cpu"}
+    assert {group.name: group.instance_type for group in found.groups} == {
+        "gpu": "gpu",
+        "cpu": "cpu",
+    }
 
 
 def test_every_host_sees_the_same_groups() -> None:
@@ -82,7 +85,9 @@ def test_every_host_sees_the_same_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "gpus", "head"), [(0, "4", "nid00001"), (1, "a100:8", "nid00011")], ids=["first", "second"]
+    ("number", "gpus", "head"),
+    [(0, "4", "nid00001"), (1, "a100:8", "nid00011")],
+    ids=["first", "second"],
 )
 def test_the_component_of_the_guide_with_gpus_trains(number: int, gpus: str, head: str) -> None:
     found = topology({**GUIDE, f"SLURM_GPUS_PER_NODE_HET_GROUP_{number}": gpus})
@@ -104,12 +109,16 @@ def test_three_components_of_which_two_preprocess() -> None:
     )
     expected = {"cpu": ("nid00001",), "gpu": ("nid00011", "nid00012"), "cpu-2": ("big1", "big2")}
     assert groups(found) == expected
-    assert next(group.gpus for group in found.groups if group.name == "gpu") == 8, "volta:3,kepler:5: SBATCH"
+    assert next(group.gpus for group in found.groups if group.name == "gpu") == 8, (
+        "volta:3,kepler:5: SBATCH"
+    )
 
 
 def test_components_that_do_not_tell_their_gpus_need_the_key() -> None:
     """`--gres=gpu:4` sets no variable that other components see."""
-    with pytest.raises(TopologyError, match=r"cluster\.gpu_group: no group.*component-0.*component-1"):
+    with pytest.raises(
+        TopologyError, match=r"cluster\.gpu_group: no group.*component-0.*component-1"
+    ):
         topology(GUIDE)
     assert topology(GUIDE, "component-1").head == "nid00011"
 
@@ -133,7 +142,11 @@ def test_a_step_on_a_part_of_a_plain_job_is_only_that_part() -> None:
     "variables",
     [
         {},
-        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"},  # the batch script itself
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_PROCID": "0",
+        },  # the batch script itself
     ],
 )
 def test_no_step_is_no_host_of_slurm(variables: dict[str, str]) -> None:
@@ -144,17 +157,29 @@ def test_no_step_is_no_host_of_slurm(variables: dict[str, str]) -> None:
     ("base", "change", "message"),
     [
         (GUIDE, {"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
-        (GUIDE, {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}, "SLURM_JOB_NODELIST_HET_GROUP_1 is not set"),
+        (
+            GUIDE,
+            {"SLURM_JOB_NODELIST_HET_GROUP_1": ""},
+            "SLURM_JOB_NODELIST_HET_GROUP_1 is not set",
+        ),
         (GUIDE, {"SLURM_HET_SIZE": "two"}, "SLURM_HET_SIZE='two'"),
         (GUIDE, {"SLURM_HET_SIZE": "0"}, "SLURM_HET_SIZE='0'"),
-        (GUIDE, {"SLURM_JOB_NODELIST": "nid00001"}, "leaves out nid00011, nid00012.*--het-group=0,1"),
+        (
+            GUIDE,
+            {"SLURM_JOB_NODELIST": "nid00001"},
+            "leaves out nid00011, nid00012.*--het-group=0,1",
+        ),
         (
             GUIDE,
             {"SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00001-00002]", "SLURM_JOB_NODELIST": ""},
             "nid00001 bel",
         ),
         (GUIDE, {"SLURMD_NODENAME": "nid7", "SLURM_GPUS_HET_GROUP_0": "1"}, "'nid7' is not among"),
-        (GUIDE, {"SLURM_GPUS_HET_GROUP_0": "1", "SLURM_GPUS_HET_GROUP_1": "1"}, "several groups have GPUs"),
+        (
+            GUIDE,
+            {"SLURM_GPUS_HET_GROUP_0": "1", "SLURM_GPUS_HET_GROUP_1": "1"},
+            "several groups have GPUs",
+        ),
         (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, "several tasks on a node"),
         (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "1,12(x2)"}, "several tasks on a node"),
         (RECORDED, {"SLURM_LOCALID": "1"}, "several tasks on a node"),
@@ -177,7 +202,10 @@ def test_wrong_or_partial_variables_are_one_line(
         ("alpha,beta,gamma", ["alpha", "beta", "gamma"]),  # CONF
         ("lx[15,18,32-33]", ["lx15", "lx18", "lx32", "lx33"]),  # CONF
         ("gpu[01-03,07],cpu-[1-2]x", ["gpu01", "gpu02", "gpu03", "gpu07", "cpu-1x", "cpu-2x"]),
-        ("rack[0-1]_blade[0-1]", ["rack0_blade0", "rack0_blade1", "rack1_blade0", "rack1_blade1"]),  # CONF
+        (
+            "rack[0-1]_blade[0-1]",
+            ["rack0_blade0", "rack0_blade1", "rack1_blade0", "rack1_blade1"],
+        ),  # CONF
         ("n[8-11]", ["n8", "n9", "n10", "n11"]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
         ("a.example.org", ["a.example.org"]),
@@ -211,7 +239,15 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "gpus"),
-    [(None, 4), ("0,1", 2), ("", 0), ("0,1,2,3,4,5,6,7", 4), ("-1", 0), ("1,-1,2", 1), ("NoDevFiles", 0)],
+    [
+        (None, 4),
+        ("0,1", 2),
+        ("", 0),
+        ("0,1,2,3,4,5,6,7", 4),
+        ("-1", 0),
+        ("1,-1,2", 1),
+        ("NoDevFiles", 0),
+    ],
 )
 def test_only_the_gpus_that_slurm_gave_the_job_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
@@ -240,4 +276,6 @@ def test_memory_is_that_of_the_hosts_own_component(variables: dict[str, str], me
 def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:
     ports = [port_of(str(job)) for job in range(100_000, 101_000)]
     assert len(set(ports)) == len(ports)
-    assert all(port % 2 == 0 and 20_000 <= port < 30_000 for port in ports), "the door takes the next one"
+    assert all(port % 2 == 0 and 20_000 <= port < 30_000 for port in ports), (
+        "the door takes the next one"
+    )

@@ -54,7 +54,9 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
     def keys(root: Path) -> list[str]:
         source = checked(read_any(str(root), "train"))
         plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        loaded = LoadedSplit(source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
+        loaded = LoadedSplit(
+            source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True)
+        )
         found: list[str] = []
         for number, shard in enumerate(source.shards(100, order_of(3, 1))):
             for columns, _ in blocks_of(loaded, plan, Work(number, shard)):
@@ -74,7 +76,9 @@ def test_shards_are_as_large_as_asked(digits: Path) -> None:
 
 
 def test_parquet_gives_numbers_strings_lists_tensors_and_image_structs(tmp_path: Path) -> None:
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.uint8).reshape(4, 2, 3))
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(
+        np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+    )
     table = pa.table(
         {
             "x": [1.5, 2.5, 3.5, 4.5],
@@ -137,7 +141,10 @@ def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
     train, val = (read_all(read_images(str(tmp_path), split)) for split in ("train", "val"))
     labels = {record["key"]: record["label"] for record in train}
     assert labels == {"circle/1.jpg": 0, "square/1.jpg": 1, "triangle/1.jpg": 2}
-    assert {record["key"]: record["label"] for record in val} == {"square/1.jpg": 1, "triangle/1.jpg": 2}
+    assert {record["key"]: record["label"] for record in val} == {
+        "square/1.jpg": 1,
+        "triangle/1.jpg": 2,
+    }
     source = read_images(str(tmp_path), "val")
     assert source is not None and source.classes() == ["circle", "square", "triangle"]
 
@@ -154,14 +161,21 @@ def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> Non
 def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/write-a-recipe.md").read_text()
     (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pairs" in block
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "class Pairs" in block
     )
     for name in ("a", "b"):
         for folder, content in (("images", f"{name}.jpg"), ("masks", f"{name}.png")):
             path = tmp_path / "train" / folder / content
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode())
-    names: dict[str, Any] = {"torch": torch, "Path": Path, "Recipe": Recipe, "read_torch": read_torch}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "Path": Path,
+        "Recipe": Recipe,
+        "read_torch": read_torch,
+    }
     exec("from __future__ import annotations\n" + code, names)  # noqa: S102 - as a reader types it
     assert read_all(names["Roads"](data=str(tmp_path)).read("train")) == [
         {"key": f"{name}.jpg", "image": f"{name}.jpg".encode(), "mask": f"{name}.png".encode()}
@@ -187,14 +201,20 @@ def test_a_torch_dataset_names_its_classes_also_below_a_subset() -> None:
         ({"x": torch.zeros(3).to_sparse()}, "column 'x' holds tensors that cannot be batched"),
     ],
 )
-def test_an_item_that_gives_no_record_is_refused_in_one_line(item: dict[Any, Any], says: str) -> None:
+def test_an_item_that_gives_no_record_is_refused_in_one_line(
+    item: dict[Any, Any], says: str
+) -> None:
     source = read_torch([item])
     (shard,) = source.shards(1, None)
     with pytest.raises((UsageError, SchemaError), match=says):
         Chain(as_stages([Drop("other")]), seed=0).run(source.read(shard, None), 0)
 
 
-@pytest.mark.parametrize(("label", "number"), [("1_0", None), ("\u0663", None), (" 3 ", 3), ("07", 7)])
+@pytest.mark.parametrize(
+    ("label", "number"), [("1_0", None), ("\u0663", None), (" 3 ", 3), ("07", 7)]
+)
 def test_a_label_in_text_is_a_number_only_in_plain_digits(label: str, number: int | None) -> None:
-    columns, report = Chain(as_stages([CheckLabel(20)]), seed=0).run([{"key": "a", "label": label}], 0)
+    columns, report = Chain(as_stages([CheckLabel(20)]), seed=0).run(
+        [{"key": "a", "label": label}], 0
+    )
     assert columns.get("label", [None]) == [number] and len(report.bad) == (number is None)

@@ -39,7 +39,9 @@ def test_training_gives_all_ranks_equal_steps_and_drops_fewer_rows_than_workers(
     assert len(splitter.remainder) < workers
     assert len(taken) + len(splitter.remainder) == sum(blocks)
     rest = splitter.remainder
-    remaining = {(s.block, r) for s in splitter.slices(rest.start, rest.stop) for r in range(s.start, s.stop)}
+    remaining = {
+        (s.block, r) for s in splitter.slices(rest.start, rest.stop) for r in range(s.start, s.stop)
+    }
     assert not remaining & set(taken)
 
 
@@ -53,7 +55,9 @@ def test_a_last_batch_below_the_limit_is_left_out_whole(
         # What is released while rows still arrive must not be needed at the end.
         steps = splitter.rows // splitter.step_rows
         everything = range(len(splitter.starts))
-        kept |= {b for b in everything if splitter.block_done(b, steps) and not splitter.may_remain(b)}
+        kept |= {
+            b for b in everything if splitter.block_done(b, steps) and not splitter.may_remain(b)
+        }
     splitter.ended = True
     left = sum(blocks) % (workers * batch)
     drops = left // workers < min(least, batch)
@@ -63,13 +67,19 @@ def test_a_last_batch_below_the_limit_is_left_out_whole(
     ranks = rows_by_rank([], splitter)
     assert {len(step) for steps in ranks for step in steps[:-1]} <= {batch}
     assert all(len(steps[-1]) >= min(least, batch) for steps in ranks if steps)
-    assert sum(len(step) for steps in ranks for step in steps) + len(splitter.remainder) == sum(blocks)
+    assert sum(len(step) for steps in ranks for step in steps) + len(splitter.remainder) == sum(
+        blocks
+    )
 
 
 @given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
-def test_validation_gives_every_row_to_exactly_one_rank(blocks: list[int], workers: int, batch: int) -> None:
+def test_validation_gives_every_row_to_exactly_one_rank(
+    blocks: list[int], workers: int, batch: int
+) -> None:
     splitter = Splitter(workers, batch, equal=False)
-    taken = Counter(row for steps in rows_by_rank(blocks, splitter) for step in steps for row in step)
+    taken = Counter(
+        row for steps in rows_by_rank(blocks, splitter) for step in steps for row in step
+    )
     assert set(taken.values()) == {1}
     assert len(taken) == sum(blocks)
     assert len(splitter.remainder) == 0
@@ -85,7 +95,9 @@ def test_padding_uses_every_row_and_gives_all_ranks_equal_steps(
     taken = Counter(row for steps in ranks for step in steps for row in step)
     assert len(taken) == sum(blocks)
     steps = len(ranks[0])
-    padded = sum(s.padded for k in range(steps) for r in range(workers) if (s := splitter.share(k, r)))
+    padded = sum(
+        s.padded for k in range(steps) for r in range(workers) if (s := splitter.share(k, r))
+    )
     assert sum(taken.values()) == sum(blocks) + padded
     assert padded < workers
 

@@ -56,11 +56,15 @@ def test_tied_weights_are_averaged_once_in_a_step() -> None:
     for batch in feed(24, 8):
         step.accumulate(batch)
         step.update()
-        expected.lerp_(worker.model.blocks[0][0].weight.detach(), 1 - worker.ema.get_decay(worker.step))
+        expected.lerp_(
+            worker.model.blocks[0][0].weight.detach(), 1 - worker.ema.get_decay(worker.step)
+        )
     torch.testing.assert_close(worker.ema.module.blocks[1][0].weight.detach(), expected)
 
 
-@pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}]
+)
 def test_images_and_labels_mix_alike_and_the_same_in_every_run(options: dict[str, float]) -> None:
     torch.manual_seed(1)
     worker, step = make(**options)
@@ -171,6 +175,8 @@ def test_a_compiled_model_trains_alike_and_saves_the_same_names() -> None:
 def test_without_a_compiler_compile_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(UsageError, match=r"train\.compile: torch\.compile needs a C\+\+ compiler") as refused:
+    with pytest.raises(
+        UsageError, match=r"train\.compile: torch\.compile needs a C\+\+ compiler"
+    ) as refused:
         make(compile=True)
     assert len(str(refused.value).splitlines()) == 1

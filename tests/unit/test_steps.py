@@ -34,7 +34,9 @@ def test_a_gpu_that_still_computed_did_not_feel_the_wait() -> None:
     waits = [0.4, 0.1, 0.0, 0.0]
     assert on_device(waits, idle=0.0, copy=0.0, step=1.0) == pytest.approx([0, 0, 0, 0, 1.0])
     # Half of the loop's wait lay behind the end of the device's work; the copy made it wait once more.
-    assert on_device(waits, idle=0.25, copy=0.05, step=1.0) == pytest.approx([0.2, 0.05, 0, 0.05, 0.7])
+    assert on_device(waits, idle=0.25, copy=0.05, step=1.0) == pytest.approx(
+        [0.2, 0.05, 0, 0.05, 0.7]
+    )
     # Idle beyond the loop's wait was the loop's own work.
     assert on_device(waits, idle=0.8, copy=0.0, step=1.0) == pytest.approx([0.4, 0.1, 0, 0, 0.5])
 
@@ -79,7 +81,13 @@ def used(**percent: float) -> list[dict[str, Any]]:
         ({"wait_transfer_s": 50}, 30, 95, 1, "network"),
         ({"wait_transfer_s": 50}, 97, 50, 1, "gpu_host_cpu"),
         ({"wait_transfer_s": 50}, 30, 50, 9, "gpu_host_cpu"),
-        ({"wait_collate_s": 20, "host_to_device_s": 15, "wait_transfer_s": 30}, 30, 50, 1, "gpu_host_cpu"),
+        (
+            {"wait_collate_s": 20, "host_to_device_s": 15, "wait_transfer_s": 30},
+            30,
+            50,
+            1,
+            "gpu_host_cpu",
+        ),
     ],
 )
 def test_what_binds(

@@ -49,10 +49,20 @@ OTHER_LOSS = f"{float(LOSS) * (1 + 1e-15):.17g} {IDS}"
         ([[*WHOLE[:100], OTHER_LOSS, *WHOLE[101:]]], "step 100", {}, {}),
         ([[*WHOLE[:10], WHOLE[9], *WHOLE[11:]]], "step 10", {0: BATCH}, {0: BATCH}),
     ],
-    ids=["begin at checkpoints", "a gap", "an early end", "another loss", "a step in place of another"],
+    ids=[
+        "begin at checkpoints",
+        "a gap",
+        "an early end",
+        "another loss",
+        "a step in place of another",
+    ],
 )
 def test_starts_are_compared_with_one_undisturbed_run(
-    starts: list[list[str]], problem: str, lost: dict[int, int], repeated: dict[int, int], tmp_path: Path
+    starts: list[list[str]],
+    problem: str,
+    lost: dict[int, int],
+    repeated: dict[int, int],
+    tmp_path: Path,
 ) -> None:
     write(tmp_path, *starts)
     if [] in starts:
@@ -64,7 +74,8 @@ def test_starts_are_compared_with_one_undisturbed_run(
 
 
 @pytest.mark.parametrize(
-    ("mb_per_min", "step_mb", "flat"), [(0.5, 0, True), (20.0, 0, False), (0.5, 40, True), (20.0, 40, False)]
+    ("mb_per_min", "step_mb", "flat"),
+    [(0.5, 0, True), (20.0, 0, False), (0.5, 40, True), (20.0, 40, False)],
 )
 def test_memory_that_grows_is_a_problem_that_names_the_process(
     mb_per_min: float, step_mb: float, flat: bool
@@ -80,7 +91,9 @@ def test_memory_that_grows_is_a_problem_that_names_the_process(
         if at > 880:
             del used[7]  # the launch ends, one process after the other
         samples.append(Sample(at, 1, max(at, 200), {"algo-1": used}))
-    problems = verdict.memory_problems(verdict.growth(samples, {7: "raylet --port", 8: "ray::Chain"}))
+    problems = verdict.memory_problems(
+        verdict.growth(samples, {7: "raylet --port", 8: "ray::Chain"})
+    )
     assert (problems == []) is flat
     assert flat or "{'raylet --port (7)': " in problems[0]
 

@@ -51,7 +51,10 @@ def test_work_that_never_fails_is_never_asked_about() -> None:
 
 
 @pytest.mark.long
-@given(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1), st.sets(st.sampled_from("abcdefgh")))
+@given(
+    st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1),
+    st.sets(st.sampled_from("abcdefgh")),
+)
 def test_exactly_the_deadly_records_are_quarantined(keys: list[str], deadly: set[str]) -> None:
     suspects = Suspects()
     good, deaths = run(suspects, keys, lambda key: key in deadly)
@@ -90,7 +93,9 @@ def test_a_death_by_chance_is_forgotten_once_the_work_is_complete() -> None:
 
 def test_what_no_record_is_to_blame_for_ends_the_run_with_what_was_done() -> None:
     suspects = Suspects()
-    with pytest.raises(DataError, match="train shard x: its process died 6 times, the last time starting"):
+    with pytest.raises(
+        DataError, match="train shard x: its process died 6 times, the last time starting"
+    ):
         run(suspects, "abc", lambda key: False, task="train shard x", before=lambda number: True)
     suspects = Suspects()
     with pytest.raises(DataError, match="the last time reading record 7"):
@@ -116,14 +121,18 @@ def test_a_late_task_names_its_records_from_its_first_start() -> None:
 
 def test_lost_hosts_blame_nobody_once_the_work_is_done() -> None:
     suspects = Suspects()
-    for number in range(1, 30):  # each time after it had ended: its blocks were lost with their host
+    for number in range(
+        1, 30
+    ):  # each time after it had ended: its blocks were lost with their host
         assert run(suspects, "abc", lambda key: False, start=number) == (["a", "b", "c"], number)
     assert not suspects.of("train")
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:
     patience = Patience()
-    assert patience.deadline_s("train", "a", late=0, stall_s=600) == 300, "nobody knows how slow its chain is"
+    assert patience.deadline_s("train", "a", late=0, stall_s=600) == 300, (
+        "nobody knows how slow its chain is"
+    )
     for seconds in (9.0, 10.0, 500.0):
         patience.took("train", "a", seconds)
     assert patience.deadline_s("train", "a", late=0, stall_s=600) == 200
@@ -138,7 +147,9 @@ def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:
 
 
 @given(st.floats(0.001, 5), st.floats(1, 20))
-def test_a_block_that_takes_twenty_times_as_long_is_waited_for(typical: float, times: float) -> None:
+def test_a_block_that_takes_twenty_times_as_long_is_waited_for(
+    typical: float, times: float
+) -> None:
     patience = Patience()
     patience.took("train", "a", typical)
     assert patience.deadline_s("train", "a", late=0, stall_s=600) >= times * typical * 0.999

@@ -32,20 +32,26 @@ def table(tmp_path: Path) -> Path:
     """1,000 rows in row groups of 100, sorted by x, with a heavy column."""
     folder = tmp_path / "rows" / "train"
     folder.mkdir(parents=True)
-    content = pa.table({"x": range(1000), "y": [i % 7 for i in range(1000)], "image": [b"i" * 9000] * 1000})
+    content = pa.table(
+        {"x": range(1000), "y": [i % 7 for i in range(1000)], "image": [b"i" * 9000] * 1000}
+    )
     parquet.write_table(content, folder / "0.parquet", row_group_size=100)
     return tmp_path / "rows"
 
 
 def test_a_filter_keeps_matching_rows_and_their_identity(table: Path) -> None:
     every = {row["key"]: row["x"] for row in rows_of(read_parquet(str(table), "train"))}
-    some = rows_of(read_parquet(str(table), "train", filters=[("x", ">=", 250), ("y", "in", [3, 5])]))
+    some = rows_of(
+        read_parquet(str(table), "train", filters=[("x", ">=", 250), ("y", "in", [3, 5])])
+    )
     assert sorted(row["x"] for row in some) == [x for x in range(250, 1000) if x % 7 in (3, 5)]
     assert all(every[row["key"]] == row["x"] for row in some)
 
 
 def test_either_of_two_filters(table: Path) -> None:
-    found = rows_of(read_parquet(str(table), "train", filters=[[("x", "<", 3)], [("x", "==", 999)]]))
+    found = rows_of(
+        read_parquet(str(table), "train", filters=[[("x", "<", 3)], [("x", "==", 999)]])
+    )
     assert sorted(row["x"] for row in found) == [0, 1, 2, 999]
 
 
@@ -59,7 +65,9 @@ def test_nan_differs_from_every_value_however_rows_are_grouped(term: Any, tmp_pa
         filters = [term, ("x", "<", 5)]
         found = rows_of(read_parquet(str(folder.parent), "train", columns=["x"], filters=filters))
         assert sorted(row["x"] for row in found) == [2, 4]
-        deltalake.write_deltalake(tmp_path / "delta", content[2 * rows - 2 : 2 * rows], mode="append")
+        deltalake.write_deltalake(
+            tmp_path / "delta", content[2 * rows - 2 : 2 * rows], mode="append"
+        )
     found = rows_of(read_delta(str(tmp_path / "delta"), columns=["x"], filters=[term]))
     assert sorted(row["x"] for row in found) == [2, 4]
 
@@ -77,7 +85,9 @@ def test_partitions_that_a_filter_excludes_are_not_read(term: Any, tmp_path: Pat
 
 def test_statistics_rule_out_what_differs_from_no_value(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
-    parquet.write_table(pa.table({"x": [1, 1, 2, 2]}), tmp_path / "train" / "0.parquet", row_group_size=2)
+    parquet.write_table(
+        pa.table({"x": [1, 1, 2, 2]}), tmp_path / "train" / "0.parquet", row_group_size=2
+    )
     source = read_parquet(str(tmp_path), "train", filters=[("x", "!=", 1)])
     assert [row["x"] for row in rows_of(source)] == [2, 2]
     whole = read_parquet(str(tmp_path), "train", filters=[("x", "not in", [3])])
@@ -93,7 +103,9 @@ def test_columns_and_row_groups_that_are_not_wanted_are_not_read(table: Path) ->
             chunk = about.row_group(group).column(number)
             if group > 1 or number == 2:  # statistics rule the other groups out
                 start = chunk.dictionary_page_offset or chunk.data_page_offset
-                content[start : start + chunk.total_compressed_size] = b"?" * chunk.total_compressed_size
+                content[start : start + chunk.total_compressed_size] = (
+                    b"?" * chunk.total_compressed_size
+                )
     path.write_bytes(content)
     source = read_parquet(str(table), "train", columns=["y"], filters=[("x", "<", 150)])
     rows = sorted((int(row["key"].split(":")[1]), row["y"]) for row in rows_of(source))
@@ -167,7 +179,9 @@ def test_the_name_of_a_catalogs_table_is_refused_with_the_way_to_read_it(name: s
     for read in (read_delta, read_any):
         with pytest.raises(UsageError, match=r"spark.table\('main.vision.digits'\).*'/Volumes/…'"):
             read(name, "train")
-    with pytest.raises(UsageError, match="write /Volumes/main/vision/digits, the path that all hosts mount"):
+    with pytest.raises(
+        UsageError, match="write /Volumes/main/vision/digits, the path that all hosts mount"
+    ):
         read_delta("dbfs:/Volumes/main/vision/digits")
 
 
@@ -215,7 +229,9 @@ def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, str]]:
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True))
     kinds = {name: draw(st.sampled_from([*KINDS])) for name in names}
     kinds[draw(st.sampled_from(names))] = "int"
-    columns = {n: pa.array([KINDS[k][1](i) for i in range(7)], KINDS[k][0]) for n, k in kinds.items()}
+    columns = {
+        n: pa.array([KINDS[k][1](i) for i in range(7)], KINDS[k][0]) for n, k in kinds.items()
+    }
     return pa.table(columns), kinds
 
 
@@ -229,12 +245,16 @@ def check_whatever_stands_beside_a_column(
 ) -> None:
     _, kinds = made
     whole = data.draw(st.booleans())
-    columns = None if whole else data.draw(st.lists(st.sampled_from([*kinds]), min_size=1, unique=True))
+    columns = (
+        None if whole else data.draw(st.lists(st.sampled_from([*kinds]), min_size=1, unique=True))
+    )
     numbers = [name for name, kind in kinds.items() if kind == "int"]
     by, value = data.draw(st.sampled_from(numbers)), data.draw(st.sampled_from([None, 0, 1, 2]))
     source = read(columns=columns, filters=None if value is None else [(by, "==", value)])
     rows = sorted(rows_of(source, records=2), key=lambda row: int(row["key"].split(":")[-1]))
-    assert [int(row["key"].split(":")[-1]) for row in rows] == [i for i in range(7) if value in (None, i % 3)]
+    assert [int(row["key"].split(":")[-1]) for row in rows] == [
+        i for i in range(7) if value in (None, i % 3)
+    ]
     for row in rows:
         assert row.keys() - {"key"} == {*(columns or kinds)}
         for name in columns or kinds:
@@ -259,7 +279,9 @@ def test_a_column_is_its_own_whatever_stands_beside_it(
     statistics: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
-    parquet.write_table(made[0], folder / "train.parquet", row_group_size=group, write_statistics=statistics)
+    parquet.write_table(
+        made[0], folder / "train.parquet", row_group_size=group, write_statistics=statistics
+    )
     check_whatever_stands_beside_a_column(made, data, partial(read_parquet, str(folder), "train"))
 
 
@@ -267,7 +289,9 @@ def test_a_column_is_its_own_whatever_stands_beside_it(
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(made=tables(), data=st.data())
 def test_a_delta_column_is_its_own_whatever_stands_beside_it(
-    tmp_path_factory: pytest.TempPathFactory, made: tuple[pa.Table, dict[str, str]], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    made: tuple[pa.Table, dict[str, str]],
+    data: st.DataObject,
 ) -> None:
     deltalake = pytest.importorskip("deltalake")
     folder = str(tmp_path_factory.mktemp("delta"))
@@ -289,15 +313,20 @@ def test_text_in_a_column_of_numbers_is_told_before_the_start_with_the_column(
     table = pa.table({"size": [50.0, 60.0], "rooms": rooms, "price": [1.0, 2.0]})
     for split in ("train", "val"):
         parquet.write_table(table, tmp_path / f"{split}.parquet")
-    said = told("launcher.projects.tabular.recipe:Table", tmp_path)
+    said = told("stoker_launcher.projects.tabular.recipe:Table", tmp_path)
     assert "'<' not supported between instances of 'str'" in said
     assert "columns of text: rooms" in said and "size (float), rooms (text), price (float)" in said
 
 
-def test_text_that_reaches_the_model_is_told_with_the_column(no_cluster: None, tmp_path: Path) -> None:
+def test_text_that_reaches_the_model_is_told_with_the_column(
+    no_cluster: None, tmp_path: Path
+) -> None:
     made = [{**batch, "x0": ["3", "n/a"], "x2": ["a", "b"]} for batch in batches([2])]
     run = start(
-        tmp_path, lambda split, epoch: Batches(split, epoch, made), has_val=False, train={"epochs": 1}
+        tmp_path,
+        lambda split, epoch: Batches(split, epoch, made),
+        has_val=False,
+        train={"epochs": 1},
     )
     assert "but got list; the batch has text in the column x0, x2: convert it" in str(run.error)
 
@@ -307,7 +336,9 @@ records = partial(read_all, records=3)
 
 def write(folder: Path, statistics: bool = True, **columns: Any) -> str:
     table = pa.table({"n": pa.array(range(8)), **columns})
-    parquet.write_table(table, folder / "train-0.parquet", row_group_size=3, write_statistics=statistics)
+    parquet.write_table(
+        table, folder / "train-0.parquet", row_group_size=3, write_statistics=statistics
+    )
     return str(folder)
 
 
@@ -318,7 +349,9 @@ COLUMNS = {
     "int": INTS,
     "float": INTS.cast(pa.float32()),
     "text": pa.array(["a", "b", None, "d", "e", "f", None, "h"]),
-    "list": pa.array([[1.0], [2.0], None, [4.0], [5.0], [6.0], [None], [8.0]], pa.list_(pa.float32())),
+    "list": pa.array(
+        [[1.0], [2.0], None, [4.0], [5.0], [6.0], [None], [8.0]], pa.list_(pa.float32())
+    ),
     "nested": pa.array([[[1]], [[2]], [None], [[4]], [[5]], [[6]], [[None]], [[8]]]),
     "image": pa.array([{"bytes": None if i in (2, 6) else b"x", "path": None} for i in range(8)]),
     "tensor": TENSORS,
@@ -334,7 +367,9 @@ def test_nulls_are_refused_before_training_with_column_file_and_count(
 ) -> None:
     root = write(tmp_path, statistics, **{name: COLUMNS[name]})
     count = 8 if name == "all null" else 2
-    expected = rf"train-0.parquet: column {name} holds {count} NULLs? in 8 rows; handle them with nulls="
+    expected = (
+        rf"train-0.parquet: column {name} holds {count} NULLs? in 8 rows; handle them with nulls="
+    )
     with pytest.raises(UsageError, match=expected):
         records(read_parquet(root, "train"))
     assert len(records(read_parquet(root, "train", columns=["n"]))) == 8
@@ -390,13 +425,24 @@ def test_keep_gives_nan_or_says_which_values_are_valid(tmp_path: Path) -> None:
         assert [record[name] for record in found] == ["a", "b", "", "d", "e", "f", "", "h"]
     # Every row group has the column, also the one without a NULL.
     for name in ("i__valid", "t__valid"):
-        assert [record[name] for record in found] == [True, True, False, True, True, True, False, True]
+        assert [record[name] for record in found] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+            True,
+            False,
+            True,
+        ]
     assert "f__valid" not in found[0]
 
 
 def test_a_value_stands_for_nulls(tmp_path: Path) -> None:
     columns = {"f": COLUMNS["float"], "i": INTS, "t": COLUMNS["text"]}
-    found = records(read_parquet(write(tmp_path, **columns), "train", nulls={"f": 0, "i": 7.0, "t": "none"}))
+    found = records(
+        read_parquet(write(tmp_path, **columns), "train", nulls={"f": 0, "i": 7.0, "t": "none"})
+    )
     assert (found[2]["f"], found[2]["i"], found[2]["t"]) == (0.0, 7, "none")
     assert [type(found[2][name]) for name in "fit"] == [float, int, str]
 
@@ -411,7 +457,9 @@ def test_a_value_stands_for_nulls(tmp_path: Path) -> None:
         ("absent", "keep", "has no column absent"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_refused(column: str, rule: Any, expected: str, tmp_path: Path) -> None:
+def test_a_rule_that_does_not_fit_is_refused(
+    column: str, rule: Any, expected: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=expected):
         records(read_parquet(write(tmp_path, **COLUMNS), "train", nulls={column: rule}))
 
@@ -428,7 +476,9 @@ def test_a_null_that_nobody_found_before_ends_the_run(
 def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_path: Path) -> None:
     deltalake = pytest.importorskip("deltalake")
     root = str(tmp_path / "table")
-    deltalake.write_deltalake(root, pa.table({"x": [1, 2], "part": ["a", "b"]}), partition_by=["part"])
+    deltalake.write_deltalake(
+        root, pa.table({"x": [1, 2], "part": ["a", "b"]}), partition_by=["part"]
+    )
     new = pa.table({"x": [3], "part": ["a"], "y": [5]})
     deltalake.write_deltalake(root, new, mode="append", schema_mode="merge")
     with pytest.raises(UsageError, match=r"column y holds 1 NULL in 1 row, and 1 in 1 other file"):
@@ -439,7 +489,10 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
         (2, "b", 0, False),
         (3, "a", 5, True),
     ]
-    assert sum(isinstance(r, BadRecord) for r in records(read_delta(root, nulls={"y": "quarantine"}))) == 2
+    assert (
+        sum(isinstance(r, BadRecord) for r in records(read_delta(root, nulls={"y": "quarantine"})))
+        == 2
+    )
     assert np.isfinite([r["x"] for r in records(read_delta(root, columns=["x"]))]).all()
 
 
@@ -447,6 +500,10 @@ def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
     from stoker.serve.shards import as_records
 
     spark = {"origin": "f", "height": 1, "width": 1, "nChannels": 3, "mode": 16, "data": b"\1\2\3"}
-    columns = {"hf": [{"bytes": b"x", "path": "p"}] * 2, "spark": [spark] * 2, "other": [{"bytes": 1}] * 2}
+    columns = {
+        "hf": [{"bytes": b"x", "path": "p"}] * 2,
+        "spark": [spark] * 2,
+        "other": [{"bytes": 1}] * 2,
+    }
     _, row = as_records(pa.table({"key": ["a", "b"], **columns}))
     assert (row["hf"], row["spark"].tolist(), row["other"]) == (b"x", [[[3, 2, 1]]], {"bytes": 1})

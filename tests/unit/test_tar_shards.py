@@ -43,13 +43,17 @@ def stream(folder: Path, content: bytes) -> list[Any]:
     return [record for shard in source.shards(100, None) for record in source.read(shard, None)]
 
 
-BOTH = pytest.mark.parametrize("reader", [read, stream], ids=["checked before training", "in the chain task"])
+BOTH = pytest.mark.parametrize(
+    "reader", [read, stream], ids=["checked before training", "in the chain task"]
+)
 
 
 @BOTH
 @pytest.mark.parametrize("form", FORMATS)
 def test_whole_shards_give_every_record(reader: Any, form: str, tmp_path: Path) -> None:
-    folder = "d" * 90 + "/" + "e" * 60 + "/" if form == "ustar" else "é" * 70 + "/" + "f" * 130 + "/"
+    folder = (
+        "d" * 90 + "/" + "e" * 60 + "/" if form == "ustar" else "é" * 70 + "/" + "f" * 130 + "/"
+    )
     found = reader(tmp_path, tar_of(pairs(0, 5, folder), FORMATS[form]))
     assert keys(found) == [f"train-0.tar:{folder}{i:04d}" for i in range(5)]
     assert [record["label"] for record in found] == list(range(5))
@@ -58,7 +62,9 @@ def test_whole_shards_give_every_record(reader: Any, form: str, tmp_path: Path) 
 
 @BOTH
 @pytest.mark.parametrize("form", ["ustar", "gnu", "posix", "oldgnu", "v7"])
-def test_shards_that_tar_itself_wrote_give_every_record(reader: Any, form: str, tmp_path: Path) -> None:
+def test_shards_that_tar_itself_wrote_give_every_record(
+    reader: Any, form: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "files" / ("n" * 60)
     if form in ("gnu", "posix", "oldgnu"):
         folder /= "m" * 120
@@ -82,18 +88,24 @@ def test_a_shard_is_no_command() -> None:
 
 
 @BOTH
-def test_one_flipped_bit_in_a_header_is_an_error_with_file_and_byte(reader: Any, tmp_path: Path) -> None:
+def test_one_flipped_bit_in_a_header_is_an_error_with_file_and_byte(
+    reader: Any, tmp_path: Path
+) -> None:
     content = bytearray(tar_of(pairs(0, 100)))
     header = 40 * (512 + 1024 + 512 + 512)
     content[header + 3] ^= 1
-    with pytest.raises(UsageError, match=rf"train-0.tar: damaged tar shard, byte {header}: bad checksum"):
+    with pytest.raises(
+        UsageError, match=rf"train-0.tar: damaged tar shard, byte {header}: bad checksum"
+    ):
         reader(tmp_path, bytes(content))
 
 
 @BOTH
 def test_joined_archives_are_refused_not_half_read(reader: Any, tmp_path: Path) -> None:
     first, second = tar_of(pairs(0, 10)), tar_of(pairs(10, 10))
-    with pytest.raises(UsageError, match=rf"ends at byte 25600, but more follows at byte {len(first)}:.*cat"):
+    with pytest.raises(
+        UsageError, match=rf"ends at byte 25600, but more follows at byte {len(first)}:.*cat"
+    ):
         reader(tmp_path, first + second)
 
 
@@ -115,7 +127,9 @@ def test_an_end_that_is_none_is_an_error(reader: Any, end: str, tmp_path: Path) 
 
 @BOTH
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
-def test_links_and_other_kinds_are_refused_by_name(reader: Any, kind: bytes, tmp_path: Path) -> None:
+def test_links_and_other_kinds_are_refused_by_name(
+    reader: Any, kind: bytes, tmp_path: Path
+) -> None:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         folder = tarfile.TarInfo("folder")
@@ -141,13 +155,19 @@ def test_sparse_members_are_refused(reader: Any, form: str, tmp_path: Path) -> N
 
 TWICE = {
     "two images": (["0001.jpg", "0001.png"], r"0001\.jpg and 0001\.png both give the column image"),
-    "two labels": (["0001.cls", "0001.index"], r"0001\.cls and 0001\.index both give the column label"),
+    "two labels": (
+        ["0001.cls", "0001.index"],
+        r"0001\.cls and 0001\.index both give the column label",
+    ),
     "two texts": (["0001.txt", "0001.text"], r"0001\.txt and 0001\.text both give the column text"),
     "in capitals": (["0001.jpg", "0001.JPG"], r"0001\.jpg and 0001\.JPG both"),
     "by its name": (["0001.jpg", "0001.image.png"], r"0001\.jpg and 0001\.image\.png both"),
     "the same name": (["0001.jpg", "0001.jpg"], r"0001\.jpg and 0001\.jpg both"),
     "not adjacent": (["0001.jpg", "0002.jpg", "0001.cls"], r"0001 are not adjacent .*at 0001\.cls"),
-    "the record's key": (["0001.key"], r"0001\.key gives no column: name it 0001\.<column>\.<suffix>"),
+    "the record's key": (
+        ["0001.key"],
+        r"0001\.key gives no column: name it 0001\.<column>\.<suffix>",
+    ),
     "no suffix": (["0001.jpg", "README"], "README gives no column"),
 }
 
@@ -200,7 +220,9 @@ def test_a_column_that_no_record_has_is_refused_before_training(tmp_path: Path) 
         found.check()
     wrong = read_webdataset(str(tmp_path), "train", ["image", "lable"])
     assert wrong is not None
-    with pytest.raises(UsageError, match=r"columns: no record has 'lable'; they have: image, label, mask$"):
+    with pytest.raises(
+        UsageError, match=r"columns: no record has 'lable'; they have: image, label, mask$"
+    ):
         wrong.check()
     # A recipe may list columns that its chain makes.
     derived = read_any(str(tmp_path), "train", ["image", "made"])
@@ -214,7 +236,9 @@ CLASSES = ("cat", "dog", "eel")
 
 def jpg(number: int) -> bytes:
     content = io.BytesIO()
-    Image.fromarray(np.full((16, 16, 3), 10 * number + 20, np.uint8)).save(content, "JPEG", quality=95)
+    Image.fromarray(np.full((16, 16, 3), 10 * number + 20, np.uint8)).save(
+        content, "JPEG", quality=95
+    )
     return content.getvalue()
 
 
@@ -252,7 +276,10 @@ FORMS: dict[str, tuple[str, Any]] = {
     "index": ("index", lambda i: b"%d" % (i % 3)),
     "inx": ("inx", lambda i: b"%d" % (i % 3)),
     "one-hot as numpy prints it": ("cls", lambda i: str(np.eye(3)[i % 3]).encode()),
-    "one-hot as JSON writes it": ("cls", lambda i: json.dumps([int(j == i % 3) for j in range(3)]).encode()),
+    "one-hot as JSON writes it": (
+        "cls",
+        lambda i: json.dumps([int(j == i % 3) for j in range(3)]).encode(),
+    ),
     "a number in JSON": ("json", lambda i: json.dumps({"id": i, "label": i % 3}).encode()),
     "a number as text in JSON": ("json", lambda i: json.dumps({"class": str(i % 3)}).encode()),
     "a fraction of 0 in JSON": ("json", lambda i: json.dumps({"target": float(i % 3)}).encode()),
@@ -272,9 +299,14 @@ FORMS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("case", "given"),
-    [*((case, {}) for case in FORMS), *((case, {"num_classes": 3}) for case in ("cls", "a name in text"))],
+    [
+        *((case, {}) for case in FORMS),
+        *((case, {"num_classes": 3}) for case in ("cls", "a name in text")),
+    ],
 )
-def test_a_label_is_read_from_the_member_that_holds_it(case: str, given: Any, tmp_path: Path) -> None:
+def test_a_label_is_read_from_the_member_that_holds_it(
+    case: str, given: Any, tmp_path: Path
+) -> None:
     members = shard(*FORMS[case])
     write(tmp_path, members[:6], members[6:])
     write(tmp_path, members, split="val")
@@ -284,7 +316,9 @@ def test_a_label_is_read_from_the_member_that_holds_it(case: str, given: Any, tm
 
 
 @pytest.mark.parametrize("root", ["", "./", "train/", "data/train/"])
-def test_class_folders_give_the_labels_in_the_order_of_their_names(root: str, tmp_path: Path) -> None:
+def test_class_folders_give_the_labels_in_the_order_of_their_names(
+    root: str, tmp_path: Path
+) -> None:
     members = [(f"{root}{CLASSES[i % 3]}/{i}.jpg", jpg(i)) for i in range(6)]
     write(tmp_path, members[:4], members[4:])
     write(tmp_path, members[1:2], split="val")
@@ -298,7 +332,10 @@ def test_a_caption_is_no_class_but_its_folder_is(tmp_path: Path) -> None:
     members = [
         member
         for i in range(6)
-        for member in ((f"{CLASSES[i % 3]}/{i}.jpg", jpg(i)), (f"{CLASSES[i % 3]}/{i}.txt", b"photo %d" % i))
+        for member in (
+            (f"{CLASSES[i % 3]}/{i}.jpg", jpg(i)),
+            (f"{CLASSES[i % 3]}/{i}.txt", b"photo %d" % i),
+        )
     ]
     write(tmp_path, members)
     assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
@@ -377,11 +414,15 @@ def test_text_in_shards_that_are_not_read_before_training_needs_the_classes(
 ) -> None:
     monkeypatch.setattr("stoker.read.webdataset.WALK_LIMIT_BYTES", 0)
     write(tmp_path, shard("cls", text))
-    with pytest.raises(UsageError, match=r"column label is text; list the classes in params.class_names"):
+    with pytest.raises(
+        UsageError, match=r"column label is text; list the classes in params.class_names"
+    ):
         opened(tmp_path, **given)
     assert trained(tmp_path, class_names=list(CLASSES)) == [(i, i % 3) for i in range(6)]
     write(tmp_path, [(f"cat/{i}.jpg", jpg(i)) for i in range(3)])
-    with pytest.raises(UsageError, match="class folders are read in local shards of up to 4 GB only"):
+    with pytest.raises(
+        UsageError, match="class folders are read in local shards of up to 4 GB only"
+    ):
         opened(tmp_path, **given)
     write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)))
     if given:
@@ -410,7 +451,9 @@ def test_a_record_whose_label_is_none_is_quarantined_with_the_reason(tmp_path: P
 
 
 def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
-    names = [(f"s{i}.{rest}", i) for i in range(6) for rest in ("input.jpg", "target.cls", "meta.id")]
+    names = [
+        (f"s{i}.{rest}", i) for i in range(6) for rest in ("input.jpg", "target.cls", "meta.id")
+    ]
     write(tmp_path, [(n, jpg(i) if n.endswith("jpg") else b"%d" % (i % 3)) for n, i in names])
     columns = {"image_column": "input", "label_column": "target"}
     assert trained(tmp_path, **columns) == [(i, i % 3) for i in range(6)]
@@ -418,14 +461,21 @@ def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
     assert data.notes() == [f"{tmp_path}/: members that are not read: meta"]
     deep = io.BytesIO()
     Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(deep, "PNG")
-    write(tmp_path, [(n.replace("jpg", "png"), deep.getvalue() if "jpg" in n else b"1") for n, _ in names])
-    assert "which leaves 16 of 256 levels" in opened(tmp_path, num_classes=3, **columns)[1].notes()[1]
+    write(
+        tmp_path,
+        [(n.replace("jpg", "png"), deep.getvalue() if "jpg" in n else b"1") for n, _ in names],
+    )
+    assert (
+        "which leaves 16 of 256 levels" in opened(tmp_path, num_classes=3, **columns)[1].notes()[1]
+    )
 
 
 @pytest.mark.parametrize("suffix", ["breed.txt", "id"])
 def test_any_text_member_may_be_the_label(suffix: str, tmp_path: Path) -> None:
     write(tmp_path, shard(suffix, text))
-    assert trained(tmp_path, label_column=suffix.partition(".")[0]) == [(i, i % 3) for i in range(6)]
+    assert trained(tmp_path, label_column=suffix.partition(".")[0]) == [
+        (i, i % 3) for i in range(6)
+    ]
 
 
 def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path: Path) -> None:
@@ -445,7 +495,12 @@ def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path:
     for kind, content in ((b"V", b""), (b"D", b"Y0.jpg\0Y0.cls\0\0"), (b"5", b"")):
         with_header(kind, content)
         assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
-    for kind, named in ((b"M", "another volume"), (b"3", "a device"), (b"6", "a named pipe"), (b"Z", "b'Z'")):
+    for kind, named in (
+        (b"M", "another volume"),
+        (b"3", "a device"),
+        (b"6", "a named pipe"),
+        (b"Z", "b'Z'"),
+    ):
         with_header(kind)
         with pytest.raises(UsageError, match=rf"backup \(byte 0\) is .*{named}.*write it again"):
             opened(tmp_path)
@@ -458,10 +513,14 @@ def test_the_same_names_in_two_shards_are_two_records(tmp_path: Path) -> None:
 
 @BOTH
 @pytest.mark.parametrize("form", ["ustar", "gnu"])
-def test_a_name_that_is_not_utf_8_is_refused_with_its_shard(reader: Any, form: str, tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf_8_is_refused_with_its_shard(
+    reader: Any, form: str, tmp_path: Path
+) -> None:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=FORMATS[form], encoding="latin-1") as tar:
         for name in ("café.jpg", "café.cls"):
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    with pytest.raises(UsageError, match=r"train-0.tar: the name b'caf\\xe9.jpg' is not UTF-8; write the"):
+    with pytest.raises(
+        UsageError, match=r"train-0.tar: the name b'caf\\xe9.jpg' is not UTF-8; write the"
+    ):
         reader(tmp_path, content.getvalue())

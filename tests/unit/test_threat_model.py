@@ -48,7 +48,9 @@ def test_a_server_listens_on_the_address_of_its_host_alone() -> None:
     server._socket.close()
 
 
-def test_a_handshake_ends_however_slowly_the_other_side_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_ends_however_slowly_the_other_side_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("stoker.serve.blocks.wire.GREETING_TIMEOUT_S", 0.3)
     server, over = block_server(), threading.Event()
     with connect(server) as silent, connect(server) as slow:
@@ -174,14 +176,18 @@ def test_an_extension_type_of_a_parquet_file_runs_nothing(
     except UsageError as error:
         assert f"column x is of the type {name}, whose values could run code" in str(error)
     assert not mark.exists()
-    assert bool(found) == (name == "arrow.py_extension_type"), "bytes where nothing gives them a meaning"
+    assert bool(found) == (name == "arrow.py_extension_type"), (
+        "bytes where nothing gives them a meaning"
+    )
 
 
 def test_tensors_of_ray_data_are_read(tmp_path: Path) -> None:
     from ray.data.extensions import ArrowTensorArray
 
     images = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-    parquet.write_table(pa.table({"x": ArrowTensorArray.from_numpy(images)}), tmp_path / "train.parquet")
+    parquet.write_table(
+        pa.table({"x": ArrowTensorArray.from_numpy(images)}), tmp_path / "train.parquet"
+    )
     found = [record["x"] for record in read_all(read_parquet(str(tmp_path), "train"))]
     assert np.array_equal(np.stack(found), images)
 
@@ -189,9 +195,15 @@ def test_tensors_of_ray_data_are_read(tmp_path: Path) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 SAFE_LOADERS = ("UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
-    "source_dir/stoker/config/values.py": (1, "YAML, by loaders derived from SafeLoader and BaseLoader"),
+    "source_dir/stoker/config/values.py": (
+        1,
+        "YAML, by loaders derived from SafeLoader and BaseLoader",
+    ),
     "source_dir/stoker/serve/shards.py": (1, "chains, pickled by the head of this run"),
-    "source_dir/stoker/read/host_cache.py": (1, "records in a folder that only this user may enter"),
+    "source_dir/stoker/read/host_cache.py": (
+        1,
+        "records in a folder that only this user may enter",
+    ),
     "source_dir/stoker/chain/collating.py": (2, "records and a recipe's name, by this run"),
     "source_dir/stoker/serve/blocks/packing.py": (1, "by chain workers of this script's own job"),
     "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),
@@ -200,7 +212,10 @@ ARGUED = {
         2,
         "of the head of this run, and a copy of an object of this process",
     ),
-    "launcher/advise/peek/peek_run.py": (1, "a copy of an object of this very process"),
+    "launcher/stoker_launcher/advise/peek/peek_run.py": (
+        1,
+        "a copy of an object of this very process",
+    ),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""
 READERS = {"pickle", "cloudpickle", "cPickle", "dill", "joblib", "marshal", "shelve"}

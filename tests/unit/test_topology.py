@@ -64,7 +64,11 @@ def test_homogeneous_jobs(listed: Any) -> None:
     hosts = ["algo-1", "algo-10", "algo-2"]
     resource = {"current_host": "algo-10", "hosts": hosts, "current_instance_type": "ml.c5.xlarge"}
     if listed is not None:
-        group = {"instance_group_name": HOMOGENEOUS, "instance_type": "ml.c5.xlarge", "hosts": hosts}
+        group = {
+            "instance_group_name": HOMOGENEOUS,
+            "instance_type": "ml.c5.xlarge",
+            "hosts": hosts,
+        }
         resource["instance_groups"] = [group] if listed else []
     topology = resolve(resource)
     assert (topology.gpu_group, topology.head) == (HOMOGENEOUS, "algo-1")
@@ -85,7 +89,11 @@ def test_the_named_group_wins_over_the_types() -> None:
 @pytest.mark.parametrize(
     ("gpu_group", "kinds", "says"),
     [
-        ("gpus", ("ml.g5.xlarge", "ml.c5.xlarge"), "no group is named 'gpus'; found: x (ml.g5.xlarge)"),
+        (
+            "gpus",
+            ("ml.g5.xlarge", "ml.c5.xlarge"),
+            "no group is named 'gpus'; found: x (ml.g5.xlarge)",
+        ),
         (None, ("ml.g5.xlarge", "ml.p3.2xlarge"), "several groups have GPUs"),
         (None, ("ml.c5.xlarge", "ml.m5.xlarge"), "no group's type is known to have GPUs"),
         (None, ("ml.trn1.2xlarge", ""), "no group's type is known to have GPUs"),
@@ -111,7 +119,13 @@ def test_files_that_contradict_themselves() -> None:
 
 def test_labels_hold_any_name_and_stay_apart() -> None:
     assert label("gpu_group.1") == "gpu_group.1"
-    odd = [label("feed er/01"), label("feed er 01"), label("x" * 64), label("x" * 63 + "-"), label("é")]
+    odd = [
+        label("feed er/01"),
+        label("feed er 01"),
+        label("x" * 64),
+        label("x" * 63 + "-"),
+        label("é"),
+    ]
     assert len(set(odd)) == len(odd)
     assert all(len(text) <= 63 and text[0].isalnum() and text[-1].isalnum() for text in odd)
 

@@ -38,7 +38,9 @@ def test_a_recipe_with_its_own_optimiser_keeps_it_and_all_problems_are_said_at_o
     "train", [{"scheduler": "cosine"}, {"warmup_epochs": 1}], ids=["scheduler", "warmup_epochs"]
 )
 def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"):
+    with pytest.raises(
+        UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"
+    ):
         refuse_unknown_length(TrainConfig.model_validate(train), None)
     refuse_unknown_length(TrainConfig.model_validate(train), 10)
 

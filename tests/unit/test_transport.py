@@ -51,7 +51,11 @@ class Setting:
 def columns_of(rows: int, first: int = 0) -> dict[str, Any]:
     ids = np.arange(first, first + rows, dtype=np.int64)
     image = np.repeat(ids.astype(np.uint8), 48).reshape(rows, 4, 4, 3)
-    return {"__id": ids, "image__hwc": image, "word": np.array([f"w{i}" for i in ids], dtype=object)}
+    return {
+        "__id": ids,
+        "image__hwc": image,
+        "word": np.array([f"w{i}" for i in ids], dtype=object),
+    }
 
 
 def setting(root: Path, worker_secret: bytes = SECRET) -> Setting:
@@ -114,7 +118,9 @@ def test_after_a_failure_a_host_is_used_again_told_of_anew_and_loses_what_is_don
     for failure in (1, 2):
         done = far.block(8)
         far.hosts.done(done.node, [done.block])
-        monkeypatch.setattr(far.server, "talk", lambda connection: None)  # it closes each new connection
+        monkeypatch.setattr(
+            far.server, "talk", lambda connection: None
+        )  # it closes each new connection
         assert far.fetch(kept, kept)[1][-1] is False and len(far.notes) == failure
         assert not far.hosts.knows("far")
         monkeypatch.setattr(far.server, "talk", talk)
@@ -175,17 +181,23 @@ def connected(port: int) -> list[tuple[str, float]]:
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     there = [row[5] for row in rows if row[3] == "01" and int(row[2].partition(":")[2], 16) == port]
     hertz = os.sysconf("SC_CLK_TCK")
-    return [(kind, int(left, 16) / hertz) for kind, _, left in (timer.partition(":") for timer in there)]
+    return [
+        (kind, int(left, 16) / hertz) for kind, _, left in (timer.partition(":") for timer in there)
+    ]
 
 
 def serves(far: Setting, monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
     """The server's ends of all connections from now on."""
     talk, served = far.server.talk, list[socket.socket]()
-    monkeypatch.setattr(far.server, "talk", lambda connection: (served.append(connection), talk(connection)))
+    monkeypatch.setattr(
+        far.server, "talk", lambda connection: (served.append(connection), talk(connection))
+    )
     return served
 
 
-def test_the_server_ends_a_connection_that_is_idle(far: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_ends_a_connection_that_is_idle(
+    far: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stoker.serve.blocks.folder.IDLE_TIMEOUT_S", 0.1)
     with socket.create_connection(("127.0.0.1", far.server.port)) as client:
         wire.greet_server(client, wire.run_key(SECRET))
@@ -242,7 +254,9 @@ def test_a_block_that_the_host_does_not_have_says_nothing_against_the_host(far: 
 
 
 def transport(far: Setting, moved: Any, timeout_s: float) -> Transport:
-    found = Transport(lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=timeout_s)
+    found = Transport(
+        lambda: Directory("test", SECRET, {}), moved, "far", pinned=False, timeout_s=timeout_s
+    )
     found.folder = lambda: far.folder  # type: ignore[method-assign]
     return found
 
@@ -250,7 +264,9 @@ def transport(far: Setting, moved: Any, timeout_s: float) -> Transport:
 def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
     lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
     with pytest.raises(DataError, match="too many records are bad"):
-        transport(far, lambda part, missing: "too many records are bad", timeout_s=120).fetch([lost], schema)
+        transport(far, lambda part, missing: "too many records are bad", timeout_s=120).fetch(
+            [lost], schema
+        )
     with pytest.raises(DataError, match=r"did not come within 1 s .*: being made again"):
         transport(far, lambda part, missing: part, timeout_s=1).fetch([lost], schema)
 
@@ -351,7 +367,9 @@ def test_memory_of_a_block_is_written_again_only_when_nobody_reads_it(tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = BlockFolder("test", "far")
     folder.roots = [tmp_path]
     monkeypatch.setattr("os.getuid", lambda: -1)

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PositiveInt
 
-from stoker.config.loading import hyperparameter_overrides, load, resolved_yaml, schema_rows, secrets_json
+from stoker.config.loading import (
+    hyperparameter_overrides,
+    load,
+    resolved_yaml,
+    schema_rows,
+    secrets_json,
+)
 from stoker.config.schema import Config
 from stoker.entry import main as run
 from stoker.errors import UsageError
@@ -186,7 +192,9 @@ def test_a_text_that_does_not_fit_is_refused_with_its_key_and_as_typed(word: str
         read(word)
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).filter(
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20
+).filter(
     lambda text: text[:1] not in ("~", "$")  # paths, if they exist
 )
 KEYS = st.text(st.sampled_from("abcxyz019-"), min_size=1, max_size=5)
@@ -206,7 +214,9 @@ COLLECTIONS: dict[str, st.SearchStrategy[Any]] = {
     "names": st.lists(TEXTS),
     "sizes": st.lists(st.integers()),
     "rates": st.dictionaries(KEYS, st.floats(allow_nan=False, allow_infinity=False)),
-    "options": st.dictionaries(KEYS, TEXTS | st.integers() | st.booleans() | st.none() | st.lists(TEXTS)),
+    "options": st.dictionaries(
+        KEYS, TEXTS | st.integers() | st.booleans() | st.none() | st.lists(TEXTS)
+    ),
     "ids": st.dictionaries(st.integers(), TEXTS),
 }
 
@@ -225,16 +235,23 @@ def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str, Any]) -> None:
     name, value = case
-    for written in (json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()):
+    for written in (
+        json.dumps(value),
+        yaml.safe_dump(value, default_flow_style=True, width=10**6).strip(),
+    ):
         assert getattr(read(f"{name}={written}"), name) == value, written
 
 
 @pytest.mark.long
 @given(TEXTS)
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
-def test_text_stays_itself_on_the_way_through_a_staged_job(tmp_path_factory: Any, text: str) -> None:
+def test_text_stays_itself_on_the_way_through_a_staged_job(
+    tmp_path_factory: Any, text: str
+) -> None:
     folder = tmp_path_factory.getbasetemp()
-    first = load(None, [f"params.text={text}", f"params.maybe={text}", f"tracking.mlflow.tags.x={text}"])
+    first = load(
+        None, [f"params.text={text}", f"params.maybe={text}", f"tracking.mlflow.tags.x={text}"]
+    )
     (folder / "job.yaml").write_text(resolved_yaml(first), encoding="utf-8")
     (folder / "job.origins.json").write_text(json.dumps(first.origins))
     again = run.read_configuration(["--config", str(folder / "job.yaml")], {}).config
@@ -246,20 +263,31 @@ def test_text_stays_itself_on_the_way_through_a_staged_job(tmp_path_factory: Any
 
 def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("params: {maybe: 'null', either: '5', augment: none, mode: none, some: ~, any: 5}\n")
+    job.write_text(
+        "params: {maybe: 'null', either: '5', augment: none, mode: none, some: ~, any: 5}\n"
+    )
     recipe = read(file=job)
-    assert (recipe.maybe, recipe.either, recipe.augment, recipe.mode) == ("null", "5", "none", "none")
+    assert (recipe.maybe, recipe.either, recipe.augment, recipe.mode) == (
+        "null",
+        "5",
+        "none",
+        "none",
+    )
     assert (recipe.some, recipe.any) == (None, 5)
 
 
-@pytest.mark.parametrize("params", ["number: yes", "sizes: [3, on]", "rates: {a: true}", "crop: {size: yes}"])
+@pytest.mark.parametrize(
+    "params", ["number: yes", "sizes: [3, on]", "rates: {a: true}", "crop: {size: yes}"]
+)
 def test_a_yes_of_yaml_is_no_number(tmp_path: Path, params: str) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(f"params: {{{params}}}\n")
     name = params.partition(":")[0]
     with pytest.raises(UsageError, match=rf"^params\.{name}: must be a number \(got .*True.*\)$"):
         read(file=job)
-    job.write_text("params: {flag: yes, both: on, options: {a: yes}, bare: [true], any: yes, number: off}\n")
+    job.write_text(
+        "params: {flag: yes, both: on, options: {a: yes}, bare: [true], any: yes, number: off}\n"
+    )
     recipe = read(file=job)
     assert (recipe.flag, recipe.both, recipe.options, recipe.bare, recipe.any, recipe.number) == (
         *(True, True, {"a": True}, [True], True, 0),
@@ -328,8 +356,12 @@ QUOTED = (
 )
 SENT: dict[str, dict[str, str]] = {
     "the AWS CLI and boto3": AS_TEXT,
-    "SageMaker's SDK 2": AS_TEXT | {key: f'"{AS_TEXT[key]}"' for key in QUOTED} | {"train__lr": "0.001"},
-    "a tuner with keys as in a file": {key.replace("__", "."): value for key, value in AS_TEXT.items()},
+    "SageMaker's SDK 2": AS_TEXT
+    | {key: f'"{AS_TEXT[key]}"' for key in QUOTED}
+    | {"train__lr": "0.001"},
+    "a tuner with keys as in a file": {
+        key.replace("__", "."): value for key, value in AS_TEXT.items()
+    },
     "an estimator that prints Python": AS_TEXT
     | {"train__lr": "0.001", "params__some": "None", "params__flag": "False"}
     | {"params__names": "['010', 'b']", "params__rates": "{'a': 1}"},
@@ -354,12 +386,17 @@ def test_a_hyperparameter_arrives_as_meant(
         written = sent | {"sagemaker_program": "train.py", "_tuning_objective_metric": "loss"}
         (tmp_path / "input" / "config" / "hyperparameters.json").write_text(json.dumps(written))
     if how == "toolkit":  # sagemaker-training 5.1.4, mapping.to_cmd_args
-        copied = [word for key in sorted(sent) for word in (f"--{key}", _as_toolkit(_json(sent[key])))]
+        copied = [
+            word for key in sorted(sent) for word in (f"--{key}", _as_toolkit(_json(sent[key])))
+        ]
         monkeypatch.setenv("SM_USER_ARGS", json.dumps([*arguments, *copied]))
         arguments += copied
     (tmp_path / "job.origins.json").write_text('{"train.epochs": "digits.yaml"}')
     resolved = run.read_configuration(arguments, sagemaker.SERVICE.given())
-    assert (resolved.origins["train.epochs"], resolved.origins["train.lr"]) == ("digits.yaml", "arguments")
+    assert (resolved.origins["train.epochs"], resolved.origins["train.lr"]) == (
+        "digits.yaml",
+        "arguments",
+    )
     config = resolved.config
     assert (config.train.lr, config.train.scheduler, config.train.epochs) == (0.001, "cosine", 3)
     assert (config.data.cache, config.tracking.mlflow.experiment) == ("none", "010")
@@ -399,13 +436,25 @@ def test_text_that_reads_as_null_is_text_where_the_producer_quotes_it(
     assert (recipe.maybe, recipe.either) == ("null", "5")
 
 
-PATHS = ("output_dir", "checkpoint.dir", "checkpoint.resume", "params.data", "script", "slurm.image")
+PATHS = (
+    "output_dir",
+    "checkpoint.dir",
+    "checkpoint.resume",
+    "params.data",
+    "script",
+    "slurm.image",
+)
 
 
 @pytest.mark.parametrize("key", PATHS)
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("~/x y", "/home/me/x y"), ("$HOME/x", "/home/me/x"), ("${DISK}/a/$RUN", "/disk/a/7"), ("a$5", "a$5")],
+    [
+        ("~/x y", "/home/me/x y"),
+        ("$HOME/x", "/home/me/x"),
+        ("${DISK}/a/$RUN", "/disk/a/7"),
+        ("a$5", "a$5"),
+    ],
 )
 def test_home_and_variables_are_expanded_in_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, typed: str, meant: str
@@ -421,7 +470,9 @@ def test_home_and_variables_are_expanded_in_paths(
         config: Any = resolved.config.model_dump()
         assert (config[section][name] if section else config[name]) == meant
     for wrong in ("$NO_SUCH/x", "~no-such-user/x"):
-        with pytest.raises(UsageError, match=rf"^command line: {key}: .*{wrong[1:5]}.*write the whole path"):
+        with pytest.raises(
+            UsageError, match=rf"^command line: {key}: .*{wrong[1:5]}.*write the whole path"
+        ):
             load(None, [*rest, f"{key}={wrong}"])
         with pytest.raises(UsageError, match=rf"{key}: .*write the whole path"):
             job.write_text(yaml.safe_dump({section: {name: wrong}} if section else {name: wrong}))
@@ -551,7 +602,9 @@ def test_a_configuration_cannot_be_changed() -> None:
         load(None).config.train.epochs = 3  # type: ignore[misc]
 
 
-def test_the_configuration_of_an_older_run_has_keys_that_are_gone_at_their_defaults(tmp_path: Path) -> None:
+def test_the_configuration_of_an_older_run_has_keys_that_are_gone_at_their_defaults(
+    tmp_path: Path,
+) -> None:
     old = {
         "name": "old",
         "data": {"share": None, "max_tokens": None},
@@ -559,12 +612,17 @@ def test_the_configuration_of_an_older_run_has_keys_that_are_gone_at_their_defau
         "vertex": {"entry": "container"},
         "rehearsal": {"cpu_quota": None},
         "sagemaker": {
-            "channels": {"a": {"uri": "s3://b/x", "content_type": None, "distribution": "FullyReplicated"}}
+            "channels": {
+                "a": {"uri": "s3://b/x", "content_type": None, "distribution": "FullyReplicated"}
+            }
         },
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
     found = load(tmp_path / "config.yaml")
-    assert found.config == load({"name": "old", "sagemaker": {"channels": {"a": {"uri": "s3://b/x"}}}}).config
+    assert (
+        found.config
+        == load({"name": "old", "sagemaker": {"channels": {"a": {"uri": "s3://b/x"}}}}).config
+    )
     assert sorted(found.origins) == ["name", "sagemaker.channels.a.uri"]
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from clouds import VERTEX, changes_of, full, job_of
 
-from launcher.job import Job, open_job
-from launcher.places import vertex
-from launcher.places.vertex import custom_job, google_cloud
-from launcher.places.vertex.custom_job import request_of
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places import vertex
+from stoker_launcher.places.vertex import custom_job, google_cloud
+from stoker_launcher.places.vertex.custom_job import request_of
 
 PREBUILT = "us-docker.pkg.dev/vertex-ai/training"
 N1 = "gpu.machine_type=n1-standard-8"
@@ -75,7 +75,11 @@ WRONG: list[tuple[str, str, str]] = [
     (f"{N1}; gpu.accelerator=NVIDIA_TESLA_T4; gpu.count=-1", "gpu.count", "at least 0"),
     ("cpu.accelerator=NVIDIA_TESLA_T4", "cpu.accelerator", "N1 machines only"),
     # training
-    (pools("a g2-standard-8", "b a2-highgpu-1g"), "cluster.gpu_group", "cannot tell which group trains"),
+    (
+        pools("a g2-standard-8", "b a2-highgpu-1g"),
+        "cluster.gpu_group",
+        "cannot tell which group trains",
+    ),
     ("cluster.gpu_group=gpus", "cluster.gpu_group", "the job has gpu, cpu"),
     ("train.workers=3", "train.workers", "more than the 1 GPUs"),
     ("cluster.min_cpu_hosts=3", "cluster.min_cpu_hosts", "has 2 CPU hosts"),
@@ -93,10 +97,22 @@ WRONG: list[tuple[str, str, str]] = [
     ("environment={AIP_MODEL_DIR: x}", "environment.AIP_MODEL_DIR", "remove it"),
     ("environment={CLUSTER_SPEC: x}", "environment.CLUSTER_SPEC", "remove it"),
     ("environment={MY-NAME: x}", "environment.MY-NAME", "letters, digits and _"),
-    ("tensorboard=projects/p/locations/us-central1/tensorboards/7", "tensorboard", "vertex.service_account"),
-    ("kms_key=projects/p/locations/us-east1/keyRings/r/cryptoKeys/k", "kms_key", "the job's region"),
+    (
+        "tensorboard=projects/p/locations/us-central1/tensorboards/7",
+        "tensorboard",
+        "vertex.service_account",
+    ),
+    (
+        "kms_key=projects/p/locations/us-east1/keyRings/r/cryptoKeys/k",
+        "kms_key",
+        "the job's region",
+    ),
     ("labels={team: 'a,b=c'}", "labels.team", "lower-case letters"),
-    ("environment={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz012345}", "environment.HF_TOKEN", "Secret Manager"),
+    (
+        "environment={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz012345}",
+        "environment.HF_TOKEN",
+        "Secret Manager",
+    ),
     ("prices={g2-standard-9: 1}", "prices.g2-standard-9", "did you mean g2-standard-"),
     ("params.data=/data/flowers", "params.data", "not found on this machine"),
     # the image
@@ -126,7 +142,9 @@ def test_all_problems_are_named_at_once() -> None:
     assert keys == {"vertex.project", "vertex.gcs_uri", "vertex.image", "vertex.gpu.machine_type"}
 
 
-def test_without_the_client_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_client_library_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     google_cloud._types.cache_clear()
     monkeypatch.setitem(sys.modules, "google.cloud.aiplatform_v1", None)
     assert refusal("") == [google_cloud.ABSENT]
@@ -186,7 +204,10 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
     assert json.loads(shown[shown.index("{") : shown.index("\n}\n") + 2]) == request.body
     assert "gpu        2  g2-standard-8" in shown and "2×NVIDIA_L4  1.963" in shown
     assert "cpu        2  c2-standard-16" in shown
-    assert "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2025 (us-central1" in shown
+    assert (
+        "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2025 (us-central1"
+        in shown
+    )
     (item,) = request.data
     assert item.uri.startswith("gs://my-bucket/stoker/data/")
     assert request.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}
@@ -208,7 +229,9 @@ def test_prices_of_attached_gpus_and_your_own() -> None:
     assert "at most $? in 24 h" in vertex.plan(make_job(unknown), offline=True).render()
     own = f"{unknown}; prices={{gpu: 2, c2-standard-16: 1}}"
     assert "at most $96.00 in 24 h" in vertex.plan(make_job(own), offline=True).render()
-    assert prices.GOOGLE_MACHINES["n1-standard-4"].price_per_hour_usd == 0.2185, "as Vertex AI lists it"
+    assert prices.GOOGLE_MACHINES["n1-standard-4"].price_per_hour_usd == 0.2185, (
+        "as Vertex AI lists it"
+    )
 
 
 def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Path) -> None:
@@ -216,8 +239,12 @@ def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Pa
     assert json.loads((tmp_path / "job.json").read_text())["workerPoolSpecs"]
     assert (tmp_path / "job-code" / ".ray-token").stat().st_mode & 0o777 == 0o600
     upload, create = commands.splitlines()
-    assert upload.startswith(f"gcloud storage cp {tmp_path}/job-code.tar.gz gs://my-bucket/stoker/flowers-")
-    assert create.startswith("gcloud ai custom-jobs create --project=my-project --region=us-central1")
+    assert upload.startswith(
+        f"gcloud storage cp {tmp_path}/job-code.tar.gz gs://my-bucket/stoker/flowers-"
+    )
+    assert create.startswith(
+        "gcloud ai custom-jobs create --project=my-project --region=us-central1"
+    )
     assert f"--config={tmp_path}/job.json" in create and f"--kms-key={KEY}" in create
     with pytest.raises(UsageError, match="exists; remove it"):
         vertex.plan(make_job(""), offline=True).write(tmp_path / "job.json")

@@ -25,7 +25,12 @@ NOT_TOLD = '{"python_module":"","package_uris":[],"job_args":[]}'
 
 
 def spec(pool: str, index: Any, cluster: Any, **more: Any) -> dict[str, Any]:
-    return {"cluster": cluster, "environment": "cloud", "task": {"type": pool, "index": index}, **more}
+    return {
+        "cluster": cluster,
+        "environment": "cloud",
+        "task": {"type": pool, "index": index},
+        **more,
+    }
 
 
 def host_of(found: Any, **variables: str) -> dict[str, Any]:
@@ -72,7 +77,9 @@ def test_pools_of_one_group_train_together_and_their_order_does_not_matter() -> 
         assert found.hosts[-1] == "cmle-training-workerpool0-ab-0"
 
 
-@pytest.mark.parametrize("skipped", [{}, {"workerpool1": []}, {"workerpool1": None}, {"workerpool1": {}}])
+@pytest.mark.parametrize(
+    "skipped", [{}, {"workerpool1": []}, {"workerpool1": None}, {"workerpool1": {}}]
+)
 def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
     """(1): `{}` for pool 1; pools keep their numbers."""
     pools = {name: DOCUMENTED[name] for name in ("workerpool0", "workerpool2")}
@@ -86,7 +93,9 @@ def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
     [
         pytest.param(  # (2)
             {
-                **spec("workerpool1", 1, {k: v for k, v in DOCUMENTED.items() if k != "workerpool3"}),
+                **spec(
+                    "workerpool1", 1, {k: v for k, v in DOCUMENTED.items() if k != "workerpool3"}
+                ),
                 "task": {"type": "workerpool1", "index": 1, "trial": ""},
             },
             "cmle-training-workerpool1-ab-1",
@@ -114,7 +123,9 @@ def test_a_skipped_pool_has_no_replicas(skipped: dict[str, Any]) -> None:
                 2,
                 {
                     "workerpool0": ["cmle-training-workerpool0-4c1d6d97d0-0:2222"],
-                    "workerpool1": [f"cmle-training-workerpool1-4c1d6d97d0-{i}:2222" for i in range(3)],
+                    "workerpool1": [
+                        f"cmle-training-workerpool1-4c1d6d97d0-{i}:2222" for i in range(3)
+                    ],
                 },
                 job=NOT_TOLD,
                 open_ports=[3333],
@@ -169,8 +180,14 @@ ONE = {"workerpool0": ["a-0:2222"]}
         ({"task": {"type": "workerpool0", "index": 0}}, "has no object 'cluster'"),
         ({"cluster": ONE}, "has no object 'task'"),
         (spec("workerpool0", 0, {"chief": ["a:1"]}), "'chief' in 'cluster' is no worker pool"),
-        (spec("workerpool1", 0, ONE), "this host's pool, 'workerpool1', has no replicas; found: workerpool0"),
-        (spec("workerpool0", 1, ONE), "this host is number 1 of workerpool0, which has replicas 0 to 0"),
+        (
+            spec("workerpool1", 0, ONE),
+            "this host's pool, 'workerpool1', has no replicas; found: workerpool0",
+        ),
+        (
+            spec("workerpool0", 1, ONE),
+            "this host is number 1 of workerpool0, which has replicas 0 to 0",
+        ),
         (spec("workerpool0", "0", ONE), "this host is number '0' of workerpool0"),
         (spec("workerpool0", None, ONE), "this host is number None of workerpool0"),
         (spec("workerpool0", 0, {"workerpool0": ["a:1", "a:1"]}), "lists the host a twice"),
@@ -178,7 +195,10 @@ ONE = {"workerpool0": ["a-0:2222"]}
             spec("workerpool0", 0, {"workerpool0": ["a b:1"]}),
             "workerpool0 lists 'a b:1', which is no host:port",
         ),
-        (spec("workerpool0", 0, {"workerpool0": [7]}), "workerpool0 lists 7, which is no host:port"),
+        (
+            spec("workerpool0", 0, {"workerpool0": [7]}),
+            "workerpool0 lists 7, which is no host:port",
+        ),
         (
             {CLUSTER_VARIABLE: json.dumps(spec("workerpool0", 0, ONE)), POOLS_VARIABLE: "{}"},
             "STOKER_VERTEX_POOLS: does not describe workerpool0",
@@ -188,7 +208,10 @@ ONE = {"workerpool0": ["a-0:2222"]}
             "AIP_CHECKPOINT_DIR: no gs:// address",
         ),
         (
-            {CLUSTER_VARIABLE: json.dumps(spec("workerpool0", 0, ONE)), "AIP_MODEL_DIR": "/tmp/model"},
+            {
+                CLUSTER_VARIABLE: json.dumps(spec("workerpool0", 0, ONE)),
+                "AIP_MODEL_DIR": "/tmp/model",
+            },
             "give the job a baseOutputDirectory",
         ),
     ],
@@ -204,5 +227,7 @@ def test_wrong_or_partial_variables_are_one_line(variables: dict[str, Any], says
 
 def test_pools_of_unknown_machines_need_a_name_for_the_one_that_trains() -> None:
     """(4): `job` tells no machines, and nobody else does."""
-    with pytest.raises(TopologyError, match=r"cluster.gpu_group: no group's type is known to have GPUs"):
+    with pytest.raises(
+        TopologyError, match=r"cluster.gpu_group: no group's type is known to have GPUs"
+    ):
         topology(spec("workerpool0", 0, DOCUMENTED, job=NOT_TOLD))

@@ -41,7 +41,12 @@ def pictures(count: int, size: tuple[int, int] = (32, 48)) -> list[Any]:
 
 
 def written(
-    folder: Path, frames: list[Any], suffix: str = "mkv", rate: Any = 25, moments: Any = None, turned: int = 0
+    folder: Path,
+    frames: list[Any],
+    suffix: str = "mkv",
+    rate: Any = 25,
+    moments: Any = None,
+    turned: int = 0,
 ) -> bytes:
     """A file of these frames.
 
@@ -134,7 +139,9 @@ def test_the_centre_is_the_same_in_every_epoch_and_may_be_cached(tmp_path: Path)
 def test_a_clip_has_its_rate_whatever_the_files(
     tmp_path: Path, suffix: str, rate: Any, clip_rate: float, expected: list[int]
 ) -> None:
-    columns, report = run([written(tmp_path, pictures(40), suffix, rate)] * 8, DecodeVideo(4, rate=clip_rate))
+    columns, report = run(
+        [written(tmp_path, pictures(40), suffix, rate)] * 8, DecodeVideo(4, rate=clip_rate)
+    )
     assert not report.bad
     found = numbers(columns["video"])
     assert len({first for first, *_ in found}) > 3
@@ -190,7 +197,9 @@ def test_a_short_clip_of_such_a_file_is_not_decoded_to_the_files_end(
     assert len(decoded) <= 2 + 17
 
 
-def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(tmp_path: Path) -> None:
+def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(
+    tmp_path: Path,
+) -> None:
     moments = [0, 1, 2, 3, 10, 11, 12, 20, 21, 30, 31, 32]
     content = written(tmp_path, pictures(12), "mkv", 100, moments)
     columns, _ = run([content] * 30, DecodeVideo(3, rate=10))
@@ -217,7 +226,10 @@ def test_a_recording_that_begins_between_key_frames_begins_with_its_first_whole_
     columns, report = run([begun.read_bytes()] * 60, DecodeVideo(40))
     assert not report.bad
     places = range(len(shown) - 39)
-    starts = [next(i for i in places if np.array_equal(clip, shown[i : i + 40])) for clip in columns["video"]]
+    starts = [
+        next(i for i in places if np.array_equal(clip, shown[i : i + 40]))
+        for clip in columns["video"]
+    ]
     assert set(starts) == set(places)
 
 
@@ -225,7 +237,9 @@ def test_a_turned_video_is_upright_as_in_a_player(tmp_path: Path) -> None:
     frames = pictures(9)
     for turned in (90, 180, -90):
         columns, _ = run([written(tmp_path, frames, "mp4", turned=turned)], DecodeVideo(9))
-        assert np.array_equal(columns["video"][0], [np.rot90(frame, turned // 90) for frame in frames])
+        assert np.array_equal(
+            columns["video"][0], [np.rot90(frame, turned // 90) for frame in frames]
+        )
     columns, _ = run([written(tmp_path, frames, "mp4", turned=90)], DecodeVideo(9, size=(24, 16)))
     assert columns["video"].shape == (1, 9, 24, 16, 3)
 
@@ -266,7 +280,9 @@ def test_a_file_that_is_too_short_is_quarantined_with_its_length(tmp_path: Path)
         (DecodeVideo(8, rate=25), "too short: a clip has 8 frames at the clip's rate, the video 7"),
     ):
         columns, report = run([enough, short], entry)
-        assert [(bad.key, bad.reason) for bad in report.bad] == [("1", f"DecodeVideo: ValueError: {reason}")]
+        assert [(bad.key, bad.reason) for bad in report.bad] == [
+            ("1", f"DecodeVideo: ValueError: {reason}")
+        ]
         assert numbers(columns["video"]) == [list(range(8))]
 
 
@@ -284,7 +300,9 @@ def test_what_is_no_video_is_quarantined_with_the_reason(tmp_path: Path) -> None
     sound = tmp_path / "sound.wav"
     with av.open(str(sound), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 800), np.int16), format="s16", layout="mono"
+        )
         frame.rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

@@ -122,7 +122,11 @@ class Way:
         config = Config.model_validate(
             {
                 "recipe": "whole_way:Given",
-                "data": {"block_records": block_records, "shuffle": False, "bad_record_budget": 0.99},
+                "data": {
+                    "block_records": block_records,
+                    "shuffle": False,
+                    "bad_record_budget": 0.99,
+                },
                 "train": {"batch_size": batch_size, "epochs": 1},
             }
         )
@@ -160,7 +164,9 @@ class Way:
             batches = []
             for portion in portions:
                 assert portion is not None and portion.schema is not None
-                columns, ids, _, _ = as_tensors(transport.fetch(portion.blocks, portion.schema).columns)
+                columns, ids, _, _ = as_tensors(
+                    transport.fetch(portion.blocks, portion.schema).columns
+                )
                 batches.append({"__id": ids, **columns})
             steps.append(batches)
         assert not transport.bytes_by["own" if direct else "direct"]

@@ -12,7 +12,15 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.chain.collating import CollateFn, as_rows
-from stoker.chain.columns import Packed, bucketed, columns_of, leave, pack_columns, schema_of, size_of
+from stoker.chain.columns import (
+    Packed,
+    bucketed,
+    columns_of,
+    leave,
+    pack_columns,
+    schema_of,
+    size_of,
+)
 from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
@@ -135,7 +143,9 @@ class Chain:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         columns = self._leave(good, report)
         if report.bad and not self.bucket_by:
-            places = {key: place for place, key in reversed([*enumerate(keys)])}  # of equal keys, the first
+            places = {
+                key: place for place, key in reversed([*enumerate(keys)])
+            }  # of equal keys, the first
             report.bad = [bad._replace(place=places.get(bad.key, -1)) for bad in report.bad]
         return columns, report
 
@@ -215,7 +225,9 @@ class Chain:
             direct = Way(segment.direct, seed, report)
         return self._each(records, segment.is_prefix, cached, direct)
 
-    def _each(self, records: Iterable[Record], is_prefix: bool, cached: Way, direct: Way) -> Iterator[Record]:
+    def _each(
+        self, records: Iterable[Record], is_prefix: bool, cached: Way, direct: Way
+    ) -> Iterator[Record]:
         for record in records:
             way = cached if direct is cached or self.caches(record["key"]) else direct
             if not way.stages or (is_prefix and type(record) is KeptRecord):
@@ -225,7 +237,9 @@ class Chain:
         for way in {cached, direct}:
             way.close()
 
-    def _per_batch(self, records: list[Record], stage: Stage, seed: str, report: BlockReport) -> list[Record]:
+    def _per_batch(
+        self, records: list[Record], stage: Stage, seed: str, report: BlockReport
+    ) -> list[Record]:
         records, columns, _, _ = self._pack(records, report, stage.name)
         if not records:
             return []
@@ -257,7 +271,9 @@ class Chain:
                         f"stage {stage.name}: column {name} is a pandas Series whose index has other labels"
                         " than 0, 1, 2, …; return an array in the order of the records"
                     )
-                out[name] = column.iloc[[rows[i] for i in range(len(records))]].reset_index(drop=True)
+                out[name] = column.iloc[[rows[i] for i in range(len(records))]].reset_index(
+                    drop=True
+                )
         cost.bytes_out += sum(getattr(column, "nbytes", 0) for column in out.values())
         return [
             {"key": record["key"], **{name: column[i] for name, column in out.items()}}
@@ -271,7 +287,9 @@ def _text_in(record: Record, error: Exception) -> str:
     return f" (columns of text: {', '.join(found)})" if mixed else ""
 
 
-def _keep(records: Iterable[Record], keep: Callable[[Record], int], report: BlockReport) -> Iterator[Record]:
+def _keep(
+    records: Iterable[Record], keep: Callable[[Record], int], report: BlockReport
+) -> Iterator[Record]:
     for record in records:
         if type(record) is not KeptRecord:
             started = time.thread_time()

@@ -65,8 +65,12 @@ class DecodeVideo(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         place = rng.random() if self.random else 0.5
-        clip = decode_clip(column_value(record, self.column), self.frames, self.rate, place, self.size)
-        return {name: value for name, value in record.items() if name != self.column} | {"video": clip}
+        clip = decode_clip(
+            column_value(record, self.column), self.frames, self.rate, place, self.size
+        )
+        return {name: value for name, value in record.items() if name != self.column} | {
+            "video": clip
+        }
 
 
 def decode_clip(
@@ -87,7 +91,9 @@ def decode_clip(
             packets = list(container.demux(stream))
             _refuse_damaged(container, stream, packets)
             per_unit = rate and rate * stream.time_base
-            moments = {packet.pts for packet in packets if packet.size and not packet.is_discard} - {None}
+            moments = {
+                packet.pts for packet in packets if packet.size and not packet.is_discard
+            } - {None}
             wanted = _choose(sorted(moments), frames, per_unit, place)
             found = _decode(stream, packets, wanted, size)
             if not found.keys() >= set(wanted):
@@ -118,7 +124,9 @@ def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
         declared = stream.duration * base
     elif container.duration and len(container.streams) == 1:
         declared = Fraction(container.duration, 1_000_000)
-    if container.format.name == "avi" and len(filled) < stream.frames:  # its duration is that of what is left
+    if (
+        container.format.name == "avi" and len(filled) < stream.frames
+    ):  # its duration is that of what is left
         raise ValueError(f"truncated: {len(filled)} of {stream.frames} frames are there")
     if ends < declared - max(Fraction(1, 10), 2 * ends / len(filled)):
         raise ValueError(f"truncated: it ends after {float(ends):.1f} of {float(declared):.1f} s")
@@ -138,7 +146,10 @@ def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float
     first = int(place * starts)
     if rate is None:
         return moments[first : first + frames]
-    return [_nearest(moments, moments[first], i * rate.denominator, rate.numerator) for i in range(frames)]
+    return [
+        _nearest(moments, moments[first], i * rate.denominator, rate.numerator)
+        for i in range(frames)
+    ]
 
 
 def _nearest(moments: list[int], start: int, after: int, of: int) -> int:
@@ -175,7 +186,9 @@ def _decode(
 
 
 def _keys(packets: list[Any]) -> list[int]:
-    return [i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None] or [0]
+    return [
+        i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None
+    ] or [0]
 
 
 def _untimed(stream: Any) -> bool:
@@ -202,8 +215,12 @@ def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
 
     quarters = round(frame.rotation / 90) % 4
     height, width = (size[::-1] if quarters % 2 else size) if size else (frame.height, frame.width)
-    array = frame.to_ndarray(format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1)
-    with contextlib.suppress(KeyError, ValueError):  # no matrix, or beside data that PyAV does not know
+    array = frame.to_ndarray(
+        format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1
+    )
+    with contextlib.suppress(
+        KeyError, ValueError
+    ):  # no matrix, or beside data that PyAV does not know
         a, b, _, c, d = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32)[:5].tolist()
         array = array[::-1] if a * d < b * c else array
     return np.rot90(array, quarters)

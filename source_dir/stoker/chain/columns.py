@@ -118,7 +118,11 @@ def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
 
 def _length(value: Any) -> int:
     # Where batches pad, anything but an array is refused.
-    return len(value) if getattr(value, "shape", ()) or isinstance(value, list | tuple | str | bytes) else 0
+    return (
+        len(value)
+        if getattr(value, "shape", ()) or isinstance(value, list | tuple | str | bytes)
+        else 0
+    )
 
 
 _ALIKE = "convert all of them to RGB in the chain, with DecodeImage() or v2.RGB()"
@@ -142,7 +146,11 @@ def pack_columns(
     stage: str = "",
     pads: Mapping[str, Pad] = {},
 ) -> Packed:
-    found = expected.columns if expected else dict.fromkeys(name for record in records for name in record)
+    found = (
+        expected.columns
+        if expected
+        else dict.fromkeys(name for record in records for name in record)
+    )
     names = [name for name in found if name != "key"]
     good, bad = _complete(records, names, expected)
     columns: dict[str, Any] = {}
@@ -153,14 +161,18 @@ def pack_columns(
             values = _arrays(name, [record[name] for record in good])
             wanted = expected.columns[name] if expected else None
             pad = None if stage else pads.get(name)
-            kind = _kind(name, keys, values, wanted, expected.record if expected else "", stage, pad)
+            kind = _kind(
+                name, keys, values, wanted, expected.record if expected else "", stage, pad
+            )
             columns[name], kinds[name] = _stack(values, kind, name, keys, stage), kind
     return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
 
 
 def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
     found = {
-        name: Column(TEXT) if values.dtype == object else Column(_name(values.dtype), values.shape[1:])
+        name: Column(TEXT)
+        if values.dtype == object
+        else Column(_name(values.dtype), values.shape[1:])
         for name, values in columns.items()
     }
     return Schema(found, record, pads)
@@ -191,7 +203,9 @@ def _complete(
             good.append(record)
         else:
             lacks = f"no column {hole!r}, which other records have"
-            bad.append(BadRecord(record["key"], f"column {hole!r} is None" if hole in record else lacks))
+            bad.append(
+                BadRecord(record["key"], f"column {hole!r} is None" if hole in record else lacks)
+            )
     return good, bad
 
 
@@ -222,7 +236,9 @@ def _kind(
     if pad is not None:
         if name == "image" and any(_channels(kind.shape) < 0 for kind in kinds):
             raise SchemaError(f"column {name!r}: pad would add black channels, not rows; {_ALIKE}")
-        kinds = [kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds]
+        kinds = [
+            kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds
+        ]
         _refuse_pad(name, keys[0], kinds[0], pad)
     wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
     for key, kind, value in zip(keys, kinds, values, strict=False):
@@ -251,7 +267,9 @@ def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
         with np.errstate(over="ignore"):
             fits = not (np.isfinite(pad.value) and np.isinf(dtype.type(pad.value)))
     if not fits:
-        raise SchemaError(f"column {name!r} holds {dtype}, which cannot be padded with {pad.value!r}")
+        raise SchemaError(
+            f"column {name!r} holds {dtype}, which cannot be padded with {pad.value!r}"
+        )
 
 
 def _same(values: list[Any]) -> Column | None:
@@ -279,7 +297,9 @@ def _describe(value: Any) -> Column:
     return Column(name, getattr(value, "shape", ())) if name in BATCHABLE else Column(OBJECT)
 
 
-def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: str) -> NDArray[Any] | Ragged:
+def _stack(
+    values: list[Any], kind: Column, name: str, keys: list[str], stage: str
+) -> NDArray[Any] | Ragged:
     import numpy as np
 
     arrays = isinstance(values[0], np.ndarray)
@@ -296,8 +316,12 @@ def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: s
     try:
         return np.array(values, dtype=kind.dtype)
     except OverflowError:
-        key = next(k for k, value in zip(keys, values, strict=True) if not -(2**63) <= value < 2**63)
-        raise SchemaError(f"column {name!r}: the number in record {key} does not fit {kind.dtype}") from None
+        key = next(
+            k for k, value in zip(keys, values, strict=True) if not -(2**63) <= value < 2**63
+        )
+        raise SchemaError(
+            f"column {name!r}: the number in record {key} does not fit {kind.dtype}"
+        ) from None
 
 
 def _not_batchable(name: str, key: str, value: Any) -> str:
@@ -336,7 +360,9 @@ def _channels(shape: tuple[int, ...]) -> int:
 def size_of(column: Any) -> int:
     """Bytes of a column in a block; NumPy counts only the references to strings."""
     texts = column.dtype == object
-    return sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
+    return (
+        sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
+    )
 
 
 def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
@@ -347,13 +373,17 @@ def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, column in packed.columns.items():
         if not isinstance(name, str):
-            raise SchemaError(f"column {name!r}: the name of a column must be text; rename it in the chain")
+            raise SchemaError(
+                f"column {name!r}: the name of a column must be text; rename it in the chain"
+            )
         length_of = name.removesuffix(LENGTH_SUFFIX) if name.endswith(LENGTH_SUFFIX) else ""
         taken = isinstance(packed.columns.get(length_of), Ragged)
         if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
             raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
         array = type(column) is type(packed.records[0].get(name)) is np.ndarray
-        out[name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name] = column
+        out[
+            name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name
+        ] = column
     out[ID_COLUMN] = np.array([record_id(key) for key in keys], dtype=np.int64)
     if with_keys:
         out[KEY_COLUMN] = np.array(keys, dtype=object)
@@ -370,7 +400,9 @@ def block_parts(columns: dict[str, Any]) -> list[Any]:
             refuse_bad_offsets(column.offsets, len(column.values))
             own, kind = [column.values, column.offsets], "ragged"
         elif column.dtype == object:
-            whole = "".join(text for text in column if text is not None).encode(errors="surrogatepass")
+            whole = "".join(text for text in column if text is not None).encode(
+                errors="surrogatepass"
+            )
             lengths = np.array([-1 if text is None else len(text) for text in column], np.int64)
             own, kind = [np.frombuffer(whole, np.uint8), lengths], "text"
         layout.append((name, kind, [(array.dtype.str, array.shape) for array in own]))
@@ -400,7 +432,10 @@ def _texts(whole: Any, lengths: Any) -> NDArray[Any]:
 
     text, ends = bytes(whole).decode(errors="surrogatepass"), lengths.clip(0).cumsum().tolist()
     found = np.empty(len(lengths), dtype=object)
-    found[:] = [None if n < 0 else text[end - n : end] for n, end in zip(lengths.tolist(), ends, strict=True)]
+    found[:] = [
+        None if n < 0 else text[end - n : end]
+        for n, end in zip(lengths.tolist(), ends, strict=True)
+    ]
     return found
 
 

@@ -65,13 +65,17 @@ class Layout(NamedTuple):
         if grey and self.channels > 1 and (self.channels > 2 or self.extra[:1] not in ((1,), (2,))):
             raise ValueError(f"{self}, which are marked neither grey nor RGB; {_REMEDY}")
         if self.photometric == _PALETTE and self.dark_palette:
-            raise ValueError(f"the palette of {self} has 8-bit colours, which would be black; {_REMEDY}")
+            raise ValueError(
+                f"the palette of {self} has 8-bit colours, which would be black; {_REMEDY}"
+            )
         if self.planes and self.extra[:1] == (1,):
             # Pillow divides by alpha only where it lies beside the colours.
             raise ValueError(f"{self} in separate planes, multiplied by its alpha; {_REMEDY}")
         if self.planes and self.bits > 8 and not by_libtiff:
             # Pillow's own reader takes each byte of a plane for a pixel.
-            raise ValueError(f"{self} in separate planes; give its bytes to DecodeImage, or {_REMEDY}")
+            raise ValueError(
+                f"{self} in separate planes; give its bytes to DecodeImage, or {_REMEDY}"
+            )
 
     @property
     def inverted(self) -> bool:
@@ -237,9 +241,17 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
         if marker == 0xDA:
             break
         if marker in _START_OF_FRAME and marker not in _NO_FRAMES:
-            if marker > 0xC2 or at + 10 > end or content[at + 4] != 8 or content[at + 9] not in (1, 3):
+            if (
+                marker > 0xC2
+                or at + 10 > end
+                or content[at + 4] != 8
+                or content[at + 9] not in (1, 3)
+            ):
                 return None
-            rows, columns = int.from_bytes(content[at + 5 : at + 7]), int.from_bytes(content[at + 7 : at + 9])
+            rows, columns = (
+                int.from_bytes(content[at + 5 : at + 7]),
+                int.from_bytes(content[at + 7 : at + 9]),
+            )
             frame = (rows, columns, at + 5, content[at + 9], marker)
         elif marker == 0xE1:
             part = content[at : at + 2 + length]
@@ -260,7 +272,11 @@ def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
     if isinstance(record, BadRecord):
         return record
     for name, value in record.items():
-        if not isinstance(value, bytes) or (decodes and name == "image") or not value.startswith(_IMAGES):
+        if (
+            not isinstance(value, bytes)
+            or (decodes and name == "image")
+            or not value.startswith(_IMAGES)
+        ):
             continue
         from PIL import Image
 
@@ -285,7 +301,11 @@ def orientation_of(image: Any) -> int:
 
     try:
         encoded = isinstance(image, bytes | bytearray | memoryview)
-        if encoded and bytes(image[:8]) == PNG and not re.search(b"eXIf|type exif|adobe.xmp", image):
+        if (
+            encoded
+            and bytes(image[:8]) == PNG
+            and not re.search(b"eXIf|type exif|adobe.xmp", image)
+        ):
             return 1  # Pillow would decode all pixels to look behind them
         value = (Image.open(io.BytesIO(image)) if encoded else image).getexif().get(0x0112, 1)
     except Exception:
@@ -295,18 +315,24 @@ def orientation_of(image: Any) -> int:
 
 def places_in(record: Record) -> list[str]:
     """Columns that by their names tell where something is in the image, also inside structs; PNG files."""
-    return [n for n, value in record.items() if n not in ("image", "key") and _is_place(str(n), value)]
+    return [
+        n for n, value in record.items() if n not in ("image", "key") and _is_place(str(n), value)
+    ]
 
 
 def _is_place(name: str, value: Any) -> bool:
     first = value[0] if isinstance(value, list) and value else None
     value = first if isinstance(first, dict) else value
-    if isinstance(value, dict) and any(_is_place(str(inner), each) for inner, each in value.items()):
+    if isinstance(value, dict) and any(
+        _is_place(str(inner), each) for inner, each in value.items()
+    ):
         return True
     one = isinstance(value, str) or not (hasattr(value, "__len__") or hasattr(value, "getexif"))
     if one or isinstance(first, str) or getattr(value, "ndim", 1) == 0:
         return False  # such as the number or the names of boxes
-    return bool(_PLACES.search(words_of(name)) or (isinstance(value, bytes) and value.startswith(PNG)))
+    return bool(
+        _PLACES.search(words_of(name)) or (isinstance(value, bytes) and value.startswith(PNG))
+    )
 
 
 def words_of(name: str) -> str:
@@ -318,7 +344,9 @@ def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]
 
     buffer = np.empty(header.rows * header.columns * (1 if mode == "L" else 3), dtype=np.uint8)
     array = _decode_jpeg(content, header, mode, 1, header.rows, buffer)
-    return decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)
+    return (
+        decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)
+    )
 
 
 def decode_part(
@@ -328,7 +356,9 @@ def decode_part(
     import numpy as np
 
     # A partial last pixel would come first when the picture is rotated, and shift all others.
-    while header.orientation not in _ORIGIN_STAYS and (header.rows % factor or header.columns % factor):
+    while header.orientation not in _ORIGIN_STAYS and (
+        header.rows % factor or header.columns % factor
+    ):
         factor //= 2
     size = -(-header.rows // factor) * -(-header.columns // factor) * (1 if mode == "L" else 3)
     buffer = getattr(_of_thread, "buffer", None)
@@ -390,7 +420,9 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     if orientation in _TRANSPOSED:
         array = array.swapaxes(0, 1)
     # Orientation → whether rows, and whether columns, are reversed.
-    rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
+    rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[
+        orientation
+    ]
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
 
 
@@ -426,7 +458,9 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise ValueError(f"cannot be decoded: {error}") from None
 
 
-def image_array(image: Any, mode: Mode, bits: int | None = None, in_place: bool = False) -> NDArray[Any]:
+def image_array(
+    image: Any, mode: Mode, bits: int | None = None, in_place: bool = False
+) -> NDArray[Any]:
     """A Pillow image, upright, as a uint8 array, height × width × channels.
 
     Of more than 8 bits per channel, it keeps the upper 8. `in_place`: the image itself may be changed.
@@ -440,7 +474,9 @@ def image_array(image: Any, mode: Mode, bits: int | None = None, in_place: bool 
     fits = image.format == "FITS"  # Pillow ignores its zero and scale
     if fits or image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
         kind = "FITS" if fits else "32-bit"
-        raise ValueError(f"{kind} pixels, whose range only you can tell; convert it to 8 or 16 bits")
+        raise ValueError(
+            f"{kind} pixels, whose range only you can tell; convert it to 8 or 16 bits"
+        )
     if in_place:
         ImageOps.exif_transpose(image, in_place=True)
     else:
@@ -453,7 +489,9 @@ def image_array(image: Any, mode: Mode, bits: int | None = None, in_place: bool 
             raise ValueError(f"a value of {values.max()} has more than {bits} bits")
         image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
     image.info.pop("transparency", None)  # Pillow warns of it, for each image
-    if step := {"La": "LA", "LAB": "RGB"}.get(image.mode):  # the only mode that Pillow converts it to
+    if step := {"La": "LA", "LAB": "RGB"}.get(
+        image.mode
+    ):  # the only mode that Pillow converts it to
         image = image.convert(step)
     array = np.asarray(image.convert(mode))
     array = array[..., None] if array.ndim == 2 else array

@@ -78,7 +78,10 @@ def _as_one(run: list[Stage]) -> list[Stage]:
     else:
         whole = Fused(run)
     uses_torch = any(stage.uses_torch for stage in run)
-    random, uses_random = any(stage.random for stage in run), any(stage.uses_random for stage in run)
+    random, uses_random = (
+        any(stage.random for stage in run),
+        any(stage.uses_random for stage in run),
+    )
     return [Stage(name, "record", whole, uses_torch, random, uses_random)]
 
 
@@ -103,7 +106,9 @@ class Fused(RecordTransform):
         name = self.first
         try:
             picture: Pictured
-            picture = self.decode.opened(record) if self.decode else open_picture(record_image(record))
+            picture = (
+                self.decode.opened(record) if self.decode else open_picture(record_image(record))
+            )
             for part_name, part in self.parts:
                 name = part_name
                 picture = part.change(picture, rng)
@@ -130,7 +135,9 @@ def native(module: Any) -> ImageTransform | GaussianBlurs | None:
         return None
     name = type(module).__name__
     if name == "Compose":
-        parts = [part for part in map(native, module.transforms) if isinstance(part, ImageTransform)]
+        parts = [
+            part for part in map(native, module.transforms) if isinstance(part, ImageTransform)
+        ]
         return Compose(parts) if parts and len(parts) == len(module.transforms) else None
     if name == "CenterCrop":
         return CenterCrop(module.size)
@@ -200,7 +207,9 @@ def compare_exif(stages: list[Stage]) -> None:
     if image is None:
         return
     if image.exif is None and image is not decoders[0]:
-        raise UsageError("preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF")
+        raise UsageError(
+            "preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF"
+        )
     for number, stage in enumerate(stages):
         if isinstance(stage.apply, DecodeImage | DecodeMask):
             decoder = copy(stage.apply)  # another chain may have the same
@@ -222,9 +231,13 @@ def _as_stage(entry: Any, position: int) -> Stage:
     if isinstance(entry, RecordTransform):
         return _of_transform(name, entry)
     ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
-    if any(a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors):
+    if any(
+        a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors
+    ):
         if "NOT_FITTED" in str(entry.fit_status()):
-            raise UsageError(f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first")
+            raise UsageError(
+                f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first"
+            )
         return Stage(name, "batch", entry.transform_batch, random=False)
     if any(a.startswith("torchvision.transforms") for a in ancestors):
         if name in _BATCH_ONLY:
@@ -232,12 +245,19 @@ def _as_stage(entry: Any, position: int) -> Stage:
                 f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
                 " from on_device()"
             )
-        return replace(_of_transform(name, native(entry) or ImageModule(entry)), of_torchvision=True)
+        return replace(
+            _of_transform(name, native(entry) or ImageModule(entry)), of_torchvision=True
+        )
     if callable(entry):
         return Stage(name, "batch", entry)
-    raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
+    raise UsageError(
+        f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable"
+    )
 
 
 def _of_transform(name: str, entry: RecordTransform) -> Stage:
-    uses_torch, uses_random = getattr(entry, "uses_torch", False), entry.random and entry.uses_random
+    uses_torch, uses_random = (
+        getattr(entry, "uses_torch", False),
+        entry.random and entry.uses_random,
+    )
     return Stage(name, "record", entry, uses_torch, entry.random, uses_random)

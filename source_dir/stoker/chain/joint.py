@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, words_of
 from stoker.chain.picture import is_hwc
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, column_value, is_plain, may_draw
+from stoker.chain.stages import (
+    ImageModule,
+    RecordTransform,
+    Stage,
+    column_value,
+    is_plain,
+    may_draw,
+)
 from stoker.chain.transforms import Compose, Drop, ImageTransform, Rename
 from stoker.errors import UsageError
 from stoker.protocol import Record
@@ -54,13 +61,17 @@ class DecodeMask(RecordTransform):
                 try:
                     mask = Image.open(io.BytesIO(content))
                 except UnidentifiedImageError:
-                    raise ValueError(f"{name}: not an image (first bytes {bytes(mask[:8])!r})") from None
+                    raise ValueError(
+                        f"{name}: not an image (first bytes {bytes(mask[:8])!r})"
+                    ) from None
             elif not isinstance(mask, Image.Image):
                 kind = type(mask).__name__
                 raise TypeError(
                     f"{name} is a {kind}, neither an encoded mask nor a PIL image; leave it out here"
                 )
-            codec, _, _, args = mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, _raw_of(mask))
+            codec, _, _, args = (
+                mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, _raw_of(mask))
+            )
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
             changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
@@ -71,7 +82,9 @@ class DecodeMask(RecordTransform):
                 how += " and a lossy compression" if lossy else ""
                 raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
             orientation = orientation_of(mask) if self.exif is False else 1
-            numbers = as_stored(np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation)
+            numbers = as_stored(
+                np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation
+            )
             if raw == _UNKNOWN and mask.format in ("PNG", "PPM") and not (numbers % 17).any():
                 there = np.unique(numbers)
                 if len(there) >= 4 and there[-1] == 255:  # fewer may be a class and what is ignored
@@ -149,16 +162,24 @@ class Joint(RecordTransform):
                 continue
             mask = column_value(record, name)
             if not hasattr(mask, "shape"):
-                raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
+                raise TypeError(
+                    f"the column {name!r} is still encoded; put DecodeMask() before this stage"
+                )
             parts[name] = tv_tensors.Mask(_tensor(mask))
             if tuple(parts[name].shape[-2:]) != size:
-                raise ValueError(f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}")
+                raise ValueError(
+                    f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}"
+                )
         for name in self.boxes:
             values = column_value(record, name)
             values = torch.tensor(values) if isinstance(values, list | tuple) else _tensor(values)
-            values = values if values.numel() else values.reshape(0, 4)  # of an image without objects
+            values = (
+                values if values.numel() else values.reshape(0, 4)
+            )  # of an image without objects
             if values.ndim != 2 or values.shape[1] != 4:
-                raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
+                raise ValueError(
+                    f"{name} has the shape {tuple(values.shape)}; boxes are number × 4"
+                )
             if values.dtype not in (torch.float32, torch.float64):
                 values = values.float()  # others overflow or lose fractions
             sides = values[:, 2:] - (values[:, :2] if "XYXY" in str(self.format).upper() else 0)
@@ -177,7 +198,9 @@ class Joint(RecordTransform):
             # With as many rows as there were boxes, a mask lost some with them.
             lost = len(mask) == 2 and mask[:1] == left < (len(parts[boxes]),)
             if lost and left != _shape(out.get("image"))[-2:-1]:
-                raise ValueError(f"{name} has {mask[0]} rows after the transform, its image does not")
+                raise ValueError(
+                    f"{name} has {mask[0]} rows after the transform, its image does not"
+                )
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
 
 
@@ -192,7 +215,11 @@ def _has_channels_last(image: Any) -> bool:
     import numpy as np
 
     shape = tuple(image.shape)
-    return is_hwc(shape) if isinstance(image, np.ndarray) else len(shape) == 3 and shape[2] <= 4 < shape[0]
+    return (
+        is_hwc(shape)
+        if isinstance(image, np.ndarray)
+        else len(shape) == 3 and shape[2] <= 4 < shape[0]
+    )
 
 
 def _tensor(values: Any) -> Any:
@@ -208,7 +235,13 @@ def _tensor(values: Any) -> Any:
 _STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}
 _DRAWN = {
     *("ElasticTransform", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomIoUCrop"),
-    *("RandomPerspective", "RandomResize", "RandomResizedCrop", "RandomRotation", "RandomShortestSize"),
+    *(
+        "RandomPerspective",
+        "RandomResize",
+        "RandomResizedCrop",
+        "RandomRotation",
+        "RandomShortestSize",
+    ),
     *("RandomVerticalFlip", "RandomZoomOut", "ScaleJitter"),
 }
 _POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
@@ -232,7 +265,9 @@ def refuse_image_alone(chains: Iterable[Chain]) -> None:
 
 
 def moved_alone(
-    stages: list[Stage], reached: Mapping[str, Mapping[str, int]] | None = None, degree: int = SURELY
+    stages: list[Stage],
+    reached: Mapping[str, Mapping[str, int]] | None = None,
+    degree: int = SURELY,
 ) -> list[tuple[str, bool]]:
     """A line per transform of the image alone in a chain for masks or boxes, and whether it is random.
 
@@ -248,11 +283,17 @@ def moved_alone(
         joint = stage.apply if isinstance(stage.apply, Joint) else None
         now = reached.get(stage.name, {})
         # What had the image's size before it was resized is a mask, too.
-        known = {n: max(s, known.get(n, 0)) for n, s in {**known, **now}.items() if now.get(n) != _MOVES_TOO}
+        known = {
+            n: max(s, known.get(n, 0))
+            for n, s in {**known, **now}.items()
+            if now.get(n) != _MOVES_TOO
+        }
         # Only the stage that leaves out a column knows whether it used it.
         left_out = {*known} - renamed - {*reached[LAST]}
         seen = [n for n, s in known.items() if s - (n in left_out) == degree and n not in dropped]
-        beside = [n for n in seen if n not in joint.columns] if joint else beside_the_image(stages, seen)
+        beside = (
+            [n for n in seen if n not in joint.columns] if joint else beside_the_image(stages, seen)
+        )
         left = ", ".join(beside)
         for name, random in _moved_by(stage) if left else ():
             remedy = "leave it out" if name in _POLICIES else "put it into Joint"
@@ -281,7 +322,9 @@ def noting_places(stages: list[Stage], reached: dict[str, dict[str, int]]) -> li
         return Stage("masks", "record", apply, random=False)
 
     moves = [stage for stage in stages if isinstance(stage.apply, Joint) or _moved_by(stage)]
-    noted = [each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])]
+    noted = [
+        each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])
+    ]
     return [*noted, note(None)] if moves else noted
 
 
@@ -291,7 +334,9 @@ def _places(record: Record, joint: bool, boxed: bool) -> dict[str, int]:
     size = _shape(image)
     if len(size) > 2:
         size = size[:2] if _has_channels_last(image) else size[-2:]
-    return {n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"}
+    return {
+        n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"
+    }
 
 
 def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: bool) -> int:
@@ -299,10 +344,14 @@ def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: boo
         return _MOVES_TOO
     struct = value[0] if isinstance(value, list) and value else value
     if isinstance(struct, dict):
-        inner = {n: each if struct is value else [each] for n, each in struct.items()}  # a row for each
+        inner = {
+            n: each if struct is value else [each] for n, each in struct.items()
+        }  # a row for each
         # `face_bboxes` may be about the picture as it was; in a Joint, boxes were perhaps made of the struct.
         most = {n: PERHAPS if joint or not _SURE.match(words_of(str(n))) else SURELY for n in inner}
-        found = (min(most[n], _place(str(n), each, size, joint, boxed)) for n, each in inner.items())
+        found = (
+            min(most[n], _place(str(n), each, size, joint, boxed)) for n, each in inner.items()
+        )
         return max(found, default=0)
     if not (shape := _shape(value)):
         return 0
@@ -343,7 +392,9 @@ def beside_the_image(stages: list[Stage], seen: Iterable[str] = ()) -> list[str]
 
 
 def _dropped(stages: list[Stage]) -> set[str]:
-    return {name for stage in stages if isinstance(stage.apply, Drop) for name in stage.apply.columns}
+    return {
+        name for stage in stages if isinstance(stage.apply, Drop) for name in stage.apply.columns
+    }
 
 
 def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
@@ -366,7 +417,9 @@ def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[
         else:
             yield type(transform).__name__, transform.random
     elif isinstance(stage.apply, ImageModule | Joint):
-        kinds = [c.__name__ for c in type(transform).__mro__ if c.__module__.startswith("torchvision.")]
+        kinds = [
+            c.__name__ for c in type(transform).__mro__ if c.__module__.startswith("torchvision.")
+        ]
         drawn = drawn or bool({"RandomApply", "RandomChoice", "RandomOrder"} & {*kinds})
         for part in getattr(transform, "transforms", ()):
             yield from _moves(part, stage, drawn)

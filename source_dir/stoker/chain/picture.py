@@ -10,7 +10,14 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, decode_part, decode_whole, decode_with_pillow, image_array, jpeg_header
+from stoker.chain.decode import (
+    Mode,
+    decode_part,
+    decode_whole,
+    decode_with_pillow,
+    image_array,
+    jpeg_header,
+)
 from stoker.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -42,7 +49,9 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
 
     if isinstance(image, Image.Image):
         return image_array(image, mode, bits)
-    dtype = str(getattr(image, "dtype", "text" if isinstance(image, str) else f"a {type(image).__name__}"))
+    dtype = str(
+        getattr(image, "dtype", "text" if isinstance(image, str) else f"a {type(image).__name__}")
+    )
     if not dtype.endswith("uint8"):
         raise TypeError(f"column image is {dtype}, neither an encoded image nor a uint8 array")
     array = np.asarray(image)
@@ -51,8 +60,12 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
     if first == last:
         shape = tuple(image.shape)
         if first:
-            raise ValueError(f"column image has the shape {shape}: channels may be first or last; change it")
-        raise ValueError(f"column image has the shape {shape}, neither two dimensions nor 1 to 4 channels")
+            raise ValueError(
+                f"column image has the shape {shape}: channels may be first or last; change it"
+            )
+        raise ValueError(
+            f"column image has the shape {shape}, neither two dimensions nor 1 to 4 channels"
+        )
     array = array.transpose(1, 2, 0) if first else array
     array = array[..., : array.shape[2] - 1 if array.shape[2] in (2, 4) else None]
     wanted = 3 if mode == "RGB" else 1

@@ -47,7 +47,9 @@ class ProbeResult(NamedTuple):
     made: tuple[dict[str, Any], BlockReport] | None = None
 
 
-def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
+def fix_schemas(
+    sources: dict[str, Any], chains: dict[str, Chain], block_records: int
+) -> dict[str, Any]:
     """Set the schemas that every block of a split must have on the chains of a job.
 
     If Ray is connected, a task on this host runs the chains, since a record may crash its process; otherwise
@@ -102,7 +104,9 @@ def _first(source: Source, shard: Shard) -> list[Record | BadRecord]:
         return list(islice(source.read(shard, None), PROBE_RECORDS))
 
 
-def _made(chain: Chain, records: Iterable[Record | BadRecord]) -> tuple[dict[str, Any], BlockReport, Any]:
+def _made(
+    chain: Chain, records: Iterable[Record | BadRecord]
+) -> tuple[dict[str, Any], BlockReport, Any]:
     with drawing("probe"):
         columns, report = chain.run(records, 0)
         batch = columns
@@ -129,7 +133,9 @@ def _unstable(source: Source, shard: Shard, packed: bytes) -> str:
             again(chain.of([_noting_content(stage, found) for stage in chain.stages]))
         if first[""] != second[""]:
             return ""  # its source's identity tells
-        odd = [n for n in first if first[n] != second.get(n)] or [n for n in first if b"" in first[n]]
+        odd = [n for n in first if first[n] != second.get(n)] or [
+            n for n in first if b"" in first[n]
+        ]
         name = f"stage {odd[0]}" if odd else "the chain"
         return f"{name} gives another result for the same record each time"
     return ""
@@ -159,7 +165,9 @@ def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> s
     there: dict[str, Any] = {}
     with contextlib.suppress(Exception):
         there.update(next(iter(whole.read(shard, None))))  # type: ignore[arg-type] # not with a BadRecord
-    columns = ", ".join(f"{name} ({_kind(value)})" for name, value in there.items() if name != "key")
+    columns = ", ".join(
+        f"{name} ({_kind(value)})" for name, value in there.items() if name != "key"
+    )
     count, why = count_of(len(report.bad), "record"), reason.partition(" (columns: ")[0]
     return f"each of the first {count} is refused: {why}; columns: {columns or 'unknown'}"
 

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 _NEVER_RANDOM = {
-    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
+    *(
+        "CenterCrop",
+        "ConvertImageDtype",
+        "Grayscale",
+        "Identity",
+        "Normalize",
+        "PILToTensor",
+        "Pad",
+        "RGB",
+    ),
     *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
 }
 """Torchvision transforms that draw nothing; any other counts as random."""
@@ -78,7 +87,9 @@ def column_value(record: Record, column: str) -> Any:
         there = [name for name in record if name != "key"]
         if column in there:
             raise LookupError(f"column {column!r} is NULL")
-        raise LookupError(f"no column {column!r}{nearest(column, there)} (columns: {', '.join(there)})")
+        raise LookupError(
+            f"no column {column!r}{nearest(column, there)} (columns: {', '.join(there)})"
+        )
     return value
 
 
@@ -120,7 +131,9 @@ def refuse_other_colours(image: Any, module: Any) -> None:
     numbers = ("", "ToImage", "PILToTensor", "ToTensor")
     if image.mode[0] == "P" and first in numbers:
         # The numbers are places in a palette, which may by chance be greys.
-        wrong = image.mode == "PA" or bool((np.asarray(image.convert("RGB")) != values[..., None]).any())
+        wrong = image.mode == "PA" or bool(
+            (np.asarray(image.convert("RGB")) != values[..., None]).any()
+        )
     elif image.mode[0] not in "PIF":  # of a file, not converted on purpose
         wrong = (image.mode == "CMYK" or bool(image.format)) and first in numbers
     elif image.mode[0] != "P" and first in ("RGB", "Grayscale"):  # which clip
@@ -146,14 +159,18 @@ def _first_conversion(module: Any) -> str:
 
 def prefix_length(stages: list[Stage]) -> int:
     """Number of leading stages that give a record the same result in every epoch."""
-    return sum(1 for _ in takewhile(lambda stage: stage.per == "record" and not stage.random, stages))
+    return sum(
+        1 for _ in takewhile(lambda stage: stage.per == "record" and not stage.random, stages)
+    )
 
 
 def refuse_nothing_to_keep(stages: list[Stage]) -> None:
     if prefix_length(stages):
         return
     if not stages:
-        raise UsageError("data.cache: the training chain is empty, so nothing can be cached; use none")
+        raise UsageError(
+            "data.cache: the training chain is empty, so nothing can be cached; use none"
+        )
     first = stages[0]
     why = "is random" if first.random else "works on batches"
     raise UsageError(

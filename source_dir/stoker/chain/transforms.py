@@ -55,7 +55,9 @@ class DecodeImage(RecordTransform):
     places: Sequence[str] = ()
     """Columns of masks and boxes that later stages of the chain name."""
 
-    def __init__(self, mode: Mode = "RGB", bits: int | None = None, exif: bool | None = None) -> None:
+    def __init__(
+        self, mode: Mode = "RGB", bits: int | None = None, exif: bool | None = None
+    ) -> None:
         if bits is not None and not 8 < bits <= 16:
             raise UsageError(f"DecodeImage(bits={bits}): must be 9 to 16")
         self.mode, self.bits, self.exif = mode, bits, exif
@@ -68,7 +70,9 @@ class DecodeImage(RecordTransform):
         image = column_value(record, "image")
         places = [*dict.fromkeys((*self.places, *places_in(record)))] if self.exif is None else []
         orientation = max(orientation_of(image), 1) if places or self.exif is False else 1
-        if wrong := ", ".join(n for n in places if max(orientation_of(record.get(n)), 1) != orientation):
+        if wrong := ", ".join(
+            n for n in places if max(orientation_of(record.get(n)), 1) != orientation
+        ):
             raise ValueError(
                 f"EXIF does not turn the image and {wrong} alike: set DecodeImage(exif=True) if {wrong} is of"
                 " the turned image, or exif=False if it is of the pixels as stored"
@@ -236,7 +240,9 @@ class Resize(ImageTransform):
 
     random = False
 
-    def __init__(self, size: int | Sequence[int], max_size: int | None = None, cubic: bool = False) -> None:
+    def __init__(
+        self, size: int | Sequence[int], max_size: int | None = None, cubic: bool = False
+    ) -> None:
         self.size, self.max_size, self.cubic = size, max_size, cubic
 
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
@@ -365,8 +371,12 @@ class GaussianBlurs(RecordTransform):
         import cv2
         import numpy as np
 
-        across = kernel([(size[0], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)])
-        down = kernel([(size[1], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)])
+        across = kernel(
+            [(size[0], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)]
+        )
+        down = kernel(
+            [(size[1], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)]
+        )
         source = np.ascontiguousarray(array)
         out = cv2.sepFilter2D(source, cv2.CV_32F, across, down, borderType=cv2.BORDER_REFLECT_101)
         if array.dtype == np.uint8:

@@ -214,7 +214,9 @@ class Retention:
     """Of earlier starts, and could not be read."""
     _entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
 
-    def fill(self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")) -> None:
+    def fill(
+        self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
+    ) -> None:
         """Add the complete ones of earlier starts up to the step resumed from; `entry`: by what they compete.
 
         Only their meta data are read, because training waits for this.
@@ -232,7 +234,9 @@ class Retention:
             try:
                 if not (problem := verify(self.store, name, only=META)):
                     saved = load_meta(self.store, name, with_history=False)
-                    self._note(replace(saved, meta={**saved.meta, "monitored": self._entry(saved.meta)}))
+                    self._note(
+                        replace(saved, meta={**saved.meta, "monitored": self._entry(saved.meta)})
+                    )
             except OSError as error:
                 problem = " ".join(str(error).split())[:300]
                 self._unread.append(name)
@@ -271,7 +275,10 @@ class Retention:
         self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
-        for name in [*self._incomplete, *(n for n in self.monitored if n not in best and n not in newest)]:
+        for name in [
+            *self._incomplete,
+            *(n for n in self.monitored if n not in best and n not in newest),
+        ]:
             self.monitored.pop(name, None)
             self._remove(name)
         self._incomplete.clear()

@@ -24,7 +24,15 @@ from pydantic_core import ErrorDetails
 
 from stoker.config import redaction
 from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.config.values import Dumper, Quoted, Text, expanded_data, read_yaml, typed, without_cycles
+from stoker.config.values import (
+    Dumper,
+    Quoted,
+    Text,
+    expanded_data,
+    read_yaml,
+    typed,
+    without_cycles,
+)
 from stoker.errors import UsageError, nearest, nearest_file
 
 _MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
@@ -38,10 +46,16 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "data.max_tokens": (None, "cut long rows in the chain, or set train.accumulate_steps"),
     "data.share": (None, "each run preprocesses its own blocks: remove the key"),
     "checkpoint.every_minutes": (None, "set checkpoint.every_steps"),
-    "vertex.entry": ("container", "Google's prebuilt images run the container entry: remove the key"),
+    "vertex.entry": (
+        "container",
+        "Google's prebuilt images run the container entry: remove the key",
+    ),
     "rehearsal.cpu_quota": (None, "rehearsal.cpus is what Ray uses on a host"),
     "sagemaker.channels.*.content_type": (None, "Stoker's readers need none: remove the key"),
-    "sagemaker.channels.*.distribution": ("FullyReplicated", "every host gets every object: remove the key"),
+    "sagemaker.channels.*.distribution": (
+        "FullyReplicated",
+        "every host gets every object: remove the key",
+    ),
 }
 """Former keys: their default, which the config.yaml of an older run has, and what to do instead."""
 
@@ -125,7 +139,9 @@ def load(
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join(str(part) for part in detail["loc"])
-            place = next((o for k, o in origins.items() if k == key or key.startswith(k + ".")), where)
+            place = next(
+                (o for k, o in origins.items() if k == key or key.startswith(k + ".")), where
+            )
             problems.append(f"{place}: {error_line(detail, Config)}")
     if problems:
         raise UsageError(*problems)
@@ -157,7 +173,9 @@ def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
         word = words.pop(0)
         if not word.startswith("-"):
             if "=" not in word:
-                raise UsageError(f"arguments: {word!r} is neither --section.key value nor key=value")
+                raise UsageError(
+                    f"arguments: {word!r} is neither --section.key value nor key=value"
+                )
             overrides.append(word)
             continue
         key, sign, value = word.lstrip("-").partition("=")
@@ -176,8 +194,12 @@ def error_line(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -
     if detail["type"] == "extra_forbidden":
         fields = _section_at(model, loc[:-1]).model_fields
         known = [field.alias or name for name, field in fields.items()]
-        elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1] and not prefix]
-        otherwise = f"did you mean {elsewhere[0]}?" if elsewhere else f"known: {', '.join(known) or 'none'}"
+        elsewhere = [
+            k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1] and not prefix
+        ]
+        otherwise = (
+            f"did you mean {elsewhere[0]}?" if elsewhere else f"known: {', '.join(known) or 'none'}"
+        )
         return f"{key}: unknown key{nearest(loc[-1], known, otherwise)}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:]
@@ -245,9 +267,17 @@ def secrets_json(config: BaseModel) -> str | None:
 
     def hidden(whole: Any, shown: Any) -> Any:
         if isinstance(whole, Mapping):
-            return {key: hidden(below, shown[key]) for key, below in whole.items() if below != shown[key]}
-        if isinstance(whole, list):  # only what is hidden of it: the rest has types that JSON has not
-            return hidden(*({str(at): item for at, item in enumerate(part)} for part in (whole, shown)))
+            return {
+                key: hidden(below, shown[key])
+                for key, below in whole.items()
+                if below != shown[key]
+            }
+        if isinstance(
+            whole, list
+        ):  # only what is hidden of it: the rest has types that JSON has not
+            return hidden(
+                *({str(at): item for at, item in enumerate(part)} for part in (whole, shown))
+            )
         return whole
 
     tree = config.model_dump(mode="json")
@@ -283,7 +313,9 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _merged(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The keys to set: those of a mapping that is given for a section or for `params`."""
-    section = key == "params" or any(name.startswith(f"{key}.") for name, _, _ in schema_rows(Config))
+    section = key == "params" or any(
+        name.startswith(f"{key}.") for name, _, _ in schema_rows(Config)
+    )
     if isinstance(value, dict) and section:
         for name, below in value.items():
             yield from _merged(f"{key}.{name}", below)
@@ -323,7 +355,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: no such configuration file{hint}") from None
     except IsADirectoryError:
         inside = sorted(path.glob("*.y*ml"))
-        hint = f"; did you mean {shlex.quote(str(inside[0]))}?" if inside else "; name a job's YAML file"
+        hint = (
+            f"; did you mean {shlex.quote(str(inside[0]))}?"
+            if inside
+            else "; name a job's YAML file"
+        )
         raise UsageError(f"{path}: is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as text: {error}") from None
@@ -344,9 +380,13 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 def _filled(tree: dict[str, Any]) -> dict[str, Any]:
     """An empty section (`data:` with nothing below) uses the defaults."""
-    return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
+    return {
+        key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()
+    }
 
 
 _SECTIONS = {
-    name for name, info in Config.model_fields.items() if name == "params" or _is_section(info.annotation)
+    name
+    for name, info in Config.model_fields.items()
+    if name == "params" or _is_section(info.annotation)
 }

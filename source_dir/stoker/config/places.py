@@ -41,15 +41,23 @@ def _must_be(choice: str) -> WrapValidator:
     return WrapValidator(checked)
 
 
-Remainder = Annotated[Literal["drop", "pad"] | PositiveInt, _must_be("drop, pad or a number from 1")]
-Delay = Annotated[NonNegativeFloat | Literal["never"], _must_be("a number of seconds from 0, or never")]
+Remainder = Annotated[
+    Literal["drop", "pad"] | PositiveInt, _must_be("drop, pad or a number from 1")
+]
+Delay = Annotated[
+    NonNegativeFloat | Literal["never"], _must_be("a number of seconds from 0, or never")
+]
 
 
 class Section(BaseModel):
     """A frozen section of the configuration that rejects unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, ser_json_bytes="base64"
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_bytes="base64",
     )
 
     @model_validator(mode="before")
@@ -58,7 +66,9 @@ class Section(BaseModel):
         """Where `none` is a choice, null means it, too."""
         if not isinstance(values, dict):
             return values
-        choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
+        choices = {
+            name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)
+        }
         return {k: "none" if v is None and k in choices else v for k, v in values.items()}
 
     @field_validator("*", mode="before")
@@ -87,7 +97,8 @@ class GroupConfig(Section):
 
 class ChannelConfig(Section):
     uri: str = Field(
-        description="s3:// prefix that SageMaker mounts as a folder on the hosts", pattern="^s3://[^/]"
+        description="s3:// prefix that SageMaker mounts as a folder on the hosts",
+        pattern="^s3://[^/]",
     )
     input_mode: Literal["File", "FastFile"] = key(
         "File", "File: copy before the job starts; FastFile: stream"
@@ -106,21 +117,34 @@ class SageMakerConfig(Section):
     image: str | None = key(None, "training image for every group; default: AWS PyTorch")
     gpu: HostsConfig = key(HostsConfig(), "hosts that train: group `gpu`")
     cpu: HostsConfig = key(HostsConfig(), "hosts that preprocess: group `cpu`")
-    groups: list[GroupConfig] = key([], "your own groups, [{name, type, count}], instead of gpu and cpu")
+    groups: list[GroupConfig] = key(
+        [], "your own groups, [{name, type, count}], instead of gpu and cpu"
+    )
     max_runtime_s: int = key(
-        86_400, "SageMaker stops the job after this time, which bounds its cost", ge=1, le=28 * 86_400
+        86_400,
+        "SageMaker stops the job after this time, which bounds its cost",
+        ge=1,
+        le=28 * 86_400,
     )
     spot: bool = key(False, "use managed spot instances; the job restarts from the last checkpoint")
-    max_wait_s: int | None = key(None, "spot: limit for waiting plus running; default: twice max_runtime_s")
+    max_wait_s: int | None = key(
+        None, "spot: limit for waiting plus running; default: twice max_runtime_s"
+    )
     max_retries: int | None = key(
         None, "times that SageMaker restarts the job after an internal error (1 to 30)"
     )
-    keep_alive_s: int = key(0, "keep instances warm for the next job (one group only); idle time is billed")
-    volume_gb: int = key(100, "disk size of hosts without NVMe; must hold the data channels", ge=1, le=16_384)
+    keep_alive_s: int = key(
+        0, "keep instances warm for the next job (one group only); idle time is billed"
+    )
+    volume_gb: int = key(
+        100, "disk size of hosts without NVMe; must hold the data channels", ge=1, le=16_384
+    )
     volume_kms_key: str | None = key(None, "KMS key for these disks")
     kms_key: str | None = key(None, "KMS key for code, uploaded data, model and output")
     subnets: list[str] = key([], "VPC subnets; requires security_groups")
-    security_groups: list[str] = key([], "VPC security groups; one must allow all TCP traffic from itself")
+    security_groups: list[str] = key(
+        [], "VPC security groups; one must allow all TCP traffic from itself"
+    )
     encrypt_traffic: bool = key(False, "encrypt traffic between hosts; slower")
     network_isolation: bool = key(
         False, "allow network traffic between hosts only; requires a wheels/ folder and channels"
@@ -131,7 +155,8 @@ class SageMakerConfig(Section):
     )
     tags: dict[str, str] = key({}, "tags of the job, for cost reports")
     prices: dict[str, Annotated[float, Field(ge=0)]] = key(
-        {}, "your own prices in $/h by instance type, or by group if the type is unknown: {ml.g5.xlarge: 1.2}"
+        {},
+        "your own prices in $/h by instance type, or by group if the type is unknown: {ml.g5.xlarge: 1.2}",
     )
     channels: dict[str, ChannelConfig] = key(
         {}, "input channels, name → {uri, …}; each sets the recipe parameter of that name"
@@ -147,7 +172,8 @@ class SageMakerConfig(Section):
         " private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
     )
     entry: Literal["container", "script-mode"] = key(
-        "container", "container: plain entrypoint, any image; script-mode: the toolkit in AWS images"
+        "container",
+        "container: plain entrypoint, any image; script-mode: the toolkit in AWS images",
     )
 
 
@@ -167,11 +193,15 @@ class VertexPoolConfig(VertexHostsConfig):
 class VertexConfig(Section):
     project: str | None = key(None, "Google Cloud project; default: the credentials' project")
     region: str = key("us-central1", "region of the job; use a bucket in the same region")
-    gcs_uri: str | None = key(None, "gs://bucket/prefix for code, uploaded data, checkpoints and models")
+    gcs_uri: str | None = key(
+        None, "gs://bucket/prefix for code, uploaded data, checkpoints and models"
+    )
     service_account: str | None = key(
         None, "account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
     )
-    image: str | None = key(None, "container image for every host, with Python 3.11 to 3.13 and PyTorch")
+    image: str | None = key(
+        None, "container image for every host, with Python 3.11 to 3.13 and PyTorch"
+    )
     gpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that train: group `gpu`")
     cpu: VertexHostsConfig = key(VertexHostsConfig(), "hosts that preprocess: group `cpu`")
     pools: list[VertexPoolConfig] = key(
@@ -179,14 +209,20 @@ class VertexConfig(Section):
     )
     boot_disk_gb: int = key(100, "disk size of every host", ge=100, le=64_000)
     boot_disk_type: str = key("pd-ssd", "disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
-    max_runtime_s: int = key(86_400, "Vertex AI stops the job after this time, which bounds its cost", ge=1)
+    max_runtime_s: int = key(
+        86_400, "Vertex AI stops the job after this time, which bounds its cost", ge=1
+    )
     spot: bool = key(False, "use Spot VMs; the job restarts from the last checkpoint")
     restart: bool = key(
         True, "restart the job from its last checkpoint when the service restarts one of its hosts"
     )
-    persistent_resource: str | None = key(None, "id of a persistent resource with machines of these types")
+    persistent_resource: str | None = key(
+        None, "id of a persistent resource with machines of these types"
+    )
     network: str | None = key(None, "peered VPC network: projects/<number>/global/networks/<name>")
-    kms_key: str | None = key(None, "key for the job's disks and data: projects/…/cryptoKeys/<name>")
+    kms_key: str | None = key(
+        None, "key for the job's disks and data: projects/…/cryptoKeys/<name>"
+    )
     tensorboard: str | None = key(
         None, "Vertex AI TensorBoard, projects/…/tensorboards/<id>; requires service_account"
     )
@@ -199,11 +235,15 @@ class VertexConfig(Section):
 
 class CpuHostsConfig(Section):
     min: int = key(0, "CPU hosts to request from the start", ge=0)
-    max: int = key(0, "Ray clusters with an autoscaler: most CPU hosts to request; 0: request none", ge=0)
+    max: int = key(
+        0, "Ray clusters with an autoscaler: most CPU hosts to request; 0: request none", ge=0
+    )
     target_wait_pct: float = key(
         2.0, "add CPU hosts while training waits longer than this for preprocessing", ge=0, lt=100
     )
-    release_after_s: float = key(60.0, "let hosts go after they have not been needed for so long", gt=0)
+    release_after_s: float = key(
+        60.0, "let hosts go after they have not been needed for so long", gt=0
+    )
     resource: str = key(
         "cpu_host", "custom Ray resource of which each CPU host's node type has 1", min_length=1
     )
@@ -211,7 +251,9 @@ class CpuHostsConfig(Section):
     on_demand_usd_per_hour: float | None = key(
         None, "its on-demand price if it is a spot host, to report the saving", ge=0
     )
-    rest_usd_per_hour: float | None = key(None, "price of all other hosts of the cluster together, $/h", gt=0)
+    rest_usd_per_hour: float | None = key(
+        None, "price of all other hosts of the cluster together, $/h", gt=0
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> CpuHostsConfig:
@@ -227,17 +269,21 @@ class RehearsalConfig(Section):
         "sagemaker", "the service whose hosts are emulated; vertex: a Vertex AI custom job"
     )
     hosts: str = key(
-        "gpu=1,cpu=2", "emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker"
+        "gpu=1,cpu=2",
+        "emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker",
     )
     entry: Literal["toolkit", "container"] = key(
-        "toolkit", "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1"
+        "toolkit",
+        "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1",
     )
     cpus: int = key(2, "CPUs per host that Ray may use", ge=1, le=1024)
     link_mbps: float | None = key(
         None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
     )
     shm_mb: int = key(1024, "size of /dev/shm on each host", ge=1)
-    join_delay: dict[str, Delay] = key({}, "delay in seconds before a host joins, or never: {algo-3: 30}")
+    join_delay: dict[str, Delay] = key(
+        {}, "delay in seconds before a host joins, or never: {algo-3: 30}"
+    )
     faults: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = key(
         [], "faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
     )

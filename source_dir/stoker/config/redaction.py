@@ -19,9 +19,30 @@ from urllib.parse import quote, unquote
 REDACTED = "(redacted)"
 SHORTEST = 6
 """Values shorter than this are redacted only at their key, not in other text."""
-_WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
+_WORDS = {
+    "token",
+    "password",
+    "passwd",
+    "passphrase",
+    "pwd",
+    "secret",
+    "credential",
+    "apikey",
+    "accesskey",
+}
 _WORDS |= {"authorization"}
-_KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption", "openai", "wandb"}
+_KEYS = {
+    "api",
+    "access",
+    "secret",
+    "private",
+    "account",
+    "auth",
+    "signing",
+    "encryption",
+    "openai",
+    "wandb",
+}
 _HOLDERS = {"api", "access", "auth", "bot", "hf", "github", "gitlab", "hub", "telegram", "slack"}
 """Before `token`, they tell that it is not one of a vocabulary."""
 _MARKS = {"bos", "class", "cls", "eos", "mask", "pad", "sep", "special", "unk"}
@@ -62,7 +83,13 @@ def is_secret(name: str, value: Any = "") -> bool:
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     if not _HOLDERS & {*words}:
-        plain = ("token", "tokens") if _MARKS & {*words} else ("tokens",) if str(value).isdecimal() else ()
+        plain = (
+            ("token", "tokens")
+            if _MARKS & {*words}
+            else ("tokens",)
+            if str(value).isdecimal()
+            else ()
+        )
         words = [word for word in words if word not in plain]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
     found += [first in _KEYS and second in ("key", "keys") for first, second in pairwise(words)]
@@ -85,7 +112,10 @@ def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def redact(
-    value: Any, name: str = "", secret: bool = False, hide: Callable[[str], str] = lambda text: REDACTED
+    value: Any,
+    name: str = "",
+    secret: bool = False,
+    hide: Callable[[str], str] = lambda text: REDACTED,
 ) -> Any:
     """A copy of nested dicts and lists, the value of the key `name`, with secrets replaced by `hide` of them.
 
@@ -97,7 +127,9 @@ def redact(
     if isinstance(value, list | tuple | set | frozenset):
         # In a script's command line, a flag names the next argument.
         if name == "args" and all(isinstance(word, str) for word in value):
-            found = [(flag, redact(below, key, secret, hide)) for key, flag, below in _arguments(value)]
+            found = [
+                (flag, redact(below, key, secret, hide)) for key, flag, below in _arguments(value)
+            ]
             return [flag + _mapping(below, hide) for flag, below in found]
         return [redact(below, name, secret, hide) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
@@ -136,7 +168,10 @@ def scrubbed(value: Any) -> Any:
     Searching the written JSON instead would also find a secret of digits within a number.
     """
     if isinstance(value, Mapping):
-        return {scrub(key) if isinstance(key, str) else key: scrubbed(below) for key, below in value.items()}
+        return {
+            scrub(key) if isinstance(key, str) else key: scrubbed(below)
+            for key, below in value.items()
+        }
     if isinstance(value, list | tuple):
         return [scrubbed(below) for below in value]
     return value if value is None or isinstance(value, bool | int | float) else scrub(str(value))
@@ -193,6 +228,11 @@ def _is_told(name: str, value: str) -> bool:
     if last in ("token", "tokens") and before not in _HOLDERS:
         short = number and before and sum(map(str.isdigit, plain)) < 8
         word = not name.startswith("-") and _ORDINARY.fullmatch(plain)
-        if short or word or plain[0] in "<[" or (last == "tokens" and not _CREDENTIAL.fullmatch(plain)):
+        if (
+            short
+            or word
+            or plain[0] in "<["
+            or (last == "tokens" and not _CREDENTIAL.fullmatch(plain))
+        ):
             return False
     return is_secret(end, "0") if number else is_secret(name if name.startswith("-") else end)

@@ -50,7 +50,9 @@ class DataConfig(Section):
     order: Literal["any", "exact"] = key(
         "any", "any: batches in order of arrival; exact: the same seeded order in every run"
     )
-    block_records: int = key(256, "records that a chain worker preprocesses and sends as one block", ge=1)
+    block_records: int = key(
+        256, "records that a chain worker preprocesses and sends as one block", ge=1
+    )
     bucket_by: str | None = key(
         None, "column; sorts rows of similar length together within a block to reduce padding"
     )
@@ -75,7 +77,9 @@ class DataConfig(Section):
         "cache the output of the stages before the first random one (such as decoded images) across epochs,"
         " in shared memory or on disk",
     )
-    cache_gb: float | None = key(None, "cache size per host, GB; null: half of the free space", gt=0)
+    cache_gb: float | None = key(
+        None, "cache size per host, GB; null: half of the free space", gt=0
+    )
     cache_share: float | None = key(
         None,
         "share of the records to cache, chosen by key; null: what fits on the hosts present at the start",
@@ -86,7 +90,9 @@ class DataConfig(Section):
         None, "absolute path for cache: disk on each host; null: the temporary folder"
     )
     max_pixels: int = key(
-        100_000_000, "largest image, width × height; larger images are quarantined without decoding", ge=1
+        100_000_000,
+        "largest image, width × height; larger images are quarantined without decoding",
+        ge=1,
     )
     stall_timeout_s: float = key(
         600, "fail if a train worker waits longer than this for its next batch", gt=0
@@ -145,27 +151,41 @@ class TrainConfig(Section):
     channels_last: bool = key(False, "use channels-last memory format for images and convolutions")
     compile: bool = key(False, "torch.compile the model: faster steps after minutes of compilation")
     ema_decay: float | None = key(
-        None, "decay of an exponential moving average of the weights, used to validate and export", gt=0, lt=1
+        None,
+        "decay of an exponential moving average of the weights, used to validate and export",
+        gt=0,
+        lt=1,
     )
     optimizer: str = key("sgd", "timm optimiser: sgd, adamw, lamb, …")
     lr: float = key(0.01, "learning rate", gt=0)
     momentum: float = key(0.9, "momentum, if the optimiser has it", ge=0, lt=1)
     weight_decay: float = key(0.0, "weight decay", ge=0)
     layer_decay: float | None = key(
-        None, "layer-wise decay: each layer's learning rate as a fraction of the next layer's", gt=0, le=1
+        None,
+        "layer-wise decay: each layer's learning rate as a fraction of the next layer's",
+        gt=0,
+        le=1,
     )
     scale_lr: Literal["none", "linear", "sqrt"] = key(
         "none", "scale lr by train workers × accumulate_steps, or by the square root of that"
     )
-    scheduler: Literal["none", "cosine", "step", "linear"] = key("none", "learning rate schedule, per step")
-    warmup_epochs: float = key(0, "epochs of linear warm-up; with scale_lr, from lr to the scaled rate", ge=0)
+    scheduler: Literal["none", "cosine", "step", "linear"] = key(
+        "none", "learning rate schedule, per step"
+    )
+    warmup_epochs: float = key(
+        0, "epochs of linear warm-up; with scale_lr, from lr to the scaled rate", ge=0
+    )
     label_smoothing: float = key(0.0, "share of each target spread over all classes", ge=0, lt=1)
     mixup: float = key(0.0, "mixup alpha, on the device; 0: off; 0.2 is common", ge=0)
     cutmix: float = key(
         0.0, "CutMix alpha, on the device; 0: off; with mixup, each batch uses one of them", ge=0
     )
-    max_failures: int = key(0, "times to restart from the last checkpoint after a train worker dies", ge=0)
-    early_stopping: EarlyStoppingConfig = key(EarlyStoppingConfig(), "stop when a metric no longer improves")
+    max_failures: int = key(
+        0, "times to restart from the last checkpoint after a train worker dies", ge=0
+    )
+    early_stopping: EarlyStoppingConfig = key(
+        EarlyStoppingConfig(), "stop when a metric no longer improves"
+    )
 
 
 class ClusterConfig(Section):
@@ -177,7 +197,9 @@ class ClusterConfig(Section):
         gt=0,
     )
     min_cpu_hosts: int | None = key(
-        None, "CPU hosts to start with after join_timeout_s, or if the others are lost; default: all", ge=0
+        None,
+        "CPU hosts to start with after join_timeout_s, or if the others are lost; default: all",
+        ge=0,
     )
     cpu_hosts: CpuHostsConfig = key(
         CpuHostsConfig(), "CPU hosts that the cluster's autoscaler adds and removes"
@@ -197,9 +219,12 @@ class CheckpointConfig(Section):
         None, "folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run"
     )
     resume: Folder = key(
-        "auto", "auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix"
+        "auto",
+        "auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix",
     )
-    every_steps: int | None = key(None, "also write a checkpoint every N steps within an epoch", ge=1)
+    every_steps: int | None = key(
+        None, "also write a checkpoint every N steps within an epoch", ge=1
+    )
     keep: int = key(2, "number of most recent checkpoints to keep for resuming", ge=1)
     save_top_k: int = key(
         1, "also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric", ge=-1
@@ -238,7 +263,9 @@ class TrackingConfig(Section):
         [], "additional event sinks, package.module:Class"
     )
     log_every_steps: int = key(10, "log training metrics every N steps", ge=1)
-    record_ids: bool = key(False, "write the ids of all records read, trained and left over (large)")
+    record_ids: bool = key(
+        False, "write the ids of all records read, trained and left over (large)"
+    )
 
 
 class Config(Section):
@@ -252,17 +279,22 @@ class Config(Section):
     output_dir: Folder = key("runs", "parent folder of run directories")
     seed: int = key(0, "seed of weights, order and augmentation", ge=0)
     recipe: str = key(
-        "stoker.image_classification:ImageClassification", "import path of the recipe, package.module:Class"
+        "stoker.image_classification:ImageClassification",
+        "import path of the recipe, package.module:Class",
     )
     script: Folder | None = key(
         None, "your own training script, run unchanged on every train worker instead of a recipe"
     )
     args: list[str] = key([], "arguments of the script; on the command line, after --")
-    params: dict[str, Any] = key({}, "parameters of the recipe (submit.py CONFIG --show-config lists them)")
+    params: dict[str, Any] = key(
+        {}, "parameters of the recipe (submit.py CONFIG --show-config lists them)"
+    )
     data: DataConfig = key(DataConfig(), "reading and preprocessing")
     train: TrainConfig = key(TrainConfig(), "the training loop")
     cluster: ClusterConfig = key(ClusterConfig(), "forming the Ray cluster")
-    checkpoint: CheckpointConfig = key(CheckpointConfig(), "writing, keeping and resuming from checkpoints")
+    checkpoint: CheckpointConfig = key(
+        CheckpointConfig(), "writing, keeping and resuming from checkpoints"
+    )
     tracking: TrackingConfig = key(TrackingConfig(), "metrics and logs")
     export: list[Literal["safetensors", "torch_export", "onnx", "torchscript"]] = key(
         ["safetensors"], "formats of the final model; each is written, loaded back and compared"
@@ -315,9 +347,13 @@ def requirement_lines(config: Config) -> list[str]:
 def refuse_missing(config: Config) -> None:
     problems = []
     for asked, modules in _needed(config).items():
-        absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]
+        absent = [
+            line for module, line in modules.items() if importlib.util.find_spec(module) is None
+        ]
         if absent:
             words = " ".join(f"'{line}'" for line in dict.fromkeys(absent))
-            problems.append(f"{asked} needs packages that are not installed here: pip install {words}")
+            problems.append(
+                f"{asked} needs packages that are not installed here: pip install {words}"
+            )
     if problems:
         raise UsageError(*problems)

@@ -28,7 +28,9 @@ from pydantic_core import to_jsonable_python
 
 NULLS = {"", "null", "none", "~"}
 BOOLEANS = {"true": True, "false": False}
-SWITCHES = BOOLEANS | dict.fromkeys(("yes", "on", "1"), True) | dict.fromkeys(("no", "off", "0"), False)
+SWITCHES = (
+    BOOLEANS | dict.fromkeys(("yes", "on", "1"), True) | dict.fromkeys(("no", "off", "0"), False)
+)
 MOST_VALUES = 1_000_000
 _INT, _FLOAT = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
@@ -82,7 +84,9 @@ def true_as_number(value: Any, kind: Any) -> bool:
 def _true_as_number(value: Any, kinds: list[Any]) -> bool:
     if value is True:
         choices = [choice for kind in kinds for choice in _choices(kind)]
-        means_true = any(kind in (bool, Any, object) for kind in kinds) or any(one is True for one in choices)
+        means_true = any(kind in (bool, Any, object) for kind in kinds) or any(
+            one is True for one in choices
+        )
         return not means_true and (int in kinds or float in kinds)
     if any(hasattr(kind, "_says_something") for kind in kinds):
         return False
@@ -106,7 +110,9 @@ def expanded(path: str) -> str:
     if unset:
         raise ValueError(f"${unset[0]} is not set; set it, or write the whole path")
     if found.startswith("~"):
-        raise ValueError(f"{found.partition('/')[0]} is no user's home folder; write the whole path")
+        raise ValueError(
+            f"{found.partition('/')[0]} is no user's home folder; write the whole path"
+        )
     return _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], found)
 
 
@@ -149,7 +155,9 @@ def without_cycles(tree: Any) -> Any:
         if not left:
             return tree
         value = left.pop()
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
     raise ValueError(f"an alias refers to itself, or it holds more than {MOST_VALUES:,} values")
 
 
@@ -158,7 +166,9 @@ class _Unique(yaml.constructor.BaseConstructor):
 
     def construct_scalar(self, node: Any) -> Any:
         found = super().construct_scalar(node)
-        return found.encode("utf-16", "surrogatepass").decode("utf-16") if node.style == '"' else found
+        return (
+            found.encode("utf-16", "surrogatepass").decode("utf-16") if node.style == '"' else found
+        )
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -167,7 +177,9 @@ class _Unique(yaml.constructor.BaseConstructor):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be text", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands twice", key_node.start_mark
@@ -183,7 +195,9 @@ class UniqueKeys(_Unique, yaml.SafeLoader):
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if isinstance(node, yaml.MappingNode):
-            node.value = [(key, _texts(below) if key.value == "args" else below) for key, below in node.value]
+            node.value = [
+                (key, _texts(below) if key.value == "args" else below) for key, below in node.value
+            ]
         return node
 
 
@@ -203,13 +217,16 @@ class Dumper(yaml.SafeDumper):
 
 
 def _scalar(dumper: Any, value: str) -> Any:
-    style = '"' if {*"\x85\u2028\u2029"} & {*value} else None  # else these would be folded as ends of lines
+    style = (
+        '"' if {*"\x85\u2028\u2029"} & {*value} else None
+    )  # else these would be folded as ends of lines
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 
 Dumper.add_representer(str, _scalar)
 Dumper.add_multi_representer(
-    object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value, bytes_mode="base64"))
+    object,
+    lambda dumper, value: dumper.represent_data(to_jsonable_python(value, bytes_mode="base64")),
 )
 
 
@@ -217,7 +234,9 @@ def _number(loader: Any, node: Any) -> Any:
     kind = node.tag.rpartition(":")[2]
     found = getattr(loader, f"construct_yaml_{kind}")(node)
     if re.match(r"[-+]?0[\d_]|.*:", node.value) and "." not in node.value.partition(":")[0]:
-        problem = f"{node.value} is {found} in YAML; quote it if it is text, or write the plain number"
+        problem = (
+            f"{node.value} is {found} in YAML; quote it if it is text, or write the plain number"
+        )
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     return found
 
@@ -245,7 +264,9 @@ def _read(text: Text, kinds: list[Any]) -> Any:
     for choice in choices:
         if text in (str(choice), json.dumps(choice, default=str)):
             return choice
-    free = not all(kind in _ANYTHING[:-1] or _choices(kind) or _is_collection(kind) for kind in kinds)
+    free = not all(
+        kind in _ANYTHING[:-1] or _choices(kind) or _is_collection(kind) for kind in kinds
+    )
     if free and isinstance(text, Quoted):
         return str(text)
     lower = text.lower()
@@ -296,7 +317,9 @@ def members(kind: Any) -> Iterator[Any]:
 def _choices(kind: Any) -> list[Any]:
     if get_origin(kind) is Literal:
         return [one.value if isinstance(one, enum.Enum) else one for one in get_args(kind)]
-    return [one.value for one in kind] if inspect.isclass(kind) and issubclass(kind, enum.Enum) else []
+    return (
+        [one.value for one in kind] if inspect.isclass(kind) and issubclass(kind, enum.Enum) else []
+    )
 
 
 def _is_collection(kind: Any) -> bool:
@@ -319,7 +342,9 @@ def _part(kinds: list[Any], key: str | None) -> list[Any]:
     for kind in filter(_is_mapping, kinds):
         origin, args = get_origin(kind) or kind, get_args(kind)
         if issubclass(origin, BaseModel):
-            fields = {info.alias or name: info.annotation for name, info in origin.model_fields.items()}
+            fields = {
+                info.alias or name: info.annotation for name, info in origin.model_fields.items()
+            }
             fields |= {name: info.annotation for name, info in origin.model_fields.items()}
         elif hasattr(origin, "__annotations__"):  # a dataclass or TypedDict
             fields = typing.get_type_hints(origin)

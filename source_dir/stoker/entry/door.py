@@ -110,7 +110,9 @@ class Head:
                 raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
             if now - reported > REPORT_EVERY_S:
                 reported = now
-                say(f"waiting for the head, {now - started:.0f} of {deadline - started:.0f} s; {problem}")
+                say(
+                    f"waiting for the head, {now - started:.0f} of {deadline - started:.0f} s; {problem}"
+                )
             time.sleep(min(pause, max(deadline - now, 0)))
             pause = min(2.0, pause * 1.5)
 

@@ -47,8 +47,20 @@ STOP_STILL_S, NOBODY_S = STILL_S + 60, 90.0
 """In other places it does after so long without progress, or without a train worker. The write of a
 checkpoint says every minute that it makes progress; without any it ends by itself, earlier than this."""
 PROGRESS = (
-    *(kinds.TrainWorkerStarted, kinds.StepLogged, kinds.PassEnded, kinds.EpochEnded, kinds.MetricsLogged),
-    *(kinds.LoaderProgress, kinds.CheckpointWritten, kinds.ModelWritten, kinds.ExportWritten, kinds.Stopped),
+    *(
+        kinds.TrainWorkerStarted,
+        kinds.StepLogged,
+        kinds.PassEnded,
+        kinds.EpochEnded,
+        kinds.MetricsLogged,
+    ),
+    *(
+        kinds.LoaderProgress,
+        kinds.CheckpointWritten,
+        kinds.ModelWritten,
+        kinds.ExportWritten,
+        kinds.Stopped,
+    ),
     *(kinds.Note, kinds.Printed, kinds.ScriptOutput),
 )
 ANSWER_S = 120.0
@@ -85,7 +97,9 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     summary.metrics.modes = modes(config)
-    summary.cluster = Cluster(hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2))
+    summary.cluster = Cluster(
+        hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2)
+    )
     process_started = time.time() - place.formed_s
     prices = prices_of(config, summary.cluster.hosts)
     recorder = Recorder(place.run_dir, summary, process_started, prices, config.cluster.cpu_hosts)
@@ -188,7 +202,11 @@ class StopDeadline:
         """What is wrong if it is over."""
         if self._killed_after_s is None and self._trains:
             still_s = time.monotonic() - max(asked, self._heard)
-            return f"training made no progress for {still_s:.0f} s after" if still_s > STOP_STILL_S else ""
+            return (
+                f"training made no progress for {still_s:.0f} s after"
+                if still_s > STOP_STILL_S
+                else ""
+            )
         deadline_s = NOBODY_S if self._killed_after_s is None else self._killed_after_s * STOP_SHARE
         late = time.monotonic() - asked > deadline_s
         return f"training did not end within {deadline_s:.0f} s of" if late else ""

@@ -84,7 +84,9 @@ def check_recipe(resolved: Resolved) -> None:
         recipe.check(resolved)
     with problems:
         if type(recipe).model is Recipe.model:
-            raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
+            raise UsageError(
+                f"recipe: {type(recipe).__name__} does not say what to train: define model()"
+            )
     with problems:
         refuse_impossible(recipe, train)
     with problems:
@@ -99,7 +101,9 @@ def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
         opened = open_it()
     except Exception as error:
         ray: Any = sys.modules.get("ray")
-        if "ray.data" in sys.modules or (ray and isinstance(error.__cause__, ray.exceptions.RayError)):
+        if "ray.data" in sys.modules or (
+            ray and isinstance(error.__cause__, ray.exceptions.RayError)
+        ):
             return None
         raise
     # Datasets created before ray.init() cannot be used after it.
@@ -118,4 +122,6 @@ def open_all(resolved: Resolved) -> Opened:
 
 def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
     source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
-    return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
+    return [
+        load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks
+    ]

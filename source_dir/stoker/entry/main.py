@@ -178,7 +178,9 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
 
     # Ray's tasks must import this job's code, whatever else is installed.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     from stoker.entry import roles
     from stoker.errors import UsageError
     from stoker.place import Outcome
@@ -219,7 +221,9 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         [] if _copied_by_toolkit(arguments) else hyperparameter_overrides(rest),
         origin="arguments",
         passed={key.replace("__", "."): value for key, value in given.items() if key != "config"},
-        texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
+        texts=[
+            key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")
+        ],
     )
     config = resolved.config
     redaction.learn_job(config.model_dump(mode="json"))
@@ -227,9 +231,13 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
-        if (where := config.checkpoint.dir) and "://" not in where:  # `peek` reads it from any folder
+        if (
+            where := config.checkpoint.dir
+        ) and "://" not in where:  # `peek` reads it from any folder
             at = {"dir": str(Path(os.environ.get(LAUNCH_DIR_VARIABLE, ""), where).absolute())}
-            config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=at)})
+            config = config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update=at)}
+            )
     later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
     return Resolved(config, {**(origins or resolved.origins), **later})
 

@@ -145,7 +145,9 @@ def run_head(
         outcome = _failure(error)
     finally:
         stop.on_request = lambda reason: None  # already ending
-        if outcome.code:  # before the other hosts learn of it: the service may end the job with one of them
+        if (
+            outcome.code
+        ):  # before the other hosts learn of it: the service may end the job with one of them
             write_failure_soon(lambda: service.place().failure, outcome.cause)
         if door is not None:
             # Give late hosts time to come, so that they do not wait for a head that failed early.
@@ -206,7 +208,9 @@ def run_worker(
                     node.stop()
                 head.close()
             if joined > REJOINS:
-                return _without(f"Ray ended {joined} times on this host; not joining again", ends_job)
+                return _without(
+                    f"Ray ended {joined} times on this host; not joining again", ends_job
+                )
             say(why)
             stop.on_request = None
             deadline = time.monotonic() + search_s
@@ -280,9 +284,15 @@ def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: 
 def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
     gpus = raynode.count_gpus() if topology.trains else 0
     # Emulated hosts have none, and Slurm grants devices itself.
-    if topology.rents_gpus and not gpus and os.environ.get(PLACE_VARIABLE) not in ("rehearsal", "slurm"):
+    if (
+        topology.rents_gpus
+        and not gpus
+        and os.environ.get(PLACE_VARIABLE) not in ("rehearsal", "slurm")
+    ):
         why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
-        raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
+        raise ClusterError(
+            f"{why}; training on its CPUs would cost as much: choose another image or type"
+        )
     arguments = raynode.arguments_for(
         address=address,
         labels=cluster.ray_labels(topology),

@@ -104,8 +104,12 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
         "transfer": times["wait_transfer_s"],
         "here": times["wait_collate_s"] + times["host_to_device_s"],
     }
-    here = {host.node_id for host in summary.cluster.hosts}  # events are of all starts, times of this one
-    events = [each for each in summary.events if each["event"] == "host_lost" and each["node"] in here]
+    here = {
+        host.node_id for host in summary.cluster.hosts
+    }  # events are of all starts, times of this one
+    events = [
+        each for each in summary.events if each["event"] == "host_lost" and each["node"] in here
+    ]
     lost = sum(each.get("times", 1) for each in events)
     if lost and sum(waits.values()) <= RECOVERY_S * lost:
         return "lost_hosts"
@@ -118,7 +122,9 @@ def _checked(summary: Summary, binds: Bottleneck, production: bool) -> Bottlenec
     if binds not in ("gpu", "lost_hosts") and _without_one_wait(summary):
         return "one_wait"
     by_network = binds == "network" and not production  # or by the storage that is read
-    limit = chain_limit(summary) if binds == "cpu" else network_limit(summary) if by_network else None
+    limit = (
+        chain_limit(summary) if binds == "cpu" else network_limit(summary) if by_network else None
+    )
     return binds if near(summary, limit) else "late"
 
 
@@ -130,7 +136,11 @@ def _most_waited_for(summary: Summary, times: Mapping[str, float], most: str) ->
             return "network"
         # Where training takes the CPUs that preprocess, they are busy, but not with the chain.
         shared = _mean_pct(summary, preprocess & train)
-        taken = shared is not None and shared >= SATURATED_PCT and not near(summary, chain_limit(summary))
+        taken = (
+            shared is not None
+            and shared >= SATURATED_PCT
+            and not near(summary, chain_limit(summary))
+        )
         return "gpu_host_cpu" if taken else "cpu"
     if most == "transfer":
         receiving = _mean_pct(summary, train)
@@ -207,7 +217,9 @@ def verdict(summary: Summary) -> Verdict:
             f"one wait explains the input wait of {percent}: {took} for {what}; without it,"
             f" {one.rest_pct:.0f} % of each step waits for data"
         )
-        help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
+        help_ = (
+            "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
+        )
         return Verdict(head, "one_wait", [help_] if one.first else [])
     who, details = _advice(run)
     head = f"input-bound: {percent} of each step waits for data; {who}"
@@ -235,7 +247,10 @@ def _run(summary: Summary) -> _Run | None:
         share = sum(waits.values()) / total
         if share < INPUT_BOUND:
             binds = "gpu"
-        elif binds in (None, "gpu"):  # else the run's own verdict, which knows how busy the hosts were
+        elif binds in (
+            None,
+            "gpu",
+        ):  # else the run's own verdict, which knows how busy the hosts were
             sides: dict[Bottleneck, float] = dict.fromkeys(_WAITS.values(), 0.0)
             for name, of in _WAITS.items():
                 sides[of] += waits[name]
@@ -252,11 +267,16 @@ def _advice(run: _Run) -> tuple[str, list[str]]:
             "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"
         ]
     if run.binds == "late":
-        spent = f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: " if run.busy else ""
+        spent = (
+            f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: "
+            if run.busy
+            else ""
+        )
         look = "look for few or uneven blocks (data.block_records) and slow reading"
-        return "preprocessed data comes late, although its CPUs and the network are not at their limit", [
-            f"{spent}more CPU hosts would not help; {look}"
-        ]
+        return (
+            "preprocessed data comes late, although its CPUs and the network are not at their limit",
+            [f"{spent}more CPU hosts would not help; {look}"],
+        )
     if run.binds == "network" and run.production:  # blocks come late from CPUs that are not busy
         return "preprocessing itself waits for the storage that it reads", [
             "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
@@ -273,7 +293,9 @@ def _advice(run: _Run) -> tuple[str, list[str]]:
     who = "the GPU host's own CPU is the bottleneck"
     if run.production:  # its CPUs train and preprocess
         share = f"preprocessing takes {100 * run.busy:.0f} % of the CPUs of the host that trains"
-        return who, [f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"]
+        return who, [
+            f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"
+        ]
     return who, [
         "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
         " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
@@ -299,7 +321,10 @@ def _more_cpus(run: _Run) -> list[str]:
         return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
     count = math.ceil(lacking / kind.vcpus)
     more = "more " if run.cpu_hosts else ""
-    return [f"{count} {more}{kind.type} would {target}", "`stoker size JOB --from RUN` tells at what cost"]
+    return [
+        f"{count} {more}{kind.type} would {target}",
+        "`stoker size JOB --from RUN` tells at what cost",
+    ]
 
 
 def _fewer_hosts(run: _Run) -> list[str]:

@@ -132,7 +132,9 @@ def line_chart(
     return svg(title, description, height, body)
 
 
-def _apart(ends: list[tuple[float, str]], lowest: float, gap: float = 13.0) -> Iterator[tuple[float, str]]:
+def _apart(
+    ends: list[tuple[float, str]], lowest: float, gap: float = 13.0
+) -> Iterator[tuple[float, str]]:
     """Labels at the ends of lines, moved up where they would overlap."""
     last = lowest + gap
     for at, name in sorted(ends, reverse=True):
@@ -148,7 +150,9 @@ def _labels(ticks: Sequence[float]) -> list[str]:
     return labels
 
 
-def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: float) -> Iterator[str]:
+def _axes(
+    x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: float
+) -> Iterator[str]:
     for tick, label in zip(y.ticks, _labels(y.ticks), strict=True):
         at, below = f"{y(tick):.1f}", f"{y(tick) + 3.6:.1f}"
         yield f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{at}" y2="{at}"/>'
@@ -162,7 +166,9 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
-def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> Markup:
+def bars(
+    title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf
+) -> Markup:
     known = [row.value for row in rows if row.value and row.value > 0]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
     step, body = 40, []
@@ -180,7 +186,9 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
             continue
         wide = max((WIDTH - 16) * min(row.value, end) / end, 1.5)
         kind = "f1" if row.strong else "f6"
-        body.append(f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
+        body.append(
+            f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>'
+        )
         if row.value > end * 1.001:
             tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
             body.append(f'<polyline class="cut" points="{tip}"/>')

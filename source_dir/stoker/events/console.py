@@ -54,7 +54,9 @@ class Console(Sink):
             case kinds.EpochEnded():
                 self.show_quarantined()
                 done = "done" if event.whole else f"up to step {event.step}"
-                self.line(f"epoch {event.epoch + 1}/{self.epochs} {done}: {metrics_text(event.metrics)}")
+                self.line(
+                    f"epoch {event.epoch + 1}/{self.epochs} {done}: {metrics_text(event.metrics)}"
+                )
             case kinds.MetricsLogged() if self.due():
                 self.last = time.monotonic()
                 self.line(metrics_line(event.step, event.metrics))
@@ -92,7 +94,9 @@ class Console(Sink):
                 left = count_of(event.restarts_left, "restart")
                 self.line(f"{event.cause}; restarting training ({left} left after this one)")
             case kinds.Recovered():
-                self.line(f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)")
+                self.line(
+                    f"training again after {event.seconds:.1f} s ({event.data_s:.1f} s for data)"
+                )
             case kinds.HostChanged():
                 self.line(f"{event.event.replace('_', ' ')}: {event.host}")
             case kinds.CpuHostsRequested():
@@ -152,11 +156,17 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     speed, records = summary.speed, summary.records
     if summary.script is not None:
         last = summary.metrics.last
-        rows = [(f"best {name}", f"{value:.6g}") for name, value in best.items() if value != last.get(name)]
+        rows = [
+            (f"best {name}", f"{value:.6g}")
+            for name, value in best.items()
+            if value != last.get(name)
+        ]
         rows += [(name, f"{value:.6g}") for name, value in last.items()]
     else:
         deep = [name for name in best if name.count("/") > 1][MOST_PARTS:]
-        rows = [(f"best {name}", metric_text(name, best[name])) for name in best if name not in deep]
+        rows = [
+            (f"best {name}", metric_text(name, best[name])) for name in best if name not in deep
+        ]
         rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
         rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:
@@ -172,10 +182,14 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("records", books_text(records)))
     seen = summary.notable()
     lost = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
-    lost += [f"{count_of(again, 'work item')} done again"] if (again := seen["work_repeated"]) else []
+    lost += (
+        [f"{count_of(again, 'work item')} done again"] if (again := seen["work_repeated"]) else []
+    )
     rows += [("hosts", ", ".join(lost))] if lost else []
     if restarts := [event["seconds"] for event in summary.events if event["event"] == "recovered"]:
-        text = f"{seen['recovered']} after lost train workers, {sum(restarts):.1f} s without training"
+        text = (
+            f"{seen['recovered']} after lost train workers, {sum(restarts):.1f} s without training"
+        )
         rows.append(("restarts", text))
     if cost := cost_row(summary):
         rows.append(cost)

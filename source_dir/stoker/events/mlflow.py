@@ -89,7 +89,9 @@ class MlflowSink(Sink):
     def on_event(self, event: Event) -> None:
         values, at = self.scalars.of(event), round(1000 * event.time)
         if not isinstance(event, HostCpu) or self.settings.system_metrics:
-            self.rows += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
+            self.rows += [
+                (name, float(value), at, self.scalars.step) for name, value in values.items()
+            ]
 
     def close(self, summary: Summary) -> None:
         self._summary = summary
@@ -153,11 +155,15 @@ class MlflowSink(Sink):
                 code = getattr(error, "error_code", "")
                 if code == "RESOURCE_DOES_NOT_EXIST":  # the next attempt creates a new run
                     step = batch[0][3]
-                    self.tell(f"MLflow no longer has run {self.run_id}; a new one begins at step {step}")
+                    self.tell(
+                        f"MLflow no longer has run {self.run_id}; a new one begins at step {step}"
+                    )
                     self.client = self.run_id = None
                 if code not in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
                     raise
-                self.tell(f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300])
+                self.tell(
+                    f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300]
+                )
             for _ in batch:
                 self.rows.popleft()
 
@@ -194,7 +200,9 @@ class MlflowSink(Sink):
         self.lacking = [other for other in self.lacking if other != what]
 
     def _exported(self, summary: Summary) -> Path | None:
-        exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
+        exported = any(
+            e.get("format") == "torch_export" and not e.get("error") for e in summary.exports
+        )
         return self.model_dir if exported and summary.status == "succeeded" else None
 
     def _known_id(self, store: CheckpointStore) -> str | None:
@@ -210,7 +218,9 @@ class MlflowSink(Sink):
         content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
         for number, store in enumerate(self.stores):
             if self.told_id[number] != self.run_id:
-                with contextlib.suppress(OSError):  # the checkpoints' folder comes with the first of them
+                with contextlib.suppress(
+                    OSError
+                ):  # the checkpoints' folder comes with the first of them
                     store.write_note(STATE, json.dumps(content, indent=1))
                     self.told_id[number] = self.run_id
 
@@ -276,7 +286,9 @@ class MlflowSink(Sink):
     def _log(self, rows: list[MetricRow]) -> None:
         from mlflow.entities import Metric
 
-        found = [Metric(NOT_ALLOWED.sub("_", name), value, at, step) for name, value, at, step in rows]
+        found = [
+            Metric(NOT_ALLOWED.sub("_", name), value, at, step) for name, value, at, step in rows
+        ]
         if found:
             self.client.log_batch(self.run_id, metrics=found)
 
@@ -356,4 +368,6 @@ def mlflow_sinks(
     with contextlib.suppress(OSError):
         commit = Path(stoker.__file__).resolve().parents[1] / COMMIT_FILE
         tags["mlflow.source.git.commit"] = commit.read_text().strip()
-    return [MlflowSink(settings, config.name, place.run_dir, tags, place.model_dir, kept, tell=tell)]
+    return [
+        MlflowSink(settings, config.name, place.run_dir, tags, place.model_dir, kept, tell=tell)
+    ]

@@ -58,7 +58,11 @@ GOOGLE_MACHINES = _machines("vertex", TRAINING_FEE)
 _NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z]*d)\.")
 ATTACHES = "n1-"
 """Google's series whose machines GPUs can be attached to."""
-ATTACHED_USD_PER_HOUR = {"NVIDIA_TESLA_T4": 0.35, "NVIDIA_TESLA_V100": 2.48, "NVIDIA_TESLA_P100": 1.46}
+ATTACHED_USD_PER_HOUR = {
+    "NVIDIA_TESLA_T4": 0.35,
+    "NVIDIA_TESLA_V100": 2.48,
+    "NVIDIA_TESLA_P100": 1.46,
+}
 """Each GPU that is attached to such a machine, on Compute Engine."""
 ACCELERATORS = {
     "g2-standard-": "NVIDIA_L4",
@@ -83,7 +87,9 @@ def has_nvme(instance_type: str) -> bool:
 
 
 def built_in_accelerator(machine_type: str) -> str | None:
-    return next((name for series, name in ACCELERATORS.items() if machine_type.startswith(series)), None)
+    return next(
+        (name for series, name in ACCELERATORS.items() if machine_type.startswith(series)), None
+    )
 
 
 def built_in_gpus(machine_type: str) -> int:
@@ -107,10 +113,17 @@ class PriceList:
     spot: bool = False
     """Whether the hosts are spot capacity, whose prices are not known."""
 
-    def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
+    def usd_per_hour(
+        self, instance_type: str | None, count: int = 1, group: str = ""
+    ) -> float | None:
         # Of groups, `prices` has those whose machines have attached GPUs.
         own, others = self.own, self.prices
-        for known, key in (own, instance_type), (own, group), (others, group), (others, instance_type):
+        for known, key in (
+            (own, instance_type),
+            (own, group),
+            (others, group),
+            (others, instance_type),
+        ):
             if key and key in known:
                 return known[key] * count
         return None
@@ -127,7 +140,11 @@ def price_list(own: Mapping[str, float] | None = None, spot: bool = False) -> Pr
 
 
 def google_groups(settings: VertexConfig) -> list[tuple[str, VertexHostsConfig]]:
-    return [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
+    return [
+        ("gpu", settings.gpu),
+        ("cpu", settings.cpu),
+        *((pool.name, pool) for pool in settings.pools),
+    ]
 
 
 def google_prices(settings: VertexConfig) -> PriceList:
@@ -184,8 +201,14 @@ def run_cost(
         known = [price for price in each if price is not None]
         if not known or len(known) != len(each):
             return None
-        here = sum(price * _hours_of(host, summary, began) for host, price in zip(hosts, known, strict=True))
-        at_start, by_type = sum(known), {h.type or h.group: p for h, p in zip(hosts, known, strict=True)}
+        here = sum(
+            price * _hours_of(host, summary, began)
+            for host, price in zip(hosts, known, strict=True)
+        )
+        at_start, by_type = (
+            sum(known),
+            {h.type or h.group: p for h, p in zip(hosts, known, strict=True)},
+        )
         as_of, region, spot = prices.as_of, prices.region, prices.spot
     per_hour = here / hours if hours else at_start
     rate, before = summary.speed.steady_samples_per_s, summary.earlier_cost or {}

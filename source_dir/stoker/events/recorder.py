@@ -235,10 +235,14 @@ class Recorder(Sink):
 
     def _on_model(self, event: kinds.ModelWritten) -> None:
         left_out = ("path", "loss")
-        self.summary.model_from = {n: value for n, value in event.values().items() if n not in left_out}
+        self.summary.model_from = {
+            n: value for n, value in event.values().items() if n not in left_out
+        }
 
     def _on_records(self, event: kinds.RecordsCounted) -> None:
-        self.summary.records.add({n: value for n, value in event.values().items() if n != "remainder_ids"})
+        self.summary.records.add(
+            {n: value for n, value in event.values().items() if n != "remainder_ids"}
+        )
 
     def _on_resumed(self, event: kinds.Resumed) -> None:
         self.summary.records.rewind(event.epoch, event.validate_only)
@@ -262,7 +266,9 @@ class Recorder(Sink):
                 self.step_ms[at] = ms
         self.running.clear()
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
-        figures = {name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")} | event.times
+        figures = {
+            name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")
+        } | event.times
         self.totals = _together(self.totals, Sums(int, figures))
         if self.warm:
             self.steady = _together(self.steady, Sums(int, figures))
@@ -307,8 +313,12 @@ class Recorder(Sink):
             batches = max(speed.batches, 1)
             speed.first_wait_s = round(steady["first_wait_s"], 3)
             speed.longest_wait_s = round(steady["longest_wait_s"], 3)
-            speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / batches, 3) for n in STEP_TERMS}
-            self.summary.bottleneck = bottleneck(self.summary, steady) if speed.steps >= MIN_STEPS else None
+            speed.step_terms_ms = {
+                n: round(1000 * steady[f"{n}_s"] / batches, 3) for n in STEP_TERMS
+            }
+            self.summary.bottleneck = (
+                bottleneck(self.summary, steady) if speed.steps >= MIN_STEPS else None
+            )
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
@@ -318,7 +328,9 @@ class Recorder(Sink):
             self.summary.chain = figures["chain"]
             self.summary.operators = figures.get("operators", [])
             tasks = figures["tasks_by_node"]
-            self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
+            self.summary.chain_tasks_by_host = {
+                self.summary.host_of(n): count for n, count in tasks.items()
+            }
             records = self.summary.records
             for books in figures["open"]:
                 same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()

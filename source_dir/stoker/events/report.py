@@ -100,7 +100,9 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     speed, records = summary.speed, summary.records
     found: list[tuple[str, str, str]] = []
     best, model = summary.metrics.best, summary.model_from or {}
-    names = dict.fromkeys([model.get("metric"), *(name for name in best if name.startswith("val/"))])
+    names = dict.fromkeys(
+        [model.get("metric"), *(name for name in best if name.startswith("val/"))]
+    )
     for name in [name for name in names if name in best][:2]:
         percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
         shown = (lambda score: f"{100 * score:.2f} %") if percent else charts.figure
@@ -123,7 +125,9 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
         found.append(("records trained", f"{records.trained:,}", note))
     if summary.cost and summary.cost.get("usd") is not None:
         per = number(summary.cost.get("usd_per_million_samples"))
-        note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}{spot_note(summary.cost)}"
+        note = (
+            f"estimated, prices of {summary.cost.get('prices_as_of', '?')}{spot_note(summary.cost)}"
+        )
         if per is not None:
             note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
         found.append(("cost", charts.usd(summary.cost["usd"]), note))
@@ -141,7 +145,11 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
     values = dict(leaves(tree if isinstance(tree, dict) else {}))
     found = []
     for key, origin in run.origins.items():
-        below = {name.removeprefix(f"{key}."): v for name, v in values.items() if name.startswith(f"{key}.")}
+        below = {
+            name.removeprefix(f"{key}."): v
+            for name, v in values.items()
+            if name.startswith(f"{key}.")
+        }
         value = values.get(key, below or None)
         found.append((key, "–" if value is None else str(value), origin))
     return sorted(found)
@@ -164,7 +172,12 @@ class Panel:
 
 
 def bar_panel(
-    title: str, text: str, bars: Sequence[Bar], unit: str, heads: list[str], rows: Rows | None = None
+    title: str,
+    text: str,
+    bars: Sequence[Bar],
+    unit: str,
+    heads: list[str],
+    rows: Rows | None = None,
 ) -> Panel:
     """Bars with their values as a table, unless other rows are given."""
     return Panel(title, charts.bars(title, text, bars, unit), text, heads, rows or values_of(bars))
@@ -203,7 +216,9 @@ def _events(run: RunData) -> list[Moment]:
     return [(mark.seconds, mark.text) for mark in marks]
 
 
-def over_time(title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData) -> Panel:
+def over_time(
+    title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData
+) -> Panel:
     svg = charts.line_chart(
         f"{title} over time",
         text,
@@ -220,7 +235,9 @@ def throughput(run: RunData) -> Panel | None:
     points, mean = run.samples_per_s, run.summary.speed.steady_samples_per_s
     if not points:
         return None
-    text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
+    text = (
+        f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
+    )
     text += f"; {figure(mean)} on average after warm-up." if mean else "."
     return over_time("Throughput", "samples/s", "samples/s", points, text, run)
 
@@ -228,7 +245,9 @@ def throughput(run: RunData) -> Panel | None:
 def waiting(run: RunData) -> Panel | None:
     if not run.input_wait:
         return None
-    text = f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
+    text = (
+        f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
+    )
     return over_time("Input wait", "input wait", "% of the time", run.input_wait, text, run)
 
 
@@ -270,7 +289,12 @@ def records(run: RunData) -> Panel | None:
         return None
     rows = [
         Bar(found.verb, found.read),
-        Bar("trained", found.trained, f"{found.repeated:,} repeated" if found.repeated else "", strong=True),
+        Bar(
+            "trained",
+            found.trained,
+            f"{found.repeated:,} repeated" if found.repeated else "",
+            strong=True,
+        ),
         Bar("quarantined", found.quarantined),
         Bar("left over", found.remainder),
     ]
@@ -298,7 +322,9 @@ def limits(run: RunData) -> Panel | None:
         bars.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
     title, unit = "Throughput limits", "samples/s"
     caption = "What each part could carry alone. CPUs that also train reach less."
-    told = [f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars]
+    told = [
+        f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars
+    ]
     svg = charts.bars(title, "; ".join(told), bars, unit, cut_at=4)
     return Panel(title, svg, caption, ["part", unit], values_of(bars))
 
@@ -315,7 +341,9 @@ def loss(run: RunData) -> Panel | None:
     if run.steps_per_point > 1:
         course = f"{course[:-1]}: one in {run.steps_per_point} of all."
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
-    svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
+    svg = charts.line_chart(
+        "Loss against the global step", text, lines, "global step", "loss", height=220
+    )
     caption = f"{text} {last.capitalize()} ends at {figure(final)}."
     return Panel("Loss", svg, caption, ["step", "loss"], table_rows(run.loss))
 
@@ -326,7 +354,9 @@ def chain(run: RunData) -> Panel | None:
         return None
     total = sum(stage["cpu_ms_per_sample"] for stage in stages) or 1.0
     bars, rows = [], []
-    for name, ms, out in ((s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"])) for s in stages):
+    for name, ms, out in (
+        (s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"])) for s in stages
+    ):
         bars.append(Bar(name, ms, f"{out} out", strong=ms > 0.4 * total))
         rows.append([name, figure(ms), out])
     dear = max(stages, key=lambda stage: stage["cpu_ms_per_sample"])
@@ -373,7 +403,9 @@ def metrics(run: RunData) -> list[Panel]:
     for name, table in run.tables.items():
         cells = min(len(table.rows), MOST_LISTED) * len(table.columns)
         if cells > room:
-            found.append(Panel(name, None, "Too large for this page; see the event `table` in events.jsonl."))
+            found.append(
+                Panel(name, None, "Too large for this page; see the event `table` in events.jsonl.")
+            )
         else:
             room -= cells
             found.append(table_of(name, table))
@@ -390,7 +422,10 @@ def by_part(run: RunData, name: str, names: list[str]) -> Panel:
     text = f"From {figure(last[order[0]])} to {figure(last[order[-1]])} in the last epoch."
     if len(order) > MOST_ROWS:
         text += f" The chart shows the {MOST_ROWS} lowest of {len(order)}, the table all."
-    rows = [[p[label:], figure(last[p]), "–" if best[p] is None else figure(best[p] or 0.0)] for p in order]
+    rows = [
+        [p[label:], figure(last[p]), "–" if best[p] is None else figure(best[p] or 0.0)]
+        for p in order
+    ]
     return bar_panel(name, text, bars[:MOST_ROWS], "", ["", "last", "best"], rows)
 
 
@@ -415,11 +450,27 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
         row = figures_of(run.summary)
         known, chose = run.summary.metrics.best, (run.summary.model_from or {}).get("metric")
         others = (name for name in known if name.startswith("val/") and "loss" not in name)
-        best = next((f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–")
+        best = next(
+            (f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–"
+        )
         speed = cell(row["samples_per_s"], figure), cell(row["input_wait_pct"], "{:.0f} %".format)
         cost = [cell(row[name], charts.usd) for name in ("usd", "usd_per_million_samples")]
         about = [str(place), run.name, row["hosts"], str(row["train_workers"]), row["status"]]
         rows.append([*about, *speed, figure(row["seconds"], "s"), best, *cost])
-    heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
-    caption = "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
+    heads = [
+        "",
+        "run",
+        "hosts",
+        "workers",
+        "status",
+        "samples/s",
+        "wait",
+        "time",
+        "best",
+        "cost",
+        "per 1M",
+    ]
+    caption = (
+        "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
+    )
     return [Panel("Runs side by side", None, caption, heads, rows, wide=True)]

@@ -32,8 +32,20 @@ CONFIG = "config/"
 MOST_QUARANTINED = 50
 MOST_STEPS = 50_000
 DRAWN = (
-    *(kinds.EpochEnded, kinds.MetricsLogged, kinds.MetricTable, kinds.CheckpointWritten, kinds.Resumed),
-    *(kinds.TrainWorkerLost, kinds.HostChanged, kinds.CpuHostsRequested, kinds.StopRequested, kinds.Stopped),
+    *(
+        kinds.EpochEnded,
+        kinds.MetricsLogged,
+        kinds.MetricTable,
+        kinds.CheckpointWritten,
+        kinds.Resumed,
+    ),
+    *(
+        kinds.TrainWorkerLost,
+        kinds.HostChanged,
+        kinds.CpuHostsRequested,
+        kinds.StopRequested,
+        kinds.Stopped,
+    ),
 )
 """Kinds of events that the report shows, beside the steps."""
 
@@ -101,7 +113,9 @@ def figures_of(summary: Summary) -> dict[str, Any]:
         "epochs": summary.epochs,
         "steps": summary.steps,
         "samples_per_s": summary.speed.steady_samples_per_s or None,
-        "input_wait_pct": summary.speed.input_wait_pct if summary.speed.steady_samples_per_s else None,
+        "input_wait_pct": summary.speed.input_wait_pct
+        if summary.speed.steady_samples_per_s
+        else None,
         "bottleneck": summary.bottleneck,
         "usd": cost.get("usd"),
         "usd_per_million_samples": cost.get("usd_per_million_samples"),
@@ -112,14 +126,17 @@ def shape_of(summary: Summary) -> str:
     """A run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
     kinds = Counter((host.group, host.type or "") for host in summary.cluster.at_once())
     return " + ".join(
-        f"{count} × {group}" + (f" ({kind})" if kind else "") for (group, kind), count in kinds.items()
+        f"{count} × {group}" + (f" ({kind})" if kind else "")
+        for (group, kind), count in kinds.items()
     )
 
 
 def flat_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     try:
-        content = to_jsonable_python(yaml.safe_load(path.read_text(encoding="utf-8")), bytes_mode="base64")
+        content = to_jsonable_python(
+            yaml.safe_load(path.read_text(encoding="utf-8")), bytes_mode="base64"
+        )
     except (OSError, yaml.YAMLError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{path}: cannot be read: {why}") from None
@@ -128,7 +145,9 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:
     rows = leaves(tree)
-    return {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in rows}
+    return {
+        key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in rows
+    }
 
 
 def differing(frame: pandas.DataFrame) -> list[str]:
@@ -179,7 +198,9 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     path = run_dir / "summary.json"
     if not path.is_file():
-        reason = "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
+        reason = (
+            "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
+        )
         raise UsageError(f"{run_dir}: not a run directory ({reason})")
     summary = read_summary(path)
     summary.chain = [  # without CPU time, a stage is left out; unknown bytes are 0
@@ -207,7 +228,9 @@ def read_run(run_dir: Path) -> RunData:
 
 def _read_events(run: RunData) -> None:
     path = run.run_dir / "events.jsonl"
-    start = next((event.time for event in kinds.read_events(path) if math.isfinite(event.time)), 0.0)
+    start = next(
+        (event.time for event in kinds.read_events(path) if math.isfinite(event.time)), 0.0
+    )
     run.steps_per_point += sum(1 for _ in kinds.lines(path, kinds.StepLogged)) // MOST_STEPS
     before: kinds.StepLogged | None = None
     for event in kinds.read_events(path, kinds.StepLogged, run.steps_per_point):
@@ -226,7 +249,9 @@ def _read_events(run: RunData) -> None:
                 for name, value in finite(event.metrics).items():
                     run.metrics.setdefault(name, []).append((event.step, value))
             case kinds.MetricTable():
-                if event.rows and [len(event.columns)] * len(event.rows) == list(map(len, event.cells)):
+                if event.rows and [len(event.columns)] * len(event.rows) == list(
+                    map(len, event.cells)
+                ):
                     run.tables[event.name] = event
             case kinds.CheckpointWritten():
                 text = f"checkpoint at step {event.step}: {Path(event.path).name}"
@@ -246,7 +271,9 @@ def _read_events(run: RunData) -> None:
             run.marks.append(Mark(at, event.event, text))
 
 
-def _take_step(run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None) -> None:
+def _take_step(
+    run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None
+) -> None:
     if math.isfinite(event.loss):
         run.loss.append((event.step, event.loss))
     samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s

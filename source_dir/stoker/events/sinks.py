@@ -102,7 +102,9 @@ class Tracking:
             self.sinks = [other for other in self.sinks if other is not sink]
             logging.getLogger("stoker").error("%s", traceback.format_exc())
             name = type(sink).__name__
-            self.say(f"tracking: {name} failed and is dropped; the run continues: {where_raised(error)}")
+            self.say(
+                f"tracking: {name} failed and is dropped; the run continues: {where_raised(error)}"
+            )
 
 
 class Scalars:
@@ -129,7 +131,11 @@ class Scalars:
                     "perf/input_wait_pct": 100 * event.wait_s / elapsed,
                 }
                 values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
-                return values if event.grad_norm is None else values | {"train/grad_norm": event.grad_norm}
+                return (
+                    values
+                    if event.grad_norm is None
+                    else values | {"train/grad_norm": event.grad_norm}
+                )
             case kinds.EpochEnded() | kinds.MetricsLogged():
                 self.step = event.step
                 return {name: value for name, value in event.metrics.items() if value is not None}
@@ -145,7 +151,10 @@ class Scalars:
             case kinds.CheckpointWritten(seconds=float(seconds)):
                 return {"perf/checkpoint_s": seconds}
             case kinds.HostCpu():
-                return {f"system/{host}/cpu_utilization_percentage": cpu for host, cpu in event.hosts.items()}
+                return {
+                    f"system/{host}/cpu_utilization_percentage": cpu
+                    for host, cpu in event.hosts.items()
+                }
         return {}
 
 
@@ -167,11 +176,18 @@ class Board(Sink):
         writer = self._writer = self._writer or EventFileWriter(str(self._folder))
         if found:
             point = summary_pb2.Summary.Value
-            values = summary_pb2.Summary(value=[point(tag=tag, simple_value=y) for tag, y in found.items()])
-            writer.add_event(event_pb2.Event(wall_time=event.time, step=self.scalars.step, summary=values))
+            values = summary_pb2.Summary(
+                value=[point(tag=tag, simple_value=y) for tag, y in found.items()]
+            )
+            writer.add_event(
+                event_pb2.Event(wall_time=event.time, step=self.scalars.step, summary=values)
+            )
         if resumed:
             # Points after the checkpoint are drawn again.
-            start, step = event_pb2.SessionLog(status=event_pb2.SessionLog.START), self.scalars.step + 1
+            start, step = (
+                event_pb2.SessionLog(status=event_pb2.SessionLog.START),
+                self.scalars.step + 1,
+            )
             writer.add_event(event_pb2.Event(wall_time=event.time, step=step, session_log=start))
 
     def close(self, summary: Summary) -> None:

@@ -32,14 +32,51 @@ LOSSES = ("loss", "error", "perplexity", "distance", "divergence", "entropy")
 ERRORS = ("mae", "mse", "mape", "msle")
 """Ends of words, as in rmse and smape."""
 RATES = {
-    *("wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "fvd", "ece", "crps", "epe", "brier", "lpips"),
+    *(
+        "wer",
+        "cer",
+        "mer",
+        "eer",
+        "ppl",
+        "nll",
+        "fid",
+        "kid",
+        "fvd",
+        "ece",
+        "crps",
+        "epe",
+        "brier",
+        "lpips",
+    ),
     *("ergas", "niqe", "brisque", "chamfer", "hausdorff", "logcosh"),
 }
 """Words."""
 LESSER = {
-    *("fpr", "fpr95", "fnr", "hd95", "hamming", "huber", "l1", "l2", "sam", "ter", "tv", "totalvariation"),
-    *("continuousrankedprobabilityscore", "learnedperceptualimagepatchsimilarity", "spatialdistortionindex"),
-    *("deepimagestructureandtexturesimilarity", "spectralanglemapper", "translationeditrate", "wordinfolost"),
+    *(
+        "fpr",
+        "fpr95",
+        "fnr",
+        "hd95",
+        "hamming",
+        "huber",
+        "l1",
+        "l2",
+        "sam",
+        "ter",
+        "tv",
+        "totalvariation",
+    ),
+    *(
+        "continuousrankedprobabilityscore",
+        "learnedperceptualimagepatchsimilarity",
+        "spatialdistortionindex",
+    ),
+    *(
+        "deepimagestructureandtexturesimilarity",
+        "spectralanglemapper",
+        "translationeditrate",
+        "wordinfolost",
+    ),
 }
 """Whole names, whose words alone may mean something else."""
 
@@ -70,7 +107,11 @@ def append(rows: list[dict[str, Any]], row: dict[str, Any], by: str, number: str
         if before is None:
             rows.insert(at, {**old, number: 1})
             continue
-        sums = {name: before.get(name, 0) + old.get(name, 0) for name in SUMMED if name in {**before, **old}}
+        sums = {
+            name: before.get(name, 0) + old.get(name, 0)
+            for name in SUMMED
+            if name in {**before, **old}
+        }
         if "whole" in old:
             sums["whole"] = before.get("whole", True) and old["whole"]
         before.update(old | sums | {number: before[number] + 1})
@@ -108,7 +149,9 @@ class Cluster(SummaryPart):
         came = sorted(host.since for host in self.hosts)
         gone = sorted(host.until for host in self.hosts if host.until is not None)
         moments = [host.since for host in self.hosts]
-        most = max(moments, key=lambda at: bisect_right(came, at) - bisect_right(gone, at), default=0.0)
+        most = max(
+            moments, key=lambda at: bisect_right(came, at) - bisect_right(gone, at), default=0.0
+        )
         return [h for h in self.hosts if h.since <= most and (h.until is None or h.until > most)]
 
 
@@ -128,7 +171,8 @@ class Records(SummaryPart):
         """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
         split, epoch = counts["split"], counts["epoch"]
         if any(
-            old["split"] == split and (old["epoch"] == epoch or ("passes" in old and old["epoch"] > epoch))
+            old["split"] == split
+            and (old["epoch"] == epoch or ("passes" in old and old["epoch"] > epoch))
             for old in self.epochs
         ):
             later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
@@ -160,9 +204,15 @@ class Records(SummaryPart):
         )
 
     def _forget(self, passes: set[tuple[str, int | None]]) -> None:
-        left = [counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes]
-        if sum("passes" in counts for counts in left) < sum("passes" in counts for counts in self.epochs):
-            raise DataError("training restarts too far back for the books of its epochs: start the run again")
+        left = [
+            counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes
+        ]
+        if sum("passes" in counts for counts in left) < sum(
+            "passes" in counts for counts in self.epochs
+        ):
+            raise DataError(
+                "training restarts too far back for the books of its epochs: start the run again"
+            )
         self.__dict__.update(Records().__dict__)
         for counts in left:
             self.add(counts)

@@ -52,7 +52,10 @@ class LocalCluster:
         )
         arguments += raynode.store_arguments(config.cluster.object_store_mb)
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
-        arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
+        arguments += [
+            f"--include-dashboard={str(self._dashboard).lower()}",
+            f"--dashboard-host={LOOPBACK}",
+        ]
         self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
 
     def stop(self) -> None:
@@ -64,7 +67,9 @@ class LocalCluster:
             import ray
 
             self._node.wait_started()
-            context = ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            context = ray.init(
+                address=self._address, log_to_driver=False, logging_level=logging.ERROR
+            )
         except BaseException:
             self.stop()
             raise
@@ -91,11 +96,15 @@ def connected() -> Iterator[None]:
 
     where = os.environ.get("RAY_ADDRESS", "this machine")
     needs: dict[str, Any] | None = None
-    if (package := os.environ.get(PACKAGE_VARIABLE)) is not None:  # under Ray Jobs, workers have it already
+    if (
+        package := os.environ.get(PACKAGE_VARIABLE)
+    ) is not None:  # under Ray Jobs, workers have it already
         names = (PLACE_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
         needs = {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=needs)
+        ray.init(
+            address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=needs
+        )
     except (OSError, RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ClusterError(
@@ -177,7 +186,9 @@ def read_token(folder: Path) -> str:
             f"launcher/submit.py, or before a manual upload run: openssl rand -hex 32 > {TOKEN_FILE}"
         ) from None
     if len(token) < 32:
-        raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short; use 32 or more")
+        raise ClusterError(
+            f"{TOKEN_FILE}: a token of {len(token)} characters is too short; use 32 or more"
+        )
     return token
 
 
@@ -225,9 +236,13 @@ def wait_for_hosts(
         late = waited > timeout
         without = missing if late else gone
         cpu_hosts = {h for h in topology.hosts if topology.group_of(h) != topology.gpu_group}
-        enough = least is not None and cpu_hosts >= {*without} and len(cpu_hosts - {*without}) >= least
+        enough = (
+            least is not None and cpu_hosts >= {*without} and len(cpu_hosts - {*without}) >= least
+        )
         if without == missing and enough:
-            say(f"continuing without {absent} after {waited:.0f} s: cluster.min_cpu_hosts is {least}")
+            say(
+                f"continuing without {absent} after {waited:.0f} s: cluster.min_cpu_hosts is {least}"
+            )
             return list(present)
         if late:
             raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")

@@ -47,7 +47,9 @@ def quota(top: Path = CGROUPS) -> Quota | None:
                 most, period = (folder / "cpu.max").read_text().split()
                 usage = folder / "cpu.stat"
             else:
-                most, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                most, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+                )
                 usage = top / "cpuacct" / folder.relative_to(top / "cpu") / "cpuacct.usage"
             if int(most) > 0:  # otherwise "max" or -1
                 found.append(Quota(int(most) / int(period), folder, usage))
@@ -83,7 +85,9 @@ def memory(top: Path = CGROUPS) -> tuple[int, int]:
         ):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 limit = int((folder / limit_file).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
                 # The page cache of files read once counts as used, but is reclaimed under memory pressure.
                 used = int((folder / used_file).read_text()) - int(stat[idle])
                 total, available = min(total, limit), min(available, max(limit - used, 0))
@@ -97,12 +101,18 @@ def _cgroups(controller: str, top: Path) -> Iterator[Path]:
     except OSError:
         lines = []
     found: dict[Path, None] = {}
-    for line in [*lines, "0::/", f"0:{controller}:/"]:  # a container may see its own group as the root
+    for line in [
+        *lines,
+        "0::/",
+        f"0:{controller}:/",
+    ]:  # a container may see its own group as the root
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = top / controller if controllers else top
             own = root / path.lstrip("/")
-            found |= dict.fromkeys(each for each in (own, *own.parents) if each.is_relative_to(root))
+            found |= dict.fromkeys(
+                each for each in (own, *own.parents) if each.is_relative_to(root)
+            )
     yield from found
 
 

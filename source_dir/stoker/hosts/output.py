@@ -57,7 +57,9 @@ def write_failure(file: Path, cause: str) -> None:
 
 def write_failure_soon(file: Callable[[], Path], cause: str) -> None:
     """Head: the same, without waiting for storage that does not answer."""
-    writing = threading.Thread(target=lambda: write_failure(file(), cause), name="failure", daemon=True)
+    writing = threading.Thread(
+        target=lambda: write_failure(file(), cause), name="failure", daemon=True
+    )
     writing.start()
     writing.join(FAILURE_S)
 
@@ -80,7 +82,9 @@ class PrefixedStream(io.TextIOBase):
     def write(self, text: str) -> int:
         with self._lock:
             # A progress bar that rewrites its line would otherwise become one endless line.
-            *lines, self._rest = (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            *lines, self._rest = (
+                (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            )
             for line in lines:
                 if line.strip():
                     self._target.write(f"{self.prefix}{line}\n")
@@ -157,7 +161,10 @@ class Copies:
             try:
                 files = sorted(original.rglob("*"))
             except OSError as error:  # a folder was removed meanwhile
-                files, problem = [], problem or f"{original}: cannot be read: {error.strerror or error}"
+                files, problem = (
+                    [],
+                    problem or f"{original}: cannot be read: {error.strerror or error}",
+                )
             for file in files:
                 try:
                     if not any(file.is_relative_to(folder) for folder in others):

@@ -71,7 +71,9 @@ def store_arguments(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> list
     wanted = wanted_mb * 2**20 if wanted_mb else int(machine.memory()[0] * STORE_SHARE_OF_MEMORY)
     if free >= MIN_STORE_BYTES or free >= wanted:
         if free < wanted and (wanted_mb is not None or free < SMALL_STORE_BYTES):
-            say(f"warning: object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)")
+            say(
+                f"warning: object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
+            )
         return [f"--object-store-memory={min(free, wanted)}"]
     say(f"warning: {shm} has only {free >> 20} MB: the object store is on disk, which is slow")
     size = max(min(wanted, SMALL_STORE_BYTES), MIN_STORE_BYTES)
@@ -90,7 +92,9 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return there
-    listed = itertools.takewhile(lambda each: each not in NO_DEVICE, visible.replace(",", " ").split())
+    listed = itertools.takewhile(
+        lambda each: each not in NO_DEVICE, visible.replace(",", " ").split()
+    )
     return min(there, len(list(listed)))
 
 
@@ -112,7 +116,9 @@ def address_of(interface: str) -> str:
         return str(probe.getsockname()[0])
     if named:
         return named
-    raise ClusterError(f"no IPv4 address on {interface or 'any interface'} or for {socket.gethostname()}")
+    raise ClusterError(
+        f"no IPv4 address on {interface or 'any interface'} or for {socket.gethostname()}"
+    )
 
 
 def probe_port(address: str, port: int, key: str) -> None:
@@ -185,7 +191,9 @@ class RayNode:
             check()
             if time.monotonic() - started > START_TIMEOUT_S:
                 self.stop()
-                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s: {self._last_words()}")
+                raise ClusterError(
+                    f"Ray did not start within {START_TIMEOUT_S:.0f} s: {self._last_words()}"
+                )
             if not self.alive:
                 if starts == STARTS or time.monotonic() - started < OWN_DEADLINE_S:
                     raise ClusterError(f"Ray did not start: {self._last_words()}")
@@ -231,7 +239,9 @@ class RayNode:
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Those that have not ended after the timeout."""
     deadline = time.monotonic() + timeout_s
-    while (left := [each for each in processes if machine.runs(each.pid)]) and time.monotonic() < deadline:
+    while (
+        left := [each for each in processes if machine.runs(each.pid)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
@@ -254,7 +264,9 @@ def arguments_for(
 
 def end_with_parent() -> None:
     """In a new process: end it with the thread that started it."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: works even if the parent is killed
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGTERM
+    )  # PR_SET_PDEATHSIG: works even if the parent is killed
 
 
 def _holder(port: int) -> str:

@@ -68,13 +68,19 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         lines += [line for line, requirement in given if not installed(requirement.name)]
     source = "wheels/" if wheels.exists() else "the package index"
     what = f"requirements.txt: cannot install {', '.join(absent)} from {source}"
-    with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as constraints:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="stoker-constraints-", suffix=".txt"
+    ) as constraints:
         constraints.write("\n".join(lines) + "\n")
         constraints.flush()
         command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
         command += ["-r", str(file), "-c", constraints.name]
         command += ["--no-index", "--find-links", str(wheels)] if wheels.exists() else []
-        environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+        environment = {
+            **os.environ,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_ROOT_USER_ACTION": "ignore",
+        }
         if (pip_conf := _beside(folder, "pip.conf")).exists():
             environment["PIP_CONFIG_FILE"] = str(pip_conf)
         if not wheels.exists():
@@ -111,10 +117,14 @@ def _code_artifact(repository: str) -> dict[str, str]:
         client: Any = importlib.import_module("boto3").client("codeartifact", region_name=region)
         of = {"domain": domain, "domainOwner": account}
         token = client.get_authorization_token(**of)["authorizationToken"]
-        endpoint = client.get_repository_endpoint(**of, repository=name, format="pypi")["repositoryEndpoint"]
+        endpoint = client.get_repository_endpoint(**of, repository=name, format="pypi")[
+            "repositoryEndpoint"
+        ]
     except Exception as error:  # botocore's have no common base with the others
         raise InstallError(f"{REPOSITORY_VARIABLE}: {repository} cannot be used: {error}") from None
-    return {"PIP_INDEX_URL": f"{endpoint.rstrip('/')}/simple/".replace("://", f"://aws:{token}@", 1)}
+    return {
+        "PIP_INDEX_URL": f"{endpoint.rstrip('/')}/simple/".replace("://", f"://aws:{token}@", 1)
+    }
 
 
 def _failure(what: str, output: str, pins: dict[str, str]) -> InstallError:
@@ -123,8 +133,16 @@ def _failure(what: str, output: str, pins: dict[str, str]) -> InstallError:
     for name, version in pins.items():
         if f"(constraint) {name}==" not in output:
             continue
-        asking = [line for line in lines if re.search(rf" depends on {name}\b|user requested {name}\b", line)]
-        asked = asking[0].removeprefix("The user requested ") if asking else f"a package needs another {name}"
+        asking = [
+            line
+            for line in lines
+            if re.search(rf" depends on {name}\b|user requested {name}\b", line)
+        ]
+        asked = (
+            asking[0].removeprefix("The user requested ")
+            if asking
+            else f"a package needs another {name}"
+        )
         return ConflictError(
             f"requirements.txt: {asked}, but the image's {name} {version} stays, which fits its drivers and"
             " the other hosts; require a version that works with it, or choose another image"
@@ -139,7 +157,11 @@ def unsatisfied(text: str) -> list[str]:
     Skips options (`--index-url …`) and checks direct references (`name @ https://…`) by name only.
     `ray[data]` is satisfied only if what the extra needs is installed as well.
     """
-    return [line for line, r in _requirements(text) if not all(_fits(each) for each in _closure([r], False))]
+    return [
+        line
+        for line, r in _requirements(text)
+        if not all(_fits(each) for each in _closure([r], False))
+    ]
 
 
 def versions(text: str) -> dict[str, str]:
@@ -147,7 +169,9 @@ def versions(text: str) -> dict[str, str]:
 
     Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
-    roots = [requirement for _, requirement in _requirements(text)] + [_parse(name) for name in OF_THE_IMAGE]
+    roots = [requirement for _, requirement in _requirements(text)] + [
+        _parse(name) for name in OF_THE_IMAGE
+    ]
     found = {canonical(each.name): installed(each.name) for each in _closure(roots, True)}
     return {name: version.partition("+")[0] for name, version in found.items() if version}
 
@@ -164,7 +188,9 @@ def _closure(roots: list[Any], whole: bool) -> Iterator[Any]:
         seen.add(key)
         for needed in map(_parse, metadata.requires(name) or []):
             plain = _applies(needed)
-            if (whole and plain) or (not plain and any(_applies(needed, e) for e in requirement.extras)):
+            if (whole and plain) or (
+                not plain and any(_applies(needed, e) for e in requirement.extras)
+            ):
                 waiting.append(needed)
 
 
@@ -213,7 +239,9 @@ def image_pins() -> dict[str, str]:
 def at_least(version: str, oldest: str) -> bool:
     """Whether a version such as `2.60.0.dev1` is `oldest`, given as `2.52`, or newer."""
     parts = re.match(r"(\d+)\.(\d+)", version)
-    return parts is not None and [int(part) for part in parts.groups()] >= [int(n) for n in oldest.split(".")]
+    return parts is not None and [int(part) for part in parts.groups()] >= [
+        int(n) for n in oldest.split(".")
+    ]
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:

@@ -76,7 +76,9 @@ class Topology:
 
     def describe(self, hosts: Collection[str]) -> str:
         """Hosts by group: `gpu: algo-1; cpu: algo-2, algo-3`."""
-        parts = [(group.name, [host for host in group.hosts if host in hosts]) for group in self.groups]
+        parts = [
+            (group.name, [host for host in group.hosts if host in hosts]) for group in self.groups
+        ]
         return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)
 
     def _named(self, name: str) -> Group:
@@ -120,7 +122,9 @@ MOST_TRAIN_WORKERS = 10_000
 def host_name(node: Mapping[str, Any]) -> str:
     """The name of one of Ray's nodes, as `ray.nodes()` describes it."""
     return str(
-        node.get("Labels", {}).get("stoker.host") or node.get("NodeManagerHostname") or node["NodeID"][:8]
+        node.get("Labels", {}).get("stoker.host")
+        or node.get("NodeManagerHostname")
+        or node["NodeID"][:8]
     )
 
 

@@ -77,7 +77,12 @@ def _refuse_other(address: str | None) -> None:
     import ray
 
     there = str(ray.get_runtime_context().gcs_address)
-    if address and _port(address).isdigit() and "//" not in address and _place(address) != _place(there):
+    if (
+        address
+        and _port(address).isdigit()
+        and "//" not in address
+        and _place(address) != _place(there)
+    ):
         raise UsageError(
             f"stoker.DataLoader: address={address}, but this process is connected to the Ray cluster at"
             f" {there}; a process works with one cluster"
@@ -114,7 +119,11 @@ def keeping_sigterm() -> Iterator[None]:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            own = before if callable(before) or before == signal.SIG_IGN else signal.getsignal(signal.SIGTERM)
+            own = (
+                before
+                if callable(before) or before == signal.SIG_IGN
+                else signal.getsignal(signal.SIGTERM)
+            )
             signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
 
 
@@ -131,7 +140,9 @@ def _torchrun() -> str:
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     # Single-node jobs have the same run id and address on every machine: "none" and "localhost".
     local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return "-".join([*(os.environ.get(n, "") for n in names), *([socket.gethostname()] if local else [])])
+    return "-".join(
+        [*(os.environ.get(n, "") for n in names), *([socket.gethostname()] if local else [])]
+    )
 
 
 def _join(address: str) -> None:

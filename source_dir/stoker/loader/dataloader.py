@@ -88,7 +88,9 @@ class DataLoader(TorchDataLoader[Item]):
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
         if not stall_timeout_s > 0:
-            raise ValueError(f"stall_timeout_s is a number of seconds above 0, not {stall_timeout_s!r}")
+            raise ValueError(
+                f"stall_timeout_s is a number of seconds above 0, not {stall_timeout_s!r}"
+            )
         if not 0 <= bad_record_budget <= 1:
             raise ValueError(f"bad_record_budget is a share from 0 to 1, not {bad_record_budget!r}")
         if on_error == "quarantine" and isinstance(self.dataset, IterableDataset):
@@ -190,7 +192,9 @@ class DataLoader(TorchDataLoader[Item]):
     @property
     def _keeps(self) -> bool:
         """Whether copies of an iterable dataset serve all passes, as one object does without workers."""
-        return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
+        return isinstance(self.dataset, IterableDataset) and (
+            self.persistent_workers or not self.num_workers
+        )
 
     def _maker(self) -> ClusterMaker | ProcessMaker:
         served = self._keeps and self.kept.served
@@ -258,7 +262,13 @@ class DataLoader(TorchDataLoader[Item]):
         kept = {"passes": self.kept.passes, "seed": self.kept.seed}
         generators = before if place else self._generators()
         shape = self._shape() | {"world_size": self.world_size()}
-        return {"version": VERSION, "place": place, "generators": generators, "kept": kept, "shape": shape}
+        return {
+            "version": VERSION,
+            "place": place,
+            "generators": generators,
+            "kept": kept,
+            "shape": shape,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next pass at the saved position; the number of hosts may differ.
@@ -267,7 +277,9 @@ class DataLoader(TorchDataLoader[Item]):
             ValueError: the state has another format version, batch size or number of records.
         """
         if state.get("version") != VERSION:
-            raise ValueError(f"the state has version {state.get('version')}; this is version {VERSION}")
+            raise ValueError(
+                f"the state has version {state.get('version')}; this is version {VERSION}"
+            )
         if state["place"] is not None:
             self._refuse_other(state, self._shape())
         self._live, self.restored = None, bool(self._stateful())
@@ -295,7 +307,11 @@ class DataLoader(TorchDataLoader[Item]):
 
     def _refuse_other(self, state: dict[str, Any], here: dict[str, Any]) -> None:
         saved = {name: state["shape"].get(name) for name in here}
-        other = [f"{name} {saved[name]} (here {here[name]})" for name in here if saved[name] != here[name]]
+        other = [
+            f"{name} {saved[name]} (here {here[name]})"
+            for name in here
+            if saved[name] != here[name]
+        ]
         if other:
             raise ValueError(
                 f"the state was saved within a pass with {', '.join(other)}; it can continue only with the"
@@ -317,7 +333,11 @@ class DataLoader(TorchDataLoader[Item]):
 
     def _own(self) -> list[torch.Generator]:
         owners = (self, *self._samplers())
-        found = {id(g): g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)}
+        found = {
+            id(g): g
+            for o in owners
+            if isinstance(g := getattr(o, "generator", None), torch.Generator)
+        }
         return list(found.values())
 
     def _generators(self) -> dict[str, Any]:

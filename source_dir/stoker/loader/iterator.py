@@ -109,7 +109,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         else:
             super().__init__(loader)
             shared_seed = self._shared_seed
-            if loader.num_workers:  # torch's workers have their seeds before it asks the sampler once more
+            if (
+                loader.num_workers
+            ):  # torch's workers have their seeds before it asks the sampler once more
                 self._reset(loader)
         self.base = {name: value for name, value in vars(self).items() if name != "passes"}
         self._maker = maker
@@ -169,7 +171,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._settle()
 
     def _resume(self, start: dict[str, Any]) -> None:
-        self._order = self._order._replace(base_seed=start["base_seed"], shared_seed=start["shared_seed"])
+        self._order = self._order._replace(
+            base_seed=start["base_seed"], shared_seed=start["shared_seed"]
+        )
         self._num_yielded = start["yielded"]
         if self._iterable:
             self._taken, self._over = list(start["taken"]), set(start["over"])
@@ -247,7 +251,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         if not self._begun:
             now = self._now()
             self._late, self._begun = now if now != self._opened_with else None, True
-        self._torn = True  # an interrupt would end a sampler that is a generator, as if that were all
+        self._torn = (
+            True  # an interrupt would end a sampler that is a generator, as if that were all
+        )
         shards = []
         together, most = self._maker.pace(self._ahead)
         while not self._exhausted and self._submitted - self._number < most:
@@ -379,7 +385,9 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._maker.want(place)
 
     def _get(self, deadline: float | None) -> tuple[str, Any]:
-        self._maker.wait(deadline)  # an interrupt here costs nothing: the script may call next() again
+        self._maker.wait(
+            deadline
+        )  # an interrupt here costs nothing: the script may call next() again
         self._torn = True
         _, kind, value = self._maker.get()
         if kind == "failed":
@@ -444,7 +452,11 @@ class Quarantine:
         """Why the pass fails now; a few at the start of an unknown total prove nothing."""
         self.records += bad
         self.read += read
-        return self._over(max(self.read, LEAST_ASSUMED if self.total is None else self.total)) if bad else ""
+        return (
+            self._over(max(self.read, LEAST_ASSUMED if self.total is None else self.total))
+            if bad
+            else ""
+        )
 
     def ended(self) -> str:
         return self._over(max(self.read, self.total or 0))

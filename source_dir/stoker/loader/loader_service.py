@@ -89,7 +89,9 @@ class LoaderPass(Pass):
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        new = [Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards]
+        new = [
+            Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards
+        ]
         # Calls of a script can overtake each other.
         self.work = deque(sorted((*self.work, *new), key=attrgetter("number")))
         self.known += len(shards)
@@ -235,7 +237,9 @@ class LoaderService(DataService):
     def is_idle(self, now: float) -> bool:
         if self.attempt is None:
             return False
-        if self.attempt.passes or self._copies:  # torch's persistent workers do not end between passes either
+        if (
+            self.attempt.passes or self._copies
+        ):  # torch's persistent workers do not end between passes either
             self._busy = now
         idle, known = now - self._busy > IDLE_S, self.attempt.idle
         self.attempt.idle = idle
@@ -343,13 +347,17 @@ class LoaderService(DataService):
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
                 # Scripts may still be fetching these.
-                self._given_before = [each.given for each in attempt.passes.values()] if attempt else []
+                self._given_before = (
+                    [each.given for each in attempt.passes.values()] if attempt else []
+                )
                 self.attempt = attempt = LoaderAttempt(number, self.shared, self._copies)
             self._busy = time.monotonic()
             if keeps:
                 self._copies.setdefault(split, {})
                 # Both would use the same copies, and the script has given the earlier one up.
-                for earlier in [key for key, each in attempt.passes.items() if each.plan.split == split]:
+                for earlier in [
+                    key for key, each in attempt.passes.items() if each.plan.split == split
+                ]:
                     self.close(earlier)
             attempt.open(key, split, streams, stall_s)
             attempt.submit(key, shards, total)
@@ -367,7 +375,9 @@ class LoaderService(DataService):
                 for key in [key for key, job in self._job_of.items() if job in ended]:
                     self.close(key)
                 self._jobs -= ended
-                self.training = {job: node for job, node in self.training.items() if job not in ended}
+                self.training = {
+                    job: node for job, node in self.training.items() if job not in ended
+                }
                 self._over = not self._jobs
         ray.kill(me)
 
@@ -386,7 +396,9 @@ class LoaderService(DataService):
             while True:
                 given = self._ready(key, places)
                 # A stream is continued by its reader alone.
-                self.has_work.notify_all() if pass_ and pass_.streams else self.has_work.notify(len(places))
+                self.has_work.notify_all() if pass_ and pass_.streams else self.has_work.notify(
+                    len(places)
+                )
                 left = deadline - time.monotonic()
                 if given or left <= 0:
                     return given
@@ -463,7 +475,9 @@ def service_of(group: str) -> Any:
     }
     service = start_service(LoaderService, config, scaler, 64, shared)
     context = ray.get_runtime_context()
-    ray.get(service.enter.remote(service, context.get_node_id(), context.get_job_id()), timeout=ENTER_S)
+    ray.get(
+        service.enter.remote(service, context.get_node_id(), context.get_job_id()), timeout=ENTER_S
+    )
     return service
 
 

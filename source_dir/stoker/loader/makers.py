@@ -37,7 +37,15 @@ from stoker.errors import where_raised
 from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
-from stoker.loader.work import Failed, LoaderChain, LoaderSource, LoaderWork, copy_for, opened, packed
+from stoker.loader.work import (
+    Failed,
+    LoaderChain,
+    LoaderSource,
+    LoaderWork,
+    copy_for,
+    opened,
+    packed,
+)
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.read.sources import drawing
@@ -129,7 +137,9 @@ class ClusterMaker:
         else:
             self._service.submit.remote(self._key, shards, total)
 
-    def _open(self, shards: list[tuple[int, Shard, int]], total: int | None) -> Prefetcher[Arrival, Arrival]:
+    def _open(
+        self, shards: list[tuple[int, Shard, int]], total: int | None
+    ) -> Prefetcher[Arrival, Arrival]:
         import ray
 
         try:
@@ -193,7 +203,9 @@ class ClusterMaker:
         if batch_s is None:
             return 1, least
         most = min(max(int(SECONDS_AHEAD * slots / max(batch_s, 1e-6)), least), MOST_AHEAD)
-        together = max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots)))
+        together = max(
+            1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots))
+        )
         if self._confirmed:
             return together, most
         # The script waits for the first block, and batches may have become slower since the pass before.
@@ -299,7 +311,9 @@ def service_of_script() -> JobService:
             service = service_of(here[1])
         # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
         # torch's pinned memory tracks such copies.
-        _services[here] = JobService(service, block_transport(service, pinned=False, timeout_s=600.0))
+        _services[here] = JobService(
+            service, block_transport(service, pinned=False, timeout_s=600.0)
+        )
     return _services[here]
 
 

@@ -29,7 +29,16 @@ from stoker.loader.worker_output import Said, Settings, heard, reload, set_as
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.sources import restore_generators, seed_globals, states
 from stoker.serve.blocks.folder import BlockFolder
-from stoker.serve.blocks.packing import PAGES, Parts, Room, collates_anew, pack, pages_of, parts_of, unpack
+from stoker.serve.blocks.packing import (
+    PAGES,
+    Parts,
+    Room,
+    collates_anew,
+    pack,
+    pages_of,
+    parts_of,
+    unpack,
+)
 
 
 class Failed(NamedTuple):
@@ -93,7 +102,9 @@ def batch_digest(value: Any, before: int = 0) -> int:
         about = batch_digest(f"{value.dtype}{value.shape}", before)
         return _of_memory(np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8), about)
     if isinstance(value, str | bytes | bytearray):
-        return zlib.crc32(value.encode(errors="surrogatepass") if isinstance(value, str) else value, before)
+        return zlib.crc32(
+            value.encode(errors="surrogatepass") if isinstance(value, str) else value, before
+        )
     if isinstance(value, set | frozenset):
         return batch_digest(sorted(batch_digest(each) for each in value), before)
     about = zlib.crc32(type(value).__qualname__.encode(), before)
@@ -167,12 +178,15 @@ class LoaderWork:
         world, rank = order.ranks  # which may have one base seed
         seed = f"{order.seed}/rank {rank}" if world > 1 else order.seed
         each = (
-            self._begun_as(order, number % max(self.workers, 1), number) or self._one(seed, number, indices)
+            self._begun_as(order, number % max(self.workers, 1), number)
+            or self._one(seed, number, indices)
             for number, indices in order.batches
         )
         group: list[Parts] = []
         new = collates_anew(self.collate)
-        for parts in map(parts_of_batch, [*each] if new else each):  # packing them at last is faster
+        for parts in map(
+            parts_of_batch, [*each] if new else each
+        ):  # packing them at last is faster
             group.append(parts)
             if not new and len(group) < len(order.batches):
                 room.hold(parts)
@@ -201,7 +215,10 @@ class LoaderWork:
         torchs._worker_info = None
         if self.workers:
             torchs._worker_info = torchs.WorkerInfo(
-                id=worker, num_workers=self.workers, seed=order.base_seed + distinct, dataset=self.dataset
+                id=worker,
+                num_workers=self.workers,
+                seed=order.base_seed + distinct,
+                dataset=self.dataset,
             )
         if not self._begun:
             if isinstance(self.dataset, IterDataPipe | MapDataPipe):
@@ -258,7 +275,9 @@ class LoaderWork:
             seed_globals(f"{seed}/{nth}")
             try:
                 data.append(self.dataset[index])
-            except BaseException as error:  # also `sys.exit`, which would end the process and all its passes
+            except (
+                BaseException
+            ) as error:  # also `sys.exit`, which would end the process and all its passes
                 if not self.quarantines or not isinstance(error, Exception):
                     raise _AtIndexError(index) from error
                 bad.append((index, f"{type(error).__name__}: {error}"))
@@ -322,7 +341,9 @@ def copy_for(
             " process; start the script again from its last state, or use persistent_workers=False, which"
             " makes new copies in each pass"
         )
-    for _ in range(order.served - served):  # passes that were given up before this stream was opened
+    for _ in range(
+        order.served - served
+    ):  # passes that were given up before this stream was opened
         next(iter(work.dataset), None)
     if work.keeps:
         copies[order.worker] = (order.served + 1, work)
@@ -348,7 +369,9 @@ def _alike(error: BaseException) -> Any:
         pages = pack([error])
         copy = unpack(pages.copy())[0]
         names = {(type(each).__module__, type(each).__qualname__) for each in (error, copy)}
-        return pages if len(names) == 1 and copy.args == error.args else None  # a script's class is sent, too
+        return (
+            pages if len(names) == 1 and copy.args == error.args else None
+        )  # a script's class is sent, too
     except Exception:
         return None
 
@@ -422,20 +445,29 @@ class LoaderSource:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room, said)
                 said.clear()
-            yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group), ENDED: ended}
+            yield {
+                "key": f"{shard.called}/{number}",
+                PAGES: pages,
+                BATCHES: len(group),
+                ENDED: ended,
+            }
 
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
 
-    def _groups(self, order: LoadRequest, began: bool, room: Room) -> Iterator[tuple[list[Parts], bool]]:
+    def _groups(
+        self, order: LoadRequest, began: bool, room: Room
+    ) -> Iterator[tuple[list[Parts], bool]]:
         if not self.stays:
             self._work = self._work or opened(self.pages[1])
             return self._work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)
         except BaseException as error:
-            return itertools.repeat(([parts_of_batch(failed(error, f"worker {order.worker}"))], False))
+            return itertools.repeat(
+                ([parts_of_batch(failed(error, f"worker {order.worker}"))], False)
+            )
 
 
 def import_script(pages: Any) -> tuple[str, Settings]:
@@ -450,7 +482,9 @@ def opened(pages: Any) -> LoaderWork:
     return work
 
 
-def packed(group: Sequence[Parts], seconds: float, room: Room | None = None, said: Said | None = None) -> Any:
+def packed(
+    group: Sequence[Parts], seconds: float, room: Room | None = None, said: Said | None = None
+) -> Any:
     """With the seconds they took, and what was printed."""
     return pages_of([parts_of((seconds, said)), *group], room)
 
@@ -462,7 +496,9 @@ def parts_of_batch(made: MadeBatch | Failed) -> Parts:
     except Exception as error:
         if isinstance(made, Failed):
             return parts_of(made._replace(kind=RuntimeError))
-        return parts_of_batch(failed(error, "a batch that cannot be sent")._replace(chain=made.chain))
+        return parts_of_batch(
+            failed(error, "a batch that cannot be sent")._replace(chain=made.chain)
+        )
 
 
 class LoaderChain:
@@ -476,6 +512,10 @@ class LoaderChain:
             if isinstance(each, BadRecord):
                 report.bad.append(each)
             else:
-                columns, report.records, report.last = {PAGES: each[PAGES]}, each[BATCHES], each[ENDED]
+                columns, report.records, report.last = (
+                    {PAGES: each[PAGES]},
+                    each[BATCHES],
+                    each[ENDED],
+                )
                 report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
         return columns, report

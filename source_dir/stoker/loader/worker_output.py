@@ -28,7 +28,9 @@ class CapturedStream:
         if self.said is None:
             return int(self._stream.write(text))
         if self.left > 0:
-            self.said.append((self._name, text if len(text) <= self.left else text[: self.left] + " …\n"))
+            self.said.append(
+                (self._name, text if len(text) <= self.left else text[: self.left] + " …\n")
+            )
             self.left -= len(text)
         return len(text)
 
@@ -61,7 +63,9 @@ def heard(said: Said) -> Iterator[None]:
 
 def repeat(said: Said) -> None:
     for name, text in said:
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # no such stream, or a closed one
+        with contextlib.suppress(
+            AttributeError, OSError, ValueError
+        ):  # no such stream, or a closed one
             getattr(sys, name).write(text)
 
 
@@ -91,7 +95,9 @@ def set_as(script: Settings) -> Iterator[None]:
         yield
     finally:
         for place, value in script.items():
-            if _setting(*place) == value:  # otherwise, a module that was loaded here has set another
+            if (
+                _setting(*place) == value
+            ):  # otherwise, a module that was loaded here has set another
                 _set(*place, before[place])
 
 

@@ -49,7 +49,9 @@ def values_of(column: Any) -> Callable[[int], Any]:
 def is_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def is_text(kind: Any) -> bool:
@@ -77,7 +79,9 @@ def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
     order = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}.get(channels)
     # OpenCV's number of a type: its depth, 0 for uint8, and eight times the number of channels less one.
     if order is None or image["mode"] != 8 * (channels - 1):
-        raise ValueError(f"Spark image of mode {image['mode']}; must be uint8 with 1, 3 or 4 channels")
+        raise ValueError(
+            f"Spark image of mode {image['mode']}; must be uint8 with 1, 3 or 4 channels"
+        )
     return np.frombuffer(image["data"], np.uint8).reshape(shape)[..., order]
 
 
@@ -117,7 +121,11 @@ def _plain(kind: Any, number: bool = True) -> Any:
         return _plain(kind.value_type, number)
     if types.is_large_string(kind) or types.is_string_view(kind):
         return pa.string()
-    if types.is_large_binary(kind) or types.is_binary_view(kind) or types.is_fixed_size_binary(kind):
+    if (
+        types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    ):
         return pa.binary()
     if number and types.is_integer(kind):
         return pa.int64()
@@ -126,7 +134,9 @@ def _plain(kind: Any, number: bool = True) -> Any:
     if is_list(kind):
         return pa.list_(_plain(kind.value_type, number=False))
     if types.is_struct(kind):
-        fields = sorted((kind.field(i).name, _plain(kind.field(i).type)) for i in range(kind.num_fields))
+        fields = sorted(
+            (kind.field(i).name, _plain(kind.field(i).type)) for i in range(kind.num_fields)
+        )
         return pa.binary() if content_of_struct(kind) == "bytes" else pa.struct(fields)
     return kind
 
@@ -168,7 +178,10 @@ def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bo
     if all(mask is None for mask in masks):
         return None
     whole = np.concatenate(
-        [np.zeros(len(c), bool) if m is None else m for c, m in zip(column.chunks, masks, strict=True)]
+        [
+            np.zeros(len(c), bool) if m is None else m
+            for c, m in zip(column.chunks, masks, strict=True)
+        ]
     )
     if rows is None:
         return whole
@@ -196,7 +209,9 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
         if values is not None:
             inner = np.zeros(len(array), bool)
             inner[there[compute.list_parent_indices(lists).to_numpy()[values]]] = True
-    found: NDArray[np.bool_] | None = mask if inner is None else inner if mask is None else mask | inner
+    found: NDArray[np.bool_] | None = (
+        mask if inner is None else inner if mask is None else mask | inner
+    )
     return found
 
 
@@ -218,7 +233,9 @@ class NullCount:
     unclear_bytes: int = 0
 
 
-def in_statistics(metadata: Any, paths: list[list[str]], columns: Sequence[str]) -> dict[str, NullCount]:
+def in_statistics(
+    metadata: Any, paths: list[list[str]], columns: Sequence[str]
+) -> dict[str, NullCount]:
     """Columns that hold NULLs, or may, by a file's statistics."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
@@ -233,13 +250,21 @@ def in_statistics(metadata: Any, paths: list[list[str]], columns: Sequence[str])
             if chunk.physical_type != metadata.schema.column(number).physical_type:
                 # Arrow would end the process at the statistics of such a column.
                 leaf = ".".join(paths[number])
-                raise ValueError(f"its row group {group} has another type of {leaf} than its schema")
+                raise ValueError(
+                    f"its row group {group} has another type of {leaf} than its schema"
+                )
             statistics = chunk.statistics if chunk.is_stats_set else None
-            nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
+            nulls = (
+                statistics.null_count
+                if statistics is not None and statistics.has_null_count
+                else None
+            )
             if nulls == 0:
                 continue
             column = found.setdefault(name, NullCount())
-            if nulls is None or paths[number] != [name]:  # for lists, statistics count empty ones too
+            if nulls is None or paths[number] != [
+                name
+            ]:  # for lists, statistics count empty ones too
                 column.unclear = True
                 column.unclear_bytes += chunk.total_compressed_size
             else:
@@ -256,7 +281,9 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
             if (rule := source.nulls[column]) != QUARANTINE:
                 stand_in(column, rule, source.types[column])  # refuses a rule that does not fit
             if column + VALID_SUFFIX in columns:
-                problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
+                problems.append(
+                    f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter"
+                )
             continue
         counts, unclear = {}, []
         for path, footer in files:
@@ -273,8 +300,13 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
             counts |= {path: nulls for (path, *_), nulls in zip(unclear, counted, strict=True)}
         if counts := {path: counts[path] for path in rows if counts.get(path)}:
             problems.append(refusal(column, counts, rows))
-            if content_of_struct(source.types.get(column)) and sum(counts.values()) == source.count():
-                problems[-1] += "; its images lie elsewhere (field path): embed them when you write the files"
+            if (
+                content_of_struct(source.types.get(column))
+                and sum(counts.values()) == source.count()
+            ):
+                problems[-1] += (
+                    "; its images lie elsewhere (field path): embed them when you write the files"
+                )
     if problems:
         raise UsageError(*problems)
 
@@ -312,7 +344,9 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
 
 def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
     path = next(iter(counts))
-    others = f", and {sum(counts.values()) - counts[path]} in {count_of(len(counts) - 1, 'other file')}"
+    others = (
+        f", and {sum(counts.values()) - counts[path]} in {count_of(len(counts) - 1, 'other file')}"
+    )
     return (
         f"{path}: column {column} holds {count_of(counts[path], 'NULL')} in {count_of(rows[path], 'row')}"
         f"{others if len(counts) > 1 else ''}; handle them with"
@@ -336,7 +370,9 @@ class Rules:
         found = {column: value}
         if column not in self.nulls:
             if mask is not None and mask.any():
-                raise UsageError(refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)}))
+                raise UsageError(
+                    refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)})
+                )
             return found
         rule = self.nulls[column]
         if mask is not None and rule == QUARANTINE:

@@ -27,7 +27,9 @@ class DeltaSource(ParquetSource):
 
     def complete(self, path: str, schema: Any) -> None:
         own = self.constants.setdefault(path, {})
-        own.update({name: None for name in self.types if name not in own and name not in schema.names})
+        own.update(
+            {name: None for name in self.types if name not in own and name not in schema.names}
+        )
 
 
 def open_delta(
@@ -60,12 +62,17 @@ def open_delta(
     if not actions:
         raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
     partitions = table.metadata().partition_columns
-    out = _ruled_out(dataset, [field for field in dataset.schema if field.name not in partitions], filters)
+    out = _ruled_out(
+        dataset, [field for field in dataset.schema if field.name not in partitions], filters
+    )
     # Keep one in any case, so that the source reports that no row matches.
     actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
     actions.sort(key=lambda action: action["path"])
     paths = [_path_of(action["path"], root) for action in actions]
-    given = [{n[10:]: value for n, value in each.items() if n.startswith("partition.")} for each in actions]
+    given = [
+        {n[10:]: value for n, value in each.items() if n.startswith("partition.")}
+        for each in actions
+    ]
     constants = dict(zip(paths, given, strict=True))
     files = filesystem.get_file_info(paths)
     return DeltaSource(files, columns, filters, constants, nulls, types)
@@ -108,7 +115,9 @@ def refuse_catalog_name(table: str) -> None:
             " folder"
         )
     if table.startswith("dbfs:/Volumes/"):
-        raise UsageError(f"{table}: write {table.removeprefix('dbfs:')}, the path that all hosts mount")
+        raise UsageError(
+            f"{table}: write {table.removeprefix('dbfs:')}, the path that all hosts mount"
+        )
 
 
 def read_delta(

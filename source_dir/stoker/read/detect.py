@@ -38,7 +38,9 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
     table = read(columns=["split"])
     kind = table.column_types().get("split")
     if kind is not None and not is_text(kind):
-        raise UsageError(f"{table.folder}: column split is {kind}; write train and val into it, or rename it")
+        raise UsageError(
+            f"{table.folder}: column split is {kind}; write train and val into it, or rename it"
+        )
     if kind is None:
         source: Source | None = read(columns=columns) if split == "train" else None
         return source
@@ -47,9 +49,13 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
     others = ", ".join(sorted(values - set(sum(SPLIT_NAMES.values(), ()))))
     if not mine["train"]:
         found = others or ", ".join(mine["val"])
-        raise UsageError(f"{table.folder}: column split holds {found}, but no train; rename its values")
+        raise UsageError(
+            f"{table.folder}: column split holds {found}, but no train; rename its values"
+        )
     name = only(table.folder, split, mine[split])
-    notes = [f"{table.folder}: rows not read: of split {others}"] if others and split == "train" else []
+    notes = (
+        [f"{table.folder}: rows not read: of split {others}"] if others and split == "train" else []
+    )
     return read(columns=columns, filters=[("split", "==", name)]).noting(*notes) if name else None
 
 
@@ -75,7 +81,10 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
     files = mine or list_files(root)
     top = len(filesystem_of(root)[1])
     shown = (
-        next((f for f in files if f.path.lower().endswith(kind) and not is_hidden(f.path[top:])), None)
+        next(
+            (f for f in files if f.path.lower().endswith(kind) and not is_hidden(f.path[top:])),
+            None,
+        )
         for kind in FORMATS
     )
     kinds = {kind: f.base_name for kind, f in zip(FORMATS, shown, strict=True) if f is not None}
@@ -95,7 +104,9 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         return read_images(root, split)
     where = f"{root}: the {split} split" if mine else f"{root}:"
     name = files[0].path[top:].strip("/")
-    raise UsageError(f"{where} holds neither images nor .parquet nor .tar files (first file: {name})")
+    raise UsageError(
+        f"{where} holds neither images nor .parquet nor .tar files (first file: {name})"
+    )
 
 
 def column_types(source: Any) -> dict[str, Any]:
@@ -117,7 +128,11 @@ def refuse_absent_columns(
             likely.sort(key=lambda name: USUAL.search(name.lower()) is None)
             others = f" (or {', '.join(likely[1:])})" if len(likely) > 1 else ""
             there = f"has no column {column}; it has {', '.join(types)}"
-            write = f": set params.{param}={likely[0]}{others}" if likely else ", which cannot stand for it"
+            write = (
+                f": set params.{param}={likely[0]}{others}"
+                if likely
+                else ", which cannot stand for it"
+            )
             problems.append(f"{data}: {there}{write}{hints.get(param, '')}")
     if problems:
         raise UsageError(*problems)
@@ -139,7 +154,9 @@ def _may_be_label(kind: Any) -> bool:
 def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
     """The names of a column's classes, if Hugging Face datasets wrote the files."""
     found = [*train]
-    for text in dict.fromkeys(each.get(b"huggingface") for each in getattr(source, "metadata", list)()):
+    for text in dict.fromkeys(
+        each.get(b"huggingface") for each in getattr(source, "metadata", list)()
+    ):
         try:
             names = [str(name) for name in json.loads(text)["info"]["features"][column]["names"]]
         except (KeyError, TypeError, ValueError):
@@ -180,6 +197,8 @@ def distinct_labels(
         if marks := [value for value in labels if is_missing(value)]:
             text = f"holds {', '.join(marks)}; leave those rows out, or list all classes in class_names"
             raise UsageError(f"{data}: column {column} {text}")
-        if why := unclear(found if isinstance(found, Counter) else Counter(dict.fromkeys(labels, 0)))[0]:
+        if why := unclear(
+            found if isinstance(found, Counter) else Counter(dict.fromkeys(labels, 0))
+        )[0]:
             raise UsageError(f"{data}: column {column} holds labels {why}")
     return labels if is_text(kind) else [int(value) for value in labels]

@@ -126,7 +126,20 @@ PASSING = (404, 429)
 """Like 5xx, these say nothing about the way of asking."""
 REGION = "us-east-1"
 """For servers that have none."""
-REGIONS = ("us-east-", "us-west-", "us-gov-", "eu-", "ap-", "ca-", "sa-", "me-", "af-", "il-", "mx-", "cn-")
+REGIONS = (
+    "us-east-",
+    "us-west-",
+    "us-gov-",
+    "eu-",
+    "ap-",
+    "ca-",
+    "sa-",
+    "me-",
+    "af-",
+    "il-",
+    "mx-",
+    "cn-",
+)
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
@@ -174,7 +187,9 @@ class Objects:
 
     def __init__(self, address: str, region: str, credentials: Callable[[], Any]) -> None:
         parts = urlsplit(address)
-        self._open = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._open = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         self._host, self._path = parts.netloc, f"{parts.path.rstrip('/')}/"
         self._address, self._region, self._credentials = address, region, credentials
         self._own = threading.local()
@@ -230,7 +245,9 @@ class Objects:
         self._off_until = time.monotonic() + OFF_S
         if self._failures == MOST_FAILURES:
             _log.warning(
-                "%s: objects take two requests each, because one did not do: %s", self._address, why[:200]
+                "%s: objects take two requests each, because one did not do: %s",
+                self._address,
+                why[:200],
             )
 
     def signed(self, target: str) -> dict[str, str]:
@@ -242,7 +259,9 @@ class Objects:
             headers["x-amz-security-token"] = known.token
         names = ";".join(headers)
         lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
-        request = hashlib.sha256(f"GET\n{target}\n\n{lines}\n{names}\n{_UNSIGNED}".encode()).hexdigest()
+        request = hashlib.sha256(
+            f"GET\n{target}\n\n{lines}\n{names}\n{_UNSIGNED}".encode()
+        ).hexdigest()
         scope = f"{now[:8]}/{self._region}/s3/aws4_request"
         key = _signing_key(known.secret_key, now[:8], self._region)
         signature = _hmac(key, f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{request}").hex()

@@ -35,7 +35,20 @@ TAR_SUFFIXES = (".tar",)
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
     IMAGE_SUFFIXES: (
-        *(".heic", ".heif", ".jxl", ".jxr", ".svg", ".svgz", ".dcm", ".exr", ".dng", ".cr2", ".cr3", ".nef"),
+        *(
+            ".heic",
+            ".heif",
+            ".jxl",
+            ".jxr",
+            ".svg",
+            ".svgz",
+            ".dcm",
+            ".exr",
+            ".dng",
+            ".cr2",
+            ".cr3",
+            ".nef",
+        ),
         *(".arw", ".orf", ".raf", ".rw2", ".pef", ".srw"),
     ),
     TAR_SUFFIXES: (".tgz", ".tbz2", ".txz", *(".tar" + packed for packed in _PACKED)),
@@ -43,7 +56,19 @@ _UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 """Files of the same kind that no source reads: beside others they would be missing silently."""
 _COPIES = (
-    *(".bak", ".old", ".orig", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".swp", "~"),
+    *(
+        ".bak",
+        ".old",
+        ".orig",
+        ".tmp",
+        ".temp",
+        ".part",
+        ".partial",
+        ".crdownload",
+        ".download",
+        ".swp",
+        "~",
+    ),
 )
 """Copies and unfinished files, which would be records twice or in part."""
 _HARMLESS = re.compile(
@@ -69,7 +94,9 @@ _HEAD_BYTES = 512
 _PART = re.compile(
     rf"(?:(?:split=)?(?:{'|'.join(sum(SPLIT_NAMES.values(), ()))})/)?(.*)-(\d+)-of-(\d+)([^/]*)"
 )
-_COPY_OR_HASH = re.compile(r" *\(\d+\)|[-_. ]+(copy|(?!(19|20)\d\d\b)[0-9a-f]{4,})(?![a-z\d])", re.IGNORECASE)
+_COPY_OR_HASH = re.compile(
+    r" *\(\d+\)|[-_. ]+(copy|(?!(19|20)\d\d\b)[0-9a-f]{4,})(?![a-z\d])", re.IGNORECASE
+)
 NULL = "__HIVE_DEFAULT_PARTITION__"
 _kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
 """(path, size, modification time) of files that this process has opened → their kind, if it is known."""
@@ -93,14 +120,22 @@ def split_folder(root: str, split: str) -> str | None:
             " with the labels in params.labels"
         )
         hint = hint if images and not {*there} & {*SPLIT_NAMES["val"]} else ""
-        raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'}){hint}")
+        raise UsageError(
+            f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'}){hint}"
+        )
     return None
 
 
-def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
+def split_files(
+    root: str, split: str, suffixes: tuple[str, ...]
+) -> tuple[list[Any], tuple[str, ...]]:
     """The files of a split, in its folder or named with its prefix, and lines on what is not read."""
     one = is_one(root, suffixes)
-    mine = (list_files(root) if split == "train" else []) if one else files_of(root, split, underscored=True)
+    mine = (
+        (list_files(root) if split == "train" else [])
+        if one
+        else files_of(root, split, underscored=True)
+    )
     if is_file(root):
         return mine, ()
     lines = () if one else (*note_on_unread(root, split), *_gathered(root, split, mine))
@@ -129,15 +164,21 @@ def _refuse_parts(root: str, files: list[Any]) -> None:
     the folders of other splits."""
     sets = _sets(root, files)
     for (name, tail), parts in sets.items():
-        if _is_whole(parts) or _is_whole([part for key in sets if key[0] == name for part in sets[key]]):
+        if _is_whole(parts) or _is_whole(
+            [part for key in sets if key[0] == name for part in sets[key]]
+        ):
             continue
         count, numbers = max(parts)[0], {number for _, number in parts}
         top = len(filesystem_of(root)[1])
-        everywhere = _sets(root, [f for f in list_files(root) if "/" in f.path[top:].strip("/")])[name, tail]
+        everywhere = _sets(root, [f for f in list_files(root) if "/" in f.path[top:].strip("/")])[
+            name, tail
+        ]
         if min(parts)[0] == count and _is_whole([part for part in everywhere if part[0] == count]):
             continue
         whole = range(0 not in numbers, count + (0 not in numbers))
-        lacking = ", ".join(map(str, islice((number for number in whole if number not in numbers), 20)))[:60]
+        lacking = ", ".join(
+            map(str, islice((number for number in whole if number not in numbers), 20))
+        )[:60]
         raise UsageError(
             f"{root}: {name}-…-of-{count}{tail}: its {count_of(len(parts), 'file')} are not this set"
             f" ({f'without {lacking}' if lacking else 'with one twice or too many'}); complete it, remove"
@@ -165,7 +206,9 @@ def _is_whole(parts: list[tuple[int, int]]) -> bool:
 def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
     """Whether data without splits is one file, or a folder that its writer calls a file, as Spark."""
     named = root.rstrip("/").lower().endswith(suffixes)
-    return is_file(root) or (named and not any(files_of(root, split, True) for split in SPLIT_NAMES))
+    return is_file(root) or (
+        named and not any(files_of(root, split, True) for split in SPLIT_NAMES)
+    )
 
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
@@ -173,11 +216,15 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     if name := _folder_name(root, split):
         return list_files(join(root, name), underscored=underscored)
     files, top = list_files(root, underscored=underscored), len(filesystem_of(root)[1])
-    found = {name: [f for f in files if _is_of((name,), f.path[top:])] for name in SPLIT_NAMES[split]}
+    found = {
+        name: [f for f in files if _is_of((name,), f.path[top:])] for name in SPLIT_NAMES[split]
+    }
     return found.get(only(root, split, [name for name in found if found[name]]), [])
 
 
-def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
+def sort_out(
+    folder: str, files: list[Any], suffixes: tuple[str, ...]
+) -> tuple[list[Any], tuple[str, ...]]:
     """The files of a split that have one format, and a line that counts what is not read.
 
     Only files whose suffix is unknown are opened.
@@ -205,7 +252,9 @@ def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[
             f" decompress them to {' or '.join(suffixes[:2])}, or move them elsewhere"
         )
     top = len(filesystem_of(folder)[1])
-    return sorted(read, key=lambda f: f.path), not_read(folder, [f.path[top:].strip("/") for f in left])
+    return sorted(read, key=lambda f: f.path), not_read(
+        folder, [f.path[top:].strip("/") for f in left]
+    )
 
 
 def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
@@ -237,7 +286,10 @@ def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
     for path in paths:
         _, sign, suffix = path.rpartition("/")[2].rpartition(".")
         found[f".{suffix}" if sign and len(suffix) < 9 else "without a suffix"].append(path)
-    texts = [f"{len(those)} {kind} ({those[0]}{', …' * (len(those) > 1)})" for kind, those in found.items()]
+    texts = [
+        f"{len(those)} {kind} ({those[0]}{', …' * (len(those) > 1)})"
+        for kind, those in found.items()
+    ]
     what = f"{count_of(len(paths), 'file')} not read"
     return (f"{folder}: {what}: {', '.join(texts[:4])}{', …' * (len(texts) > 4)}",) if paths else ()
 
@@ -250,8 +302,16 @@ def note_on_unread(root: str, split: str) -> tuple[str, ...]:
         found = [f.base_name + "/" * (not f.is_file) for f in there if f.base_name not in names]
     else:
         top = len(filesystem_of(root)[1])
-        found = [f.base_name for f in list_files(root) if not _is_of(names, f.path[top:])] if there else []
-    found = [n for n in found if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))]
+        found = (
+            [f.base_name for f in list_files(root) if not _is_of(names, f.path[top:])]
+            if there
+            else []
+        )
+    found = [
+        n
+        for n in found
+        if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))
+    ]
     found.sort(key=lambda name: not name.endswith("/"))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
@@ -260,8 +320,12 @@ def note_on_unread(root: str, split: str) -> tuple[str, ...]:
 def _gathered(root: str, split: str, files: list[Any]) -> tuple[str, ...]:
     """A line on folders whose files are one split, as the configurations of a dataset on the Hub would be."""
     top = len(filesystem_of(root)[1])
-    folders = {f.path[top:].strip("/").partition("/")[0] for f in files if f.path[top:].count("/") > 1}
-    folders = {name for name in folders if "=" not in name and not name.lower().endswith(PARQUET_SUFFIXES)}
+    folders = {
+        f.path[top:].strip("/").partition("/")[0] for f in files if f.path[top:].count("/") > 1
+    }
+    folders = {
+        name for name in folders if "=" not in name and not name.lower().endswith(PARQUET_SUFFIXES)
+    }
     if len(folders) < 2 or split != "train" or _folder_name(root, split):
         return ()
     names = ", ".join(sorted(folders)[:3]) + ", …" * (len(folders) > 3)
@@ -312,7 +376,9 @@ def partitions_of(
         for name, value in columns(file).items():
             texts[name].add(value)
     numbers = {
-        n for n, values in texts.items() if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
+        n
+        for n, values in texts.items()
+        if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
     }
     twice: dict[str, str] = {}
     for name in numbers:
@@ -325,7 +391,9 @@ def partitions_of(
         return None if text == NULL else int(text) if name in numbers else text
 
     types = {name: pa.int64() if name in numbers else pa.string() for name in texts}
-    constants = {f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files}
+    constants = {
+        f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files
+    }
     return constants, types, twice
 
 
@@ -343,7 +411,9 @@ def _refuse_misnamed(root: str, split: str, there: list[str], cutoff: float = 1.
     for other in there:
         low = other.lower()
         if low.startswith(_prefixes(names)) or nearest(low, names, cutoff=cutoff):
-            raise UsageError(f"{root}: {other}/ is no split; rename it to {split}/, or move it elsewhere")
+            raise UsageError(
+                f"{root}: {other}/ is no split; rename it to {split}/, or move it elsewhere"
+            )
 
 
 def only(root: str, split: str, names: list[str]) -> str:

@@ -59,7 +59,9 @@ class CacheSpec:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder or tempfile.gettempdir())
+        parent = (
+            SHARED_MEMORY if self.kind == "memory" else Path(self.folder or tempfile.gettempdir())
+        )
         # Several Ray nodes may share a machine.
         return parent / f"{PREFIX}{self.run}-{node[:12]}"
 
@@ -106,7 +108,9 @@ class HostCache:
         try:
             parts = encode(record)
         except Exception as error:
-            raise CacheError(f"data.cache: record {record['key']} cannot be cached: {error}") from error
+            raise CacheError(
+                f"data.cache: record {record['key']} cannot be cached: {error}"
+            ) from error
         return self._write(path, parts)
 
     def keep_listing(self, shard: str, keys: list[str]) -> None:
@@ -202,9 +206,13 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
         left = min(left, available)
         # Ray's store is in shared memory too, and takes pages only as it fills them.
         free = min(disk.free, available - SPARE_SHARE * total) - reserved_bytes
-    bound = int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
+    bound = (
+        int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
+    )
     if bound < PAGE:
-        beside = f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""
+        beside = (
+            f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""
+        )
         other = "disk" if spec.kind == "memory" else "memory"
         raise CacheError(
             f"data.cache: nothing can be cached in {root.parent} on this host: {left >> 20} MB are"
@@ -313,9 +321,16 @@ class CachedReader:
         listing = listing_of(self.source, self.shard)
         if listing is not None:
             if self.source.far:
-                absent = [item for key, alone in listing if not self.cache.has(key) for item in alone.items]
+                absent = [
+                    item
+                    for key, alone in listing
+                    if not self.cache.has(key)
+                    for item in alone.items
+                ]
                 self.source.prepare(Shard(self.shard.path, items=tuple(absent)))
-            yield from map(self._as_listed, one_by_one(self.source, listing, self._load, self.refuses))
+            yield from map(
+                self._as_listed, one_by_one(self.source, listing, self._load, self.refuses)
+            )
             return
         for key in self._whole():
             kept = self.cache.load(key)

@@ -23,7 +23,15 @@ from pathlib import PurePath
 from typing import Any
 
 from stoker.protocol import BadRecord, Shard
-from stoker.read.sources import Source, digest, drawing, listing_of, read_again, seed_globals, states
+from stoker.read.sources import (
+    Source,
+    digest,
+    drawing,
+    listing_of,
+    read_again,
+    seed_globals,
+    states,
+)
 
 MOST_ITEMS = 20_000
 """Maximum number of items of lists, dicts and objects to hash; longer ones are sampled evenly."""
@@ -59,7 +67,9 @@ class _Contents:
             self._text(movable(str(value)))
         elif isinstance(value, bytes | bytearray | memoryview):
             self._bytes(memoryview(value).cast("B"))
-        elif kind.__module__.partition(".")[0] in SYSTEM and not isinstance(value, dict | list | tuple | set):
+        elif kind.__module__.partition(".")[0] in SYSTEM and not isinstance(
+            value, dict | list | tuple | set
+        ):
             pass
         elif len(self._above) < DEEPEST and id(value) not in self._above:
             self._above.append(id(value))
@@ -204,7 +214,9 @@ def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
     shards = list(_sampled_shards(source))
     until, done = time.monotonic() + BUDGET_S, 0
     for shard, count in shards:
-        for first, again, other in zip(*(_read(copied, shard, count, seed) for seed in "112"), strict=True):
+        for first, again, other in zip(
+            *(_read(copied, shard, count, seed) for seed in "112"), strict=True
+        ):
             draws |= first[1] or first[0] != other[0]
             differs |= first[0] != again[0]
             content.update(first[0])

@@ -23,17 +23,41 @@ from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.far_files import FarFiles, content_of
-from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, note_on_unread, only, sort_out, split_folder
+from stoker.read.folders import (
+    IMAGE_SUFFIXES,
+    SPLIT_NAMES,
+    note_on_unread,
+    only,
+    sort_out,
+    split_folder,
+)
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.sources import IndexedShards, IndexedSource, Source, read_again
-from stoker.storage.filesystems import child_folders, filesystem_of, is_local, is_there, join, list_files
+from stoker.storage.filesystems import (
+    child_folders,
+    filesystem_of,
+    is_local,
+    is_there,
+    join,
+    list_files,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
 MOST_CLASSES = 1_000_000
 IDS = (
-    *("id", "image", "image_id", "imageid", "image_name", "imagename", "image_path", "img", "img_name"),
+    *(
+        "id",
+        "image",
+        "image_id",
+        "imageid",
+        "image_name",
+        "imagename",
+        "image_path",
+        "img",
+        "img_name",
+    ),
     *("file", "filename", "file_name", "fname", "filepath", "file_path", "path"),
 )
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target", "tag", "tags")
@@ -103,7 +127,9 @@ def read_labels(
     per_class, known = len(columns.labels) > 1, class_names or []
     for row in rows if not per_class else ():
         cell = row.cells[columns.labels[0]]
-        row.labels = [t for t in row.labels if t in known or not is_missing(t) or t not in ("", cell)]
+        row.labels = [
+            t for t in row.labels if t in known or not is_missing(t) or t not in ("", cell)
+        ]
     if columns.split is not None:
         notes += _choose_splits(path, rows)
     taken = _find_files(images, rows, columns.wrong)
@@ -116,7 +142,9 @@ def read_labels(
     several = multi_label or bool(separator) or columns.lists or sums
     if per_class:
         signs = [{row.cells[i] for i in columns.labels} for row in used]
-        minus = [row.where for row, mine in zip(used, signs, strict=True) if not mine.isdisjoint(_MINUS)]
+        minus = [
+            row.where for row, mine in zip(used, signs, strict=True) if not mine.isdisjoint(_MINUS)
+        ]
         if minus and not set().union(*signs).isdisjoint(_ZERO):
             what = "with -1 in the column of a class, where others have 0; write 0 or 1, or remove the rows"
             wrong[what] += minus
@@ -139,7 +167,11 @@ def read_labels(
     read = (columns.id, columns.split, *columns.labels)
     told = (
         ("column", "not read", [name for i, name in enumerate(header) if name and i not in read]),
-        ("image", f"of {root} in no row and not read", [f.path for f in files if f.path not in taken]),
+        (
+            "image",
+            f"of {root} in no row and not read",
+            [f.path for f in files if f.path not in taken],
+        ),
         ("image", "without a label, so of no class", [row.id for row in used if not row.labels]),
     )
     notes += tuple(_counted(path, noun, what, which) for noun, what, which in told if which)
@@ -164,12 +196,16 @@ def _lines(path: str, filesystem: Any, at: str) -> tuple[list[str], list[tuple[i
     sign = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=sign, strict=True)
     try:
-        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(cells)]
+        lines = [
+            (reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(cells)
+        ]
     except csv.Error as error:
         raise UsageError(f"{path}: line {reader.line_num}: {error}") from None
     if len(lines) < 2:
         raise UsageError(f"{path}: holds no row below the names of its columns")
-    header = ["" if name.startswith("Unnamed: ") else name for name in lines.pop(0)[1]]  # the index of pandas
+    header = [
+        "" if name.startswith("Unnamed: ") else name for name in lines.pop(0)[1]
+    ]  # the index of pandas
     if twice := next((name for name in header if name and header.count(name) > 1), None):
         raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
     if uneven := [number for number, cells in lines if len(cells) != len(header)]:
@@ -191,11 +227,17 @@ def _columns(
     def pick(given: str | list[str] | None, usual: tuple[str, ...], key: str) -> list[int]:
         names = [given] if isinstance(given, str) else given or []
         if absent := [name for name in names if name not in header]:
-            raise UsageError(f"params.{key}: {path} has no column {absent[0]}; it has {', '.join(header)}")
-        found = [header.index(name) for name in names] or [i for i in free if header[i].lower() in usual]
+            raise UsageError(
+                f"params.{key}: {path} has no column {absent[0]}; it has {', '.join(header)}"
+            )
+        found = [header.index(name) for name in names] or [
+            i for i in free if header[i].lower() in usual
+        ]
         if not names and len(found) > 1:
             either = " and ".join(header[i] for i in found)
-            raise UsageError(f"{path}: {either} could both be meant; write params.{key}: {header[found[0]]}")
+            raise UsageError(
+                f"{path}: {either} could both be meant; write params.{key}: {header[found[0]]}"
+            )
         free[:] = [i for i in free if i not in found]
         return found
 
@@ -211,12 +253,16 @@ def _columns(
         image = [i for i in free if all(images.named(cells[i]) for _, cells in lines)]
         image = image if len(image) == 1 else []
         free = [i for i in free if i not in image]
-    if not labels and (len(free) == 1 or all(cells[i] in _SIGNS for _, cells in lines for i in free)):
+    if not labels and (
+        len(free) == 1 or all(cells[i] in _SIGNS for _, cells in lines for i in free)
+    ):
         labels = free
     for found, key in ((image, "image_column"), (labels, "label_column")):
         if not found:
             which = ", ".join(filter(None, header))
-            raise UsageError(f"{path}: has no column of a usual name; write params.{key}: one of {which}")
+            raise UsageError(
+                f"{path}: has no column of a usual name; write params.{key}: one of {which}"
+            )
     return Columns(image[0], labels, split[0] if split else None)
 
 
@@ -228,7 +274,9 @@ def _rows(
         where = f"line {number}, {cells[columns.id]}"
         if len(columns.labels) > 1:
             labels = [header[i] for i in columns.labels if _SIGNS.get(cells[i], False)]
-            if odd := [f"{header[i]} = {cells[i]!r}" for i in columns.labels if cells[i] not in _SIGNS]:
+            if odd := [
+                f"{header[i]} = {cells[i]!r}" for i in columns.labels if cells[i] not in _SIGNS
+            ]:
                 columns.wrong["with something else than 0 and 1 in the column of a class"].append(
                     f"{where}: {odd[0]}"
                 )
@@ -237,9 +285,13 @@ def _rows(
             labels = [text.strip() for text in cell.split(separator)] if separator else [cell]
             if separator != "" and cell.startswith("[") and cell.endswith("]"):
                 if (listed := _listed(cell)) is None:
-                    columns.wrong["with an unclear list; write ['cat', 'dog']"].append(f"{where}: {cell}")
+                    columns.wrong["with an unclear list; write ['cat', 'dog']"].append(
+                        f"{where}: {cell}"
+                    )
                 labels, columns.lists = listed or [], True
-            elif separator is None and (sign := next((sign for sign in SEPARATORS if sign in cell), "")):
+            elif separator is None and (
+                sign := next((sign for sign in SEPARATORS if sign in cell), "")
+            ):
                 columns.wrong[
                     f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
                     " several labels, or '' if it is part of one"
@@ -264,12 +316,18 @@ def _choose_splits(path: str, rows: list[LabelRow]) -> tuple[str, ...]:
     there = Counter(row.split.lower() for row in rows)
     if odd := [row for row in rows if row.split.lower() not in _SPLIT_OF]:
         which = [f"{row.where}: {row.split!r}" for row in odd]
-        raise UsageError(_counted(path, "row", "of no known split; write train, val or test", which))
-    read = {only(path, split, [n for n in names if n in there]) for split, names in SPLIT_NAMES.items()}
+        raise UsageError(
+            _counted(path, "row", "of no known split; write train, val or test", which)
+        )
+    read = {
+        only(path, split, [n for n in names if n in there]) for split, names in SPLIT_NAMES.items()
+    }
     for row in rows:
         row.split = _SPLIT_OF[row.split.lower()] if row.split.lower() in read else ""
     return tuple(
-        f"{path}: {n} rows of split {name} not read" for name, n in there.items() if name not in read
+        f"{path}: {n} rows of split {name} not read"
+        for name, n in there.items()
+        if name not in read
     )
 
 
@@ -290,7 +348,12 @@ class _Images:
     def __init__(self, root: str, files: list[Any]) -> None:
         self.root, self.top = root, filesystem_of(root)[1]
         self.files = {f.path[len(self.top) :].strip("/"): f for f in files}
-        self._forms: list[Callable[[str], str]] = [str, _stem, basename, lambda path: _stem(basename(path))]
+        self._forms: list[Callable[[str], str]] = [
+            str,
+            _stem,
+            basename,
+            lambda path: _stem(basename(path)),
+        ]
         self._known: list[dict[str, list[str]]] = []
 
     def named(self, name: str) -> list[str]:
@@ -307,7 +370,9 @@ class _Images:
         return []
 
 
-def _find_files(images: _Images, rows: list[LabelRow], wrong: dict[str, list[str]]) -> dict[str, str]:
+def _find_files(
+    images: _Images, rows: list[LabelRow], wrong: dict[str, list[str]]
+) -> dict[str, str]:
     """Give each row its file. Returns path → row."""
     taken: dict[str, str] = {}
     for row in rows:
@@ -349,13 +414,19 @@ def _names(rows: list[LabelRow], wrong: dict[str, list[str]], given: list[str]) 
     if counts:
         for row in rows:
             row.labels = [text.removesuffix(".0") for text in row.labels]
-        most = max((int(text) for row in rows if row.split == "train" for text in row.labels), default=-1)
+        most = max(
+            (int(text) for row in rows if row.split == "train" for text in row.labels), default=-1
+        )
         if most > MOST_CLASSES:
-            wrong[f"with labels up to {most}; number the classes 0, 1, …"] += [row.where for row in rows]
+            wrong[f"with labels up to {most}; number the classes 0, 1, …"] += [
+                row.where for row in rows
+            ]
             return []
         if given:  # of class 0, 1, …
             for row in rows:
-                row.labels = [given[int(text)] if int(text) < len(given) else text for text in row.labels]
+                row.labels = [
+                    given[int(text)] if int(text) < len(given) else text for text in row.labels
+                ]
         return given or [str(number) for number in range(most + 1)]
     if any(map(_FRACTION.fullmatch, texts)) and all(map(re.compile(r"[-\d.e]+").fullmatch, texts)):
         wrong["with labels such as 0.5 or -1, which number no class"] += [
@@ -377,7 +448,10 @@ def unclear(texts: Counter[str]) -> tuple[str, set[str]]:
     """Why labels are probably no classes by their texts and rows (0: unknown), and which; empty: they are."""
     words = any(text.lower() in ("true", "false") for text in texts)
     if words and {*texts} <= _SIGNS.keys() and len(texts) > len({_SIGNS[text] for text in texts}):
-        return f"with True and False in several spellings ({', '.join(sorted(texts))}); write one", {*texts}
+        return (
+            f"with True and False in several spellings ({', '.join(sorted(texts))}); write one",
+            {*texts},
+        )
     odd = Counter({text: count for text, count in texts.items() if not _DIGITS.fullmatch(text)})
     if not 0 < len(odd) <= 2 or 50 * odd.total() >= texts.total():
         return "", set()
@@ -393,9 +467,15 @@ def alike(names: list[str]) -> tuple[str, ...]:
     for name in names:
         folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
     same = [name for those in folded.values() if len(those) > 1 for name in those]
-    shown = [repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name) for name in same[:6]]
+    shown = [
+        repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name) for name in same[:6]
+    ]
     notes = [f"classes that look alike: {', '.join(shown)}"] if same else []
-    moved = [f"{name!r} is {n}" for n, name in enumerate(names) if _DIGITS.fullmatch(name) and name != str(n)]
+    moved = [
+        f"{name!r} is {n}"
+        for n, name in enumerate(names)
+        if _DIGITS.fullmatch(name) and name != str(n)
+    ]
     if moved and not all(map(_DIGITS.fullmatch, names)):
         notes += [
             f"names among text whose numbers are not the numbers of their classes: {', '.join(moved[:3])}"
@@ -487,7 +567,9 @@ class ImageFolderSource(IndexedSource):
         paths = [f"{self.root}/{path}" for path, *_ in self.files]
         return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
 
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+    def shards(
+        self, records: int, order: np.random.Generator | None, homes: int = 0
+    ) -> Sequence[Shard]:
         return IndexedShards(len(self.files), records, order, homes, self._shard)
 
     def _shard(self, indices: Sequence[int], home: str) -> Shard:

@@ -56,7 +56,9 @@ class Naming:
         column, _, suffix = rest.lower().rpartition(".")
         dotted = f"the dot in {name}.{column} ends the name of record {name}" if column else ""
         if dotted and not _COLUMN.fullmatch(column):
-            raise UsageError(f"{self.path}: {member}: {dotted}; rename it without dots before the suffix")
+            raise UsageError(
+                f"{self.path}: {member}: {dotted}; rename it without dots before the suffix"
+            )
         column = column or _COLUMNS.get(suffix, suffix)
         self.dotted = self.dotted or (dotted and f"{member}: {dotted}")
         if column in ("", "key") or column.startswith("__"):
@@ -108,7 +110,9 @@ def number_of(content: bytes) -> int:
     inner = content.strip()
     if inner[:1] != b"[":
         return int(content)
-    return place_of_one([float(part) for part in re.split(rb"[\s,]+", inner.strip(b"[], \n\t")) if part])
+    return place_of_one(
+        [float(part) for part in re.split(rb"[\s,]+", inner.strip(b"[], \n\t")) if part]
+    )
 
 
 def place_of_one(values: list[Any]) -> int:
@@ -210,10 +214,18 @@ class Survey:
         Text counts only if it repeats, for captions do not; folders only if they do not depend on the shard.
         """
         for name in (f"{JSON}.{key}" for key in LABEL_KEYS):
-            if name in self.values and self.values[name].count == self.rows and self.values[name].labels:
+            if (
+                name in self.values
+                and self.values[name].count == self.rows
+                and self.values[name].labels
+            ):
                 return Rule(JSON, name, self.values[name].are_text)
         text = self.values.get(TEXT, Values())
-        if self.rows and text.count == self.rows and 2 * len(text.numbers | text.texts) <= self.rows:
+        if (
+            self.rows
+            and text.count == self.rows
+            and 2 * len(text.numbers | text.texts) <= self.rows
+        ):
             return Rule(TEXT, TEXT, text.are_text)
         if "" in self.folders or not self.folders:
             return NO_RULE
@@ -227,10 +239,18 @@ class Survey:
         return Rule(FOLDER, FOLDER, True)
 
 
-def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | None = None) -> Survey:
+def survey_of(
+    file: Any, path: str, labels: bool, texts: str = "", most: int | None = None
+) -> Survey:
     """Read the headers of a shard, and the contents of members with numbers."""
     found, naming = Survey(), Naming(path)
-    read = (*NUMBERS, JSON, "txt", TEXT) if labels else (*NUMBERS, "txt", TEXT, "id") if texts else NUMBERS
+    read = (
+        (*NUMBERS, JSON, "txt", TEXT)
+        if labels
+        else (*NUMBERS, "txt", TEXT, "id")
+        if texts
+        else NUMBERS
+    )
 
     def wanted(name: str) -> bool:
         return most is not None or name.lower().rpartition(".")[2] in read
@@ -288,7 +308,11 @@ def member_folder(stem: str) -> str:
 
 def _fields(content: bytes) -> list[tuple[str, Any]]:
     whole = _parsed(content)
-    return [(name, whole[name]) for name in LABEL_KEYS if name in whole] if isinstance(whole, dict) else []
+    return (
+        [(name, whole[name]) for name in LABEL_KEYS if name in whole]
+        if isinstance(whole, dict)
+        else []
+    )
 
 
 def _parsed(content: bytes) -> Any:

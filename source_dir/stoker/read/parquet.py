@@ -57,7 +57,9 @@ def expression(filters: Filters | None) -> Any:
     return parquet.filters_to_expression(filters)
 
 
-def for_statistics(filters: Filters | None, schema: Iterable[Any], without: Container[str] = ()) -> Any:
+def for_statistics(
+    filters: Filters | None, schema: Iterable[Any], without: Container[str] = ()
+) -> Any:
     """The part of the filters that statistics of these fields can judge, also without some columns; it keeps
     at least the same rows. NaN, which no statistics show, differs from every value."""
     import pyarrow as pa
@@ -67,7 +69,9 @@ def for_statistics(filters: Filters | None, schema: Iterable[Any], without: Cont
     def judged(column: str, operator: str, _: Any) -> bool:
         return column not in without and not (column in floats and operator in ("!=", "not in"))
 
-    either: list[Any] = [] if not filters else filters if isinstance(filters[0], list) else [filters]
+    either: list[Any] = (
+        [] if not filters else filters if isinstance(filters[0], list) else [filters]
+    )
     left = [[term for term in part if judged(*term)] for part in either]
     return left if all(left) else None
 
@@ -98,10 +102,16 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
     try:
         with filesystem.open_input_file(path) as file:
             reader = parquet.ParquetFile(file)
-            metadata, schema, leaves = reader.metadata, reader.schema_arrow, reader.reader.column_paths
+            metadata, schema, leaves = (
+                reader.metadata,
+                reader.schema_arrow,
+                reader.reader.column_paths,
+            )
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if metadata.num_rows != sum(sizes):
-            raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
+            raise ValueError(
+                f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}"
+            )
         nulls = in_statistics(metadata, leaves, columns or schema.names)
     except Exception as error:
         text = " ".join(str(error).split())
@@ -109,11 +119,15 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
     if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
         raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
     firsts = accumulate(sizes, initial=0)
-    groups = [RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n]
+    groups = [
+        RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n
+    ]
     return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls)
 
 
-def read_groups(filesystem: Any, path: str, groups: list[RowGroup], columns: list[str] | None) -> Any:
+def read_groups(
+    filesystem: Any, path: str, groups: list[RowGroup], columns: list[str] | None
+) -> Any:
     """Row groups as a table; verifies pages that have a checksum."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -125,12 +139,19 @@ def read_groups(filesystem: Any, path: str, groups: list[RowGroup], columns: lis
             table = _read(reader, [g.number for g in groups], columns)
     except (OSError, pa.ArrowException) as error:
         kind = OSError if isinstance(error, OSError) else UsageError
-        raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise kind(
+            f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from None
     if table.num_rows != rows and (columns is None or columns):
-        raise UsageError(f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}")
+        raise UsageError(
+            f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}"
+        )
     refuse_code(table.schema, path)
     for i, field in enumerate(table.schema):
-        if field.type in (pa.string_view(), pa.binary_view()):  # many of Arrow's functions lack them
+        if field.type in (
+            pa.string_view(),
+            pa.binary_view(),
+        ):  # many of Arrow's functions lack them
             kind = pa.large_string() if field.type == pa.string_view() else pa.large_binary()
             table = table.set_column(i, field.name, table[field.name].cast(kind))
     return table
@@ -201,7 +222,9 @@ class ParquetSource(StreamedSource):
         schema = self._whole_schema(*self._first())
         named = dict.fromkeys([*(self.columns or []), *filter_columns(self.filters), *self.nulls])
         if missing := [c for c in named if c not in schema]:
-            raise UsageError(f"{first}: has no column {', '.join(missing)}; it has {', '.join(schema)}")
+            raise UsageError(
+                f"{first}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
+            )
         wanted = [*named] if self.columns else [*schema]
         if "key" in (self.columns or schema):
             raise UsageError(
@@ -221,7 +244,9 @@ class ParquetSource(StreamedSource):
             for column in wanted:
                 kinds = schema[column], other[column]
                 if None not in kinds and not same_values(*kinds):
-                    raise UsageError(f"{path}: column {column} is {kinds[1]}, in {first} it is {kinds[0]}")
+                    raise UsageError(
+                        f"{path}: column {column} is {kinds[1]}, in {first} it is {kinds[0]}"
+                    )
                 if self.types.get(column) in (None, pa.null()):
                     self.types[column] = other[column]
         with ThreadPoolExecutor(16) as pool:
@@ -245,7 +270,9 @@ class ParquetSource(StreamedSource):
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for a column that the file lacks."""
-        return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
+        return {field.name: field.type for field in schema} | dict.fromkeys(
+            self.constants.get(path, {})
+        )
 
     def _first(self) -> tuple[str, Any]:
         self._ensure_footers()
@@ -269,7 +296,9 @@ class ParquetSource(StreamedSource):
             return self._filtered(path, footer) if self.filters else footer
         except pa.ArrowException as error:
             text = " ".join(str(error).split())[:200]
-            raise UsageError(f"{path}: filters={self.filters!r} do not fit its columns: {text}") from None
+            raise UsageError(
+                f"{path}: filters={self.filters!r} do not fit its columns: {text}"
+            ) from None
 
     def complete(self, path: str, schema: Any) -> None:
         """Add to `constants` what a file of this schema lacks; no-op here."""
@@ -307,7 +336,11 @@ class ParquetSource(StreamedSource):
         constants = self.constants.get(path, {})
         names = filter_columns(self.filters)
         own = [name for name in names if name not in constants]
-        table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
+        table = (
+            read_groups(self.filesystem, path, groups, own)
+            if own
+            else pa.table({"": pa.nulls(rows)})
+        )
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))
@@ -364,7 +397,10 @@ class ParquetSource(StreamedSource):
             if self.columns is None or column in self.columns:
                 mask = np.ones(table.num_rows, bool) if constant is None else None
                 columns |= rules.apply(
-                    column, self.types.get(column), mask, partial(lambda value, row: value, constant)
+                    column,
+                    self.types.get(column),
+                    mask,
+                    partial(lambda value, row: value, constant),
                 )
         in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
         for row in kept[self.arrangement(len(kept), order)].tolist():
@@ -382,7 +418,9 @@ class ParquetSource(StreamedSource):
             yield record
 
     def column_types(self) -> dict[str, Any]:
-        return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
+        return {
+            c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()
+        }
 
     def metadata(self) -> list[dict[bytes, bytes]]:
         self._ensure_footers()
@@ -433,7 +471,9 @@ def read_parquet(
         UsageError: no files, or a Delta table, whose old files must not be read.
     """
     if is_delta_table(root):
-        raise UsageError(f"{root}: is a Delta table, so some files may be outdated; read it with read_delta")
+        raise UsageError(
+            f"{root}: is a Delta table, so some files may be outdated; read it with read_delta"
+        )
     files, notes = split_files(root, split, PARQUET_SUFFIXES)
     if not files:
         return None

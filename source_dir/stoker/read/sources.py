@@ -101,7 +101,9 @@ class IndexedSource(Source):
     """Records with keys that are known before reading, each readable alone."""
 
     @abstractmethod
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+    def shards(
+        self, records: int, order: np.random.Generator | None, homes: int = 0
+    ) -> Sequence[Shard]:
         """As `Source.shards`; see `IndexedShards` for `homes`."""
 
     @abstractmethod
@@ -183,7 +185,9 @@ def _permuted_range(n: int, order: np.random.Generator) -> Any:
     return found
 
 
-def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+def cut_indices(
+    n: int, records: int, order: np.random.Generator | None, homes: int = 0
+) -> list[Shard]:
     """The shards of `IndexedShards` as a list."""
     return list(IndexedShards(n, records, order, homes))
 
@@ -238,11 +242,19 @@ def read_again(
             return read()
         except Exception as error:
             passing = may_pass(error)
-            most = len(WAITS_S) + 1 if passing else 1 if isinstance(error, PERMANENT) and not far else 2
+            most = (
+                len(WAITS_S) + 1
+                if passing
+                else 1
+                if isinstance(error, PERMANENT) and not far
+                else 2
+            )
             if number == most:
                 text = " ".join(str(error).split())[:300]
                 tries = f", {number} tries" if number > 1 else ""
-                return BadRecord(key, f"cannot be read{tries}: {type(error).__name__}: {text}", passing)
+                return BadRecord(
+                    key, f"cannot be read{tries}: {type(error).__name__}: {text}", passing
+                )
             if isinstance(error, OSError):
                 time.sleep(wait_s)
             if rewind:
@@ -376,7 +388,9 @@ class NumberedSource(IndexedSource):
     @abstractmethod
     def count(self) -> int: ...
 
-    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> Sequence[Shard]:
+    def shards(
+        self, records: int, order: np.random.Generator | None, homes: int = 0
+    ) -> Sequence[Shard]:
         return IndexedShards(self.count(), records, order, homes)
 
     def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
@@ -436,7 +450,9 @@ class TorchSource(NumberedSource):
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in shard.items:
             rewind = partial(restore_generators, states())
-            item = read_again(str(index), partial(self.dataset.__getitem__, index), rewind, far=True)
+            item = read_again(
+                str(index), partial(self.dataset.__getitem__, index), rewind, far=True
+            )
             if isinstance(item, BadRecord):
                 yield item._replace(name=item_name(self, item.key))
                 continue
@@ -459,7 +475,11 @@ class TorchSource(NumberedSource):
 
 
 def _is_encoded(value: Any) -> bool:
-    return type(value) is dict and value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes)
+    return (
+        type(value) is dict
+        and value.keys() == {"bytes", "path"}
+        and isinstance(value["bytes"], bytes)
+    )
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:

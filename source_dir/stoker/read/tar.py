@@ -47,7 +47,9 @@ class Member(NamedTuple):
     content: bytes
 
 
-def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
+def members(
+    file: Any, path: str, contents: Callable[[str], bool] = lambda name: True
+) -> Iterator[Member]:
     tar = _Tar(file, path)
     extra: dict[str, str] = {}
     while (header := tar.header()) is not None:
@@ -62,7 +64,9 @@ def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name:
             tar.content(size)  # the name of a link's target; the link is refused below
         elif header.type == tarfile.XGLTYPE:
             if {"path", "size"} & tar.pax(size).keys():
-                raise UsageError(f"{path}: the global PAX header at byte {tar.start} renames members")
+                raise UsageError(
+                    f"{path}: the global PAX header at byte {tar.start} renames members"
+                )
         else:
             name = extra.get("path", header.name)
             if header.type in _REGULAR:
@@ -147,17 +151,23 @@ class _Tar:
         if zeros < 2 * BLOCK:
             raise self.damaged(self.start, "the end of the archive is missing")
         if zeros > MOST_ZEROS:
-            raise self.damaged(self.start, f"{zeros} zeros at its end, as in a file that was partly written")
+            raise self.damaged(
+                self.start, f"{zeros} zeros at its end, as in a file that was partly written"
+            )
 
     def _take(self, size: int, what: str) -> bytes:
         content: bytes = self.file.read(size)
         if len(content) < size:
-            raise self.damaged(self.start, f"cut short after {self.at + len(content)} bytes: {what}")
+            raise self.damaged(
+                self.start, f"cut short after {self.at + len(content)} bytes: {what}"
+            )
         self.at += size
         return content
 
     def damaged(self, at: int, why: str) -> UsageError:
-        return UsageError(f"{self.path}: damaged tar shard, byte {at}: {why}; copy or write it again")
+        return UsageError(
+            f"{self.path}: damaged tar shard, byte {at}: {why}; copy or write it again"
+        )
 
     def refused(self, name: str, kind: str) -> UsageError:
         return UsageError(

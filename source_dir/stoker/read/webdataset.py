@@ -52,7 +52,9 @@ class WebDatasetSource(StreamedSource):
 
     random = False
 
-    def __init__(self, files: list[Any], columns: list[str] | None = None, strict: bool = False) -> None:
+    def __init__(
+        self, files: list[Any], columns: list[str] | None = None, strict: bool = False
+    ) -> None:
         self.columns, self.strict = columns, strict
         self.texts: frozenset[str] = frozenset()
         """Columns with text where others have numbers."""
@@ -120,7 +122,9 @@ class WebDatasetSource(StreamedSource):
 
         found = self.survey
         label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
-        kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(("txt", "text", "id"), pa.string())
+        kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(
+            ("txt", "text", "id"), pa.string()
+        )
         types = {}
         for name, suffix in (found.columns | label).items():
             types[name] = pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
@@ -140,7 +144,10 @@ class WebDatasetSource(StreamedSource):
         }
 
     def label_values(self, column: str) -> set[Any] | None:
-        found, name = self.survey, self.rule.name if column == "label" and self.rule.place else column
+        found, name = (
+            self.survey,
+            self.rule.name if column == "label" and self.rule.place else column,
+        )
         if not self.walked or not (self.rule.place or column in found.columns):
             return None
         if name not in found.values:
@@ -156,7 +163,9 @@ class WebDatasetSource(StreamedSource):
             return known
         with self.filesystem.open_input_file(path) as file:
             found = survey_of(file, path, labels, texts)
-        if time.time_ns() - self.times[at] > 10**9:  # a file that changes again at once may keep its time
+        if (
+            time.time_ns() - self.times[at] > 10**9
+        ):  # a file that changes again at once may keep its time
             _surveys[key] = found
         return found
 
@@ -201,7 +210,10 @@ class WebDatasetSource(StreamedSource):
     def prepare(self, shard: Shard) -> None:
         self._drop()
         if self.far:
-            self._prepared = shard.path, Ahead(self.filesystem.open_input_file(shard.path), CHUNKS_PREPARED)
+            self._prepared = (
+                shard.path,
+                Ahead(self.filesystem.open_input_file(shard.path), CHUNKS_PREPARED),
+            )
 
     def _drop(self) -> None:
         if self._prepared is not None:
@@ -285,7 +297,9 @@ def read_webdataset(
         strict: refuse a column that no record of local shards has.
     """
     if root.startswith("pipe:"):
-        raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
+        raise UsageError(
+            f"{root}: pipe: addresses run commands and are refused; use a path or s3://"
+        )
     files, notes = split_files(root, split, TAR_SUFFIXES)
     if not files:
         return None

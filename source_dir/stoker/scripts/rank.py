@@ -113,7 +113,9 @@ def watch(
                 child.terminate()
             given = SOON_S if order.soon else stop_s
             if not killed and time.monotonic() - asked_at > given:
-                killed = f"stoker: the script did not end within {given:g} s of SIGTERM and was killed\n"
+                killed = (
+                    f"stoker: the script did not end within {given:g} s of SIGTERM and was killed\n"
+                )
                 child.kill()
         if len(output) < POLL_S * 1_000_000:
             time.sleep(POLL_S)
@@ -230,7 +232,9 @@ class Child:
             data += more
         text = self._part + self._decoder.decode(data, final=not self._open)
         late = time.monotonic() - self._part_since > PART_EVERY_S
-        whole = len(text) if late or not self._open or len(text) > MOST_BYTES else text.rfind("\n") + 1
+        whole = (
+            len(text) if late or not self._open or len(text) > MOST_BYTES else text.rfind("\n") + 1
+        )
         if whole:
             self._part_since = time.monotonic()
         text, self._part = text[:whole], text[whole:]

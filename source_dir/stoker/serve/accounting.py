@@ -59,7 +59,11 @@ class EpochAccount:
     def take(self, report: BlockReport, node: str) -> None:
         due = self.due.get(report.shard, 0)
         if report.shard in self.ended or report.nth != due:
-            awaited = "none was to follow" if report.shard in self.ended else f"block {due} was the next one"
+            awaited = (
+                "none was to follow"
+                if report.shard in self.ended
+                else f"block {due} was the next one"
+            )
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: block {report.nth} of shard number {report.shard}"
                 f" arrived, but {awaited}"
@@ -113,7 +117,9 @@ class EpochAccount:
                 f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
-            changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
+            changed = (
+                ", or the data has changed since the checkpoint" if self.carried.trained else ""
+            )
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
                 f" records came twice and others are missing{changed}"
@@ -137,7 +143,9 @@ class EpochAccount:
         }
 
 
-def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
+def refuse_over_budget(
+    bad: int, whole: int, of: str, budget: float, first: BadRecord | None
+) -> None:
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"

@@ -30,7 +30,9 @@ class Coordinator(DataService):
     restart: Beginning | None = None
     """Where training would begin again now."""
 
-    def __init__(self, passes: Passes, totals: dict[str, int | None], plan: Plan, **service: Any) -> None:
+    def __init__(
+        self, passes: Passes, totals: dict[str, int | None], plan: Plan, **service: Any
+    ) -> None:
         self.events: list[Event] = []
         chain = {split: ChainCosts() for split in ("train", "val")}
         super().__init__(chain=chain, cache=passes.cache, **service)
@@ -59,10 +61,17 @@ class Coordinator(DataService):
         """Train worker's call (rank 0): a restart would begin in this epoch, at this position."""
         with self.changed:
             if self.attempt is not None:
-                self.restart = Beginning(self.attempt.workers, epoch, DataCursor.model_validate(position))
+                self.restart = Beginning(
+                    self.attempt.workers, epoch, DataCursor.model_validate(position)
+                )
 
     def begin(
-        self, me: Any, attempt: int, workers: int, first_epoch: int, position: dict[str, Any] | None = None
+        self,
+        me: Any,
+        attempt: int,
+        workers: int,
+        first_epoch: int,
+        position: dict[str, Any] | None = None,
     ) -> None:
         """Start production at `first_epoch`; restart it after train workers were restarted.
 
@@ -102,7 +111,9 @@ class Coordinator(DataService):
                 deadly |= {item_name(source, key): reason for key, reason in start.deadly.items()}
         except UsageError as error:
             problem = str(error)
-        self.attempt = RecipeAttempt(attempt, beginning.workers, self.passes, self.totals, start, self.shared)
+        self.attempt = RecipeAttempt(
+            attempt, beginning.workers, self.passes, self.totals, start, self.shared
+        )
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
         known = about(start, beginning.workers, self.passes.config)
         self.event(kinds.AttemptStarted(**known, ahead=ahead))
@@ -121,13 +132,19 @@ class Coordinator(DataService):
 
     def _current(self, number: int) -> RecipeAttempt | None:
         attempt = self.attempt
-        return attempt if attempt is not None and attempt.number == number and not attempt.over else None
+        return (
+            attempt
+            if attempt is not None and attempt.number == number and not attempt.over
+            else None
+        )
 
     def _why_over(self, number: int) -> str:
         attempt = self.attempt
         return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
 
-    def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> StepAssignment | str | None:
+    def next(
+        self, attempt: int, split: str, epoch: int, rank: int, step: int
+    ) -> StepAssignment | str | None:
         """Train worker's call: its rows of a step, once ready; None after the last, a text on failure."""
         asked = time.monotonic()
         with self.changed:
@@ -282,7 +299,9 @@ class Coordinator(DataService):
                 "failure": self.attempt.failure if self.attempt else "",
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_per_sample,
-                "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
+                "tasks_by_node": dict(
+                    self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node
+                ),
                 "open": [
                     s.account.counts(s.total) | {"split": s.account.split}
                     for s in (self.attempt.open.values() if self.attempt else ())

@@ -67,7 +67,9 @@ class ChainWorker:
         except (OverError, ray.exceptions.RayActorError):
             pass  # the run is over
         made, self._made = self._made, dict.fromkeys(MADE, 0.0)
-        return pa.Table.from_pylist([{"tasks": tasks, "cpu_s": time.process_time() - began, **made}])
+        return pa.Table.from_pylist(
+            [{"tasks": tasks, "cpu_s": time.process_time() - began, **made}]
+        )
 
     def _next(self, last: LastBlock) -> Reply:
         reply: Reply = self._ask("claim", self._me, list(self._loaded), last)
@@ -93,7 +95,9 @@ class ChainWorker:
         split, care, last = claim.plan.split, claim.care, None
         loaded = self._loaded.pop(split, None) or self._load(cast(SplitSetup, reply.setup))
         self._loaded[split] = loaded
-        counted = [each for each, of in self._loaded.items() if not getattr(of.source, "stays", False)]
+        counted = [
+            each for each, of in self._loaded.items() if not getattr(of.source, "stays", False)
+        ]
         for oldest in counted[:-MOST_LOADED]:
             del self._loaded[oldest]
         tell = partial(self._tell, split, care.task) if care.names else None
@@ -120,7 +124,9 @@ class ChainWorker:
                     return None
         return last
 
-    def _blocks(self, loaded: LoadedSplit, claim: Claim, work: Work, guard: Guard | None) -> Iterator[Any]:
+    def _blocks(
+        self, loaded: LoadedSplit, claim: Claim, work: Work, guard: Guard | None
+    ) -> Iterator[Any]:
         if work.stop is None:
             # The stream of a pass that was given up ends before another one begins.
             stream = self._streams.pop((claim.plan.split, work.number), None)
@@ -133,7 +139,9 @@ class ChainWorker:
 
     def _written(self, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit) -> Made:
         file = self._folder.write(columns) if columns else ""
-        for name, more in zip(MADE, (report.records, report.bytes_out, report.seconds), strict=True):
+        for name, more in zip(
+            MADE, (report.records, report.bytes_out, report.seconds), strict=True
+        ):
             self._made[name] += more
         return Made(report, file, loaded.cache.usage if loaded.cache else None)
 
@@ -151,7 +159,9 @@ class ChainWorker:
     def _load(self, setup: SplitSetup) -> LoadedSplit:
         for over in {*self._loaded, *(of for of, _ in self._streams)} - setup.needed:
             self._loaded.pop(over, None)
-        self._streams = {place: rest for place, rest in self._streams.items() if place[0] in setup.needed}
+        self._streams = {
+            place: rest for place, rest in self._streams.items() if place[0] in setup.needed
+        }
         loaded = open_split(setup.reference)
         if share := getattr(loaded.source, "share", None):
             share(self._folder)
@@ -184,7 +194,9 @@ TEXTS = 20
 class Leases:
     """Part of the service; `failed` takes the error that ends an execution."""
 
-    def __init__(self, service: Any, run: str, pool: Pool, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, service: Any, run: str, pool: Pool, failed: Callable[[BaseException], None]
+    ) -> None:
         self._service, self._run, self._pool, self._failed = service, run, pool, failed
         self._lock = threading.Lock()
         self._starting: list[tuple[float, Counter[str]]] = []
@@ -227,7 +239,9 @@ class Leases:
             self.watch()
         if not places:
             return
-        thread = threading.Thread(target=self._execute, args=(begun, places), name="leases", daemon=True)
+        thread = threading.Thread(
+            target=self._execute, args=(begun, places), name="leases", daemon=True
+        )
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
 
@@ -255,7 +269,9 @@ class Leases:
         try:
             dataset = self._dataset(places)
             self._datasets = [*self._datasets, dataset][-TEXTS:]
-            for rows in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            for rows in dataset.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=0
+            ):
                 with self._lock:
                     for row in rows.to_pylist():
                         self._sums.update(row)
@@ -274,7 +290,8 @@ class Leases:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             leases = ray.data.from_items(
-                [{"lease": n} for n in range(-SHORT, len(places))], override_num_blocks=len(places) + SHORT
+                [{"lease": n} for n in range(-SHORT, len(places))],
+                override_num_blocks=len(places) + SHORT,
             )
             let_wait(leases)
             leases.context.max_errored_blocks = -1

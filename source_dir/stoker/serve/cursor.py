@@ -136,7 +136,9 @@ class Trail:
         if not self.start.by_row:
             self._refuse_moved(report)
             sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
-            made = Block(report.rows, sums, report.last, {bad.called: bad.reason for bad in report.bad})
+            made = Block(
+                report.rows, sums, report.last, {bad.called: bad.reason for bad in report.bad}
+            )
             self._blocks.setdefault(report.shard, deque()).append(made)
             self._use(report.shard, 0)
 
@@ -186,7 +188,9 @@ class Trail:
         while blocks and left >= blocks[0].rows:
             block = blocks.popleft()
             whole, left, last = whole + 1, left - block.rows, block.last
-            self._sums = [before + more for before, more in zip(self._sums, block.sums, strict=True)]
+            self._sums = [
+                before + more for before, more in zip(self._sums, block.sums, strict=True)
+            ]
         if not blocks:
             self._blocks.pop(shard, None)
         if last:
@@ -196,7 +200,9 @@ class Trail:
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
         if rows < self.rows:
-            raise ValueError(f"the position after {rows} rows is no longer known, only from {self.rows} on")
+            raise ValueError(
+                f"the position after {rows} rows is no longer known, only from {self.rows} on"
+            )
         there = self._copy()
         there.leave(rows)
         start, (read, read_ids, bad, bad_ids) = self.start, there._sums
@@ -210,7 +216,9 @@ class Trail:
         }
         quarantined = {}
         for shard, place in there._partial.items():
-            blocks = there._blocks.get(shard)  # none, if the next one was not made again since `start`
+            blocks = there._blocks.get(
+                shard
+            )  # none, if the next one was not made again since `start`
             those = blocks[0].bad if blocks else start.quarantined.get(shard)
             if place[1] and those is not None:
                 quarantined[shard] = those

@@ -101,7 +101,12 @@ class ReadyBlock:
     def is_remade_as(self, other: ReadyBlock) -> bool:
         """Whether a block that was made in its place has the same records."""
         a, b = self.report, other.report
-        same = (a.rows, a.records, a.id_sum, a.bad_id_sum) == (b.rows, b.records, b.id_sum, b.bad_id_sum)
+        same = (a.rows, a.records, a.id_sum, a.bad_id_sum) == (
+            b.rows,
+            b.records,
+            b.id_sum,
+            b.bad_id_sum,
+        )
         return same and a.last == b.last
 
 

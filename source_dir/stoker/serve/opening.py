@@ -72,7 +72,9 @@ class Data:
         if split not in self._identities:
             source = self.sources[split]
             known = not isinstance(source, DatasetSource)
-            self._identities[split] = identity_of(source) if known else Identity(source.fingerprint())
+            self._identities[split] = (
+                identity_of(source) if known else Identity(source.fingerprint())
+            )
         return self._identities[split]
 
 
@@ -106,7 +108,9 @@ def open_sources(config: Config) -> Data:
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     pads = pads_of(recipe)
     if recipe.collates and pads:
-        raise UsageError(f"recipe: {type(recipe).__name__} has both pad and collate; pad in collate")
+        raise UsageError(
+            f"recipe: {type(recipe).__name__} has both pad and collate; pad in collate"
+        )
     if not recipe.collates and config.data.bucket_by not in (None, *pads):
         raise UsageError(
             f"data.bucket_by: {config.data.bucket_by!r} is not a column that the recipe pads; it pads:"
@@ -175,7 +179,9 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
     try:
         declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
     except Exception as error:
-        raise UsageError(f"recipe: {type(recipe).__name__}.pad failed: {where_raised(error)}") from error
+        raise UsageError(
+            f"recipe: {type(recipe).__name__}.pad failed: {where_raised(error)}"
+        ) from error
     for name, (value, multiple) in declared.items():
         if not (isinstance(value, int | float) and isinstance(multiple, int) and multiple >= 1):
             raise UsageError(
@@ -215,7 +221,11 @@ def exact_note(config: Config, data: Data) -> str:
 
 
 def refuse_other_classes(data: Data) -> None:
-    of = {split: source.classes() for split, source in data.sources.items() if isinstance(source, Source)}
+    of = {
+        split: source.classes()
+        for split, source in data.sources.items()
+        if isinstance(source, Source)
+    }
     train, val = of.get("train"), of.get("val")
     if train is not None and val is not None and train != val:
         raise UsageError(
@@ -269,7 +279,14 @@ def start_coordinator(
     if begun is not None:
         refuse_other_data(begun, plan)
     coordinator = start_service(
-        Coordinator, config, scaler, 2 * workers + 32, {}, passes=passes, totals=data.totals, plan=plan
+        Coordinator,
+        config,
+        scaler,
+        2 * workers + 32,
+        {},
+        passes=passes,
+        totals=data.totals,
+        plan=plan,
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
@@ -285,7 +302,10 @@ MARGIN = 0.95
 
 
 def share_that_fits(
-    config: Config, splits: dict[str, tuple[Source, Chain]], totals: dict[str, int | None], cache: CacheSpec
+    config: Config,
+    splits: dict[str, tuple[Source, Chain]],
+    totals: dict[str, int | None],
+    cache: CacheSpec,
 ) -> float:
     """The share of the records that the caches of the present hosts have room for.
 
@@ -324,7 +344,9 @@ def _rooms(config: Config, cache: CacheSpec) -> list[int]:
 
     hosts = chain_hosts(config, ray.get_runtime_context().get_node_id(), ray.nodes(), Counter())
     hosts = [host for host in hosts if not host.trains] or hosts
-    return [found for found in _on([host.node for host in hosts], _room, cache) if found is not None]
+    return [
+        found for found in _on([host.node for host in hosts], _room, cache) if found is not None
+    ]
 
 
 def _room(cache: CacheSpec) -> int:

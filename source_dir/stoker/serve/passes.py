@@ -217,7 +217,12 @@ class Shared:
         chain: dict[str, ChainCosts],
         keeping: CacheAffinity | None = None,
     ) -> None:
-        self.event, self.budget_bytes, self.chain, self.keeping = event, budget_bytes, chain, keeping
+        self.event, self.budget_bytes, self.chain, self.keeping = (
+            event,
+            budget_bytes,
+            chain,
+            keeping,
+        )
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
         """Threads that decide what to produce wait on it."""

@@ -187,7 +187,11 @@ class Planner:
         return found
 
     def _begin(self, pass_: Pass, by: Process) -> Item:
-        split, work, shard_s = pass_.plan.split, self._near(pass_), self.shard_s.get(pass_.plan.alike)
+        split, work, shard_s = (
+            pass_.plan.split,
+            self._near(pass_),
+            self.shard_s.get(pass_.plan.alike),
+        )
         most = 1 if pass_.streams else items.shards_per_item(pass_.left, self.pool.slots, shard_s)
         if self.affinity is None:
             shards = self._preparing.take(work, by.worker, most)
@@ -209,7 +213,10 @@ class Planner:
         return f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
 
     def _wanted(self, pass_: Pass) -> bool:
-        short = pass_.rows_ahead + pass_.shards_under_way * pass_.plan.block_records < 2 * pass_.step_rows
+        short = (
+            pass_.rows_ahead + pass_.shards_under_way * pass_.plan.block_records
+            < 2 * pass_.step_rows
+        )
         return short or self._held_bytes() < self.budget_bytes
 
     @property
@@ -218,7 +225,9 @@ class Planner:
         return bool(self.passes) and is_hungry(self.attempt.open_passes(), room)
 
     def _held_bytes(self) -> int:
-        return items.in_budget([self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes)
+        return items.in_budget(
+            [self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes
+        )
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
         self._abandoned.pop(by.worker, None)
@@ -265,7 +274,9 @@ class Planner:
         """Whether a chain worker makes the next batch of its stream now, or what it asks for."""
         pass_, worker, lost = item.pass_, item.by.worker, self.pool.is_lost
         enough = item.node in self.pool.closing or pass_.far_ahead(item.shards[0].number)
-        if not (enough or any(each.offers(worker, lost) and each.waited_for for each in self.passes)):
+        if not (
+            enough or any(each.offers(worker, lost) and each.waited_for for each in self.passes)
+        ):
             return True
         pass_.work.extend(self.hand_back(worker))
         return False
@@ -343,12 +354,17 @@ class Planner:
     def _again(self, more: list[Item]) -> None:
         """Queue work: first that for lost blocks, as consumers need them, since one may wait already."""
         passes = self.attempt.open_passes()
-        needed = (block for pass_ in passes for block in (*pass_.needed, *pass_.early()) if block.lost)
+        needed = (
+            block for pass_ in passes for block in (*pass_.needed, *pass_.early()) if block.lost
+        )
         places = {block: place for place, block in enumerate(needed)}
 
         def place_of(item: Item) -> float:
             first = item.shards[0]
-            run = (self.lost.get((item.pass_, first.number, n)) for n in range(first.skip, item.stop or 0))
+            run = (
+                self.lost.get((item.pass_, first.number, n))
+                for n in range(first.skip, item.stop or 0)
+            )
             return min((places[block] for block in run if block in places), default=len(places))
 
         self.again = sorted([*self.again, *more], key=place_of)
@@ -370,7 +386,9 @@ class Planner:
                 follows = place[0], place[1] + 1
             for run in runs:
                 first, stop = run[0].report, run[-1].report.nth + 1
-                work = [Work(first.shard, run[0].shard or Shard(""), first.nth, store=False, stop=stop)]
+                work = [
+                    Work(first.shard, run[0].shard or Shard(""), first.nth, store=False, stop=stop)
+                ]
                 lost.append(Item(pass_, self._name(pass_.plan.split, work), work))
         if lost:
             self._again(lost)
@@ -443,8 +461,12 @@ class Preparing:
 
     def _first(self, work: deque[Work], process: str, most: int) -> list[Work]:
         own = self._shards.pop(process, (0.0, None))[1]
-        near = list(islice(work, most if own is None and not self._shards else most + 2 * self._pool.slots))
+        near = list(
+            islice(work, most if own is None and not self._shards else most + 2 * self._pool.slots)
+        )
         now = time.monotonic()
-        self._shards = {p: (at, shard) for p, (at, shard) in self._shards.items() if now - at < PREPARED_S}
+        self._shards = {
+            p: (at, shard) for p, (at, shard) in self._shards.items() if now - at < PREPARED_S
+        }
         others = [shard for _, shard in self._shards.values()]
         return sorted(near, key=lambda shard: (shard != own, shard in others))[:most]

@@ -115,7 +115,11 @@ class Pool:
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
     def leaves_at_once(self, node: str) -> bool:
-        return node in self.closing or not self.wanted or (not self.helping and node not in self._first)
+        return (
+            node in self.closing
+            or not self.wanted
+            or (not self.helping and node not in self._first)
+        )
 
     def missing(self, starting: Mapping[str, int]) -> list[str]:
         """The node of each chain worker that is wanted and neither runs nor starts."""
@@ -128,7 +132,10 @@ class Pool:
 
     def is_lost(self, process: str) -> bool:
         """Whether a chain worker has ended, or its host is lost or about to leave."""
-        return process in self.gone or self.there.get(process, process) not in {process, *self.hosts}
+        return process in self.gone or self.there.get(process, process) not in {
+            process,
+            *self.hosts,
+        }
 
     def name(self, node: str) -> str:
         host = self.hosts.get(node)
@@ -161,7 +168,10 @@ def chain_hosts(
     (one per GPU). On any other cluster, those cores are subtracted here.
     """
     alive = [n for n in nodes if n["Alive"]]
-    groups, scaling = [label(group) for group in config.data.preprocess_on], config.cluster.cpu_hosts
+    groups, scaling = (
+        [label(group) for group in config.data.preprocess_on],
+        config.cluster.cpu_hosts,
+    )
     own_group = next((n["Labels"].get(GROUP_LABEL) for n in nodes if n["NodeID"] == own_node), None)
     several = len({n.get("Labels", {}).get(GROUP_LABEL) for n in alive}) > 1
     found = []
@@ -252,7 +262,12 @@ class Elastic:
         return staying or hosts
 
     def _scale(
-        self, scaler: Scaler, hosts: list[ChainHost], now: float, ended: bool, bound: Collection[str]
+        self,
+        scaler: Scaler,
+        hosts: list[ChainHost],
+        now: float,
+        ended: bool,
+        bound: Collection[str],
     ) -> None:
         records = sum(each.records for each in self._chain.values())
         seconds = sum(each.seconds for each in self._chain.values())
@@ -263,7 +278,9 @@ class Elastic:
         self._joined = [node for node in self._joined if node in slots]
         self._joined += [node for node in slots if node not in self._joined]
         used = [slots[node] for node in self._joined[: scaler.count]]
-        decision = scaler.look(now, sum(host.slots for host in hosts if not host.scaled), used, ended)
+        decision = scaler.look(
+            now, sum(host.slots for host in hosts if not host.scaled), used, ended
+        )
         # The last hosts leave first: they have cached least.
         unneeded = [node for node in self._joined[scaler.count :] if node not in bound]
         self.closing |= set(unneeded)
@@ -339,7 +356,9 @@ class CacheAffinity:
         if usage is not None:
             self.usage[node] = usage
 
-    def figures(self, split: str, epoch: int, by_node: Mapping[str, Counter[str]]) -> dict[str, Any]:
+    def figures(
+        self, split: str, epoch: int, by_node: Mapping[str, Counter[str]]
+    ) -> dict[str, Any]:
         whole = sum(by_node.values(), Counter[str]())
         hosts = {
             node: {

@@ -88,7 +88,9 @@ class Share:
 class Splitter:
     """Takes blocks, returns shares; with `equal`, all workers get the same number of rows in each step."""
 
-    def __init__(self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop") -> None:
+    def __init__(
+        self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop"
+    ) -> None:
         self.workers, self.batch_size, self.equal = workers, batch_size, equal
         self.pad, self.least = remainder == "pad", least_rows(remainder, batch_size)
         self.first = 0
@@ -149,7 +151,9 @@ class Splitter:
         own = self.slices(min(begin, self.rows), min(stop, self.rows))
         missing = each - sum(s.stop - s.start for s in own)
         # Fewer rows than workers: repeat the first rows for workers that would get none.
-        again = tuple(self.slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
+        again = tuple(
+            self.slices(first + i % left, first + i % left + 1)[0] for i in range(missing)
+        )
         return Share(own + again, padded=missing)
 
     def block_done(self, block: int, step: int) -> bool:
@@ -238,7 +242,9 @@ class RecipePass(Pass):
             self.slowest = min(self.steps.values())
         if share is None:
             return None
-        return StepAssignment([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
+        return StepAssignment(
+            [self._rows(part) for part in share.slices], share.padded, schema=self.schema
+        )
 
     def _rows(self, part: Slice) -> BlockSlice:
         return self.blocks[part.block].part(part.start, part.stop)
@@ -260,7 +266,9 @@ class RecipePass(Pass):
     def position(self, steps: int, id_sum: int) -> DataCursor:
         """Position of a training pass after some steps of this attempt, unless it has forgotten them."""
         if self.trail is None or not self.splitter.ready(steps - 1):
-            raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")
+            raise ValueError(
+                f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached"
+            )
         rows = steps * self.splitter.step_rows
         if self.splitter.ended:
             rows = min(rows, self.splitter.remainder.start)
@@ -360,7 +368,10 @@ class RecipeAttempt(Attempt):
     def _pass(self, split: str, epoch: int, start: DataCursor | None = None) -> RecipePass:
         config = self.passes.config
         splitter = Splitter(
-            self.workers, config.train.batch_size, equal=split == "train", remainder=config.data.remainder
+            self.workers,
+            config.train.batch_size,
+            equal=split == "train",
+            remainder=config.data.remainder,
         )
         return RecipePass(
             plan=self.passes.plan(split, epoch, start),
@@ -427,7 +438,9 @@ class RecipeAttempt(Attempt):
                 with self.changed:
                     pass_.work.append(shard)
                     self.has_work.notify()
-                    while not self.over and len(pass_.work) > BLOCKS_AHEAD * max(self.shared.pool.slots, 1):
+                    while not self.over and len(pass_.work) > BLOCKS_AHEAD * max(
+                        self.shared.pool.slots, 1
+                    ):
                         self.changed.wait(1.0)
                     if self.over:
                         return
@@ -456,7 +469,9 @@ class RecipeAttempt(Attempt):
             if report.rows:
                 mine.arrived(block)
                 if mine.trail is not None and not mine.trail.start.by_row:
-                    self.event(kinds.BlocksArrived(epoch=mine.account.epoch, blocks=[arrival(report)]))
+                    self.event(
+                        kinds.BlocksArrived(epoch=mine.account.epoch, blocks=[arrival(report)])
+                    )
             self.changed.notify_all()
             if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
                 self.ready.notify_all()
@@ -482,7 +497,9 @@ class RecipeAttempt(Attempt):
         deadly = self.suspects.of(split)
         if deadly and (total := self.totals[split]) is not None:
             budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
-            bad = len({name.removeprefix("item ") for name in deadly})  # an earlier checkpoint gave both
+            bad = len(
+                {name.removeprefix("item ") for name in deadly}
+            )  # an earlier checkpoint gave both
             refuse_over_budget(bad, total, f"{total} {split} records", budget, BadRecord(*first))
 
     def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
@@ -496,7 +513,9 @@ class RecipeAttempt(Attempt):
             block.counted = True
             self.shared.chain[split].take(report, block.node)
         for bad in report.bad:
-            self.event(kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason))
+            self.event(
+                kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+            )
         pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)
 
 

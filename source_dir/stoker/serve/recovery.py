@@ -187,7 +187,9 @@ class Recovery:
     def what(self, split: str, shards: list[Work]) -> str:
         if not shards:
             return split
-        first, last = (each.shard.called or f"number {each.number}" for each in (shards[0], shards[-1]))
+        first, last = (
+            each.shard.called or f"number {each.number}" for each in (shards[0], shards[-1])
+        )
         return f"{split} shard {first}" if len(shards) == 1 else f"{split} shards {first} … {last}"
 
     def failed(self, item: Item, failure: Failure) -> float:

@@ -219,7 +219,9 @@ class DataService(ABC):
     def _setup(self, split: str, loaded: list[str]) -> SplitSetup | None:
         if split in loaded:
             return None
-        return SplitSetup(self.setups[split.partition("/")[0]], frozenset(self.setups) | self.copies())
+        return SplitSetup(
+            self.setups[split.partition("/")[0]], frozenset(self.setups) | self.copies()
+        )
 
     def copies(self) -> set[str]:
         """Splits that share the Setup of the name before their slash, but are opened anew."""
@@ -261,7 +263,9 @@ class DataService(ABC):
         """Nodes of hosts that are about to leave and hold nothing that is needed."""
         with self.changed:
             closing = self.elastic.closing - self.pool.staffed
-            return closing and closing - {block.node for block in self.holdings.all() if not block.lost}
+            return closing and closing - {
+                block.node for block in self.holdings.all() if not block.lost
+            }
 
     def agent_died(self, node: str) -> None:
         with self.changed, self._ends_the_attempt():
@@ -311,7 +315,9 @@ class DataService(ABC):
             hungry = bool(planner and planner.hungry)
             self.pool.update(staying, hungry, now, self.elastic.closing, self.is_idle(now))
             self._forget_lost_workers(alive, now)
-            self.pool.workers_are({worker: each.by.node for worker, each in self.workers.items()}, now)
+            self.pool.workers_are(
+                {worker: each.by.node for worker, each in self.workers.items()}, now
+            )
             self._lose(lambda block: block.node not in alive)
             hung = planner.look(now) if planner else []
             self.has_work.notify_all()
@@ -325,14 +331,18 @@ class DataService(ABC):
         """This machine stood still, and perhaps others with it: nobody is late by what nobody could do."""
         if not seconds:
             return
-        self.workers = {k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()}
+        self.workers = {
+            k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()
+        }
         for item in (*planner.active.values(), *planner.again) if planner else ():
             item.quiet_since += seconds
             item.stuck_since += seconds
 
     def _some_are_silent(self) -> bool:
         with self.changed:
-            return any(time.monotonic() - each.seen > SILENT_S / 2 for each in self.workers.values())
+            return any(
+                time.monotonic() - each.seen > SILENT_S / 2 for each in self.workers.values()
+            )
 
     def _forget_lost_workers(self, alive: set[str], now: float) -> None:
         """Ray restarts those of a lost host elsewhere; they enter again there."""
@@ -351,7 +361,9 @@ class DataService(ABC):
         """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""
         head = self.node
         with self.changed:
-            leaving = WeakSet(block for block in self.holdings.all() if block.node in draining - {head})
+            leaving = WeakSet(
+                block for block in self.holdings.all() if block.node in draining - {head}
+            )
         for block in leaving:
             # A host that is gone already has lost them, and they are made again.
             with contextlib.suppress(DataError, OSError):
@@ -370,7 +382,9 @@ class DataService(ABC):
     def _refuse_no_host(self, seconds: float) -> None:
         # A lost host may come back; hosts of other groups do not take over its group's work.
         groups = ", ".join(self.config.data.preprocess_on)
-        which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
+        which = (
+            f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
+        )
         if (attempt := self.attempt) is None:
             return
         for pass_ in attempt.open_passes():
@@ -415,5 +429,11 @@ def start_service(
         num_cpus=0, max_concurrency=callers + 2 * cpus, label_selector={NODE_LABEL: node}, **options
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    common = {"config": config, "node": node, "budget_bytes": budget, "most_waiting": cpus, "scaler": scaler}
+    common = {
+        "config": config,
+        "node": node,
+        "budget_bytes": budget,
+        "most_waiting": cpus,
+        "scaler": scaler,
+    }
     return actor.remote(**common, **arguments)

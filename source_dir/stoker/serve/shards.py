@@ -63,7 +63,9 @@ class DatasetSource(Source):
         import ray
 
         records = as_records(ray.get(shard.items[0]))
-        yield from records if order is None else (records[i] for i in order.permutation(len(records)))
+        yield from (
+            records if order is None else (records[i] for i in order.permutation(len(records)))
+        )
 
     def count(self) -> int | None:
         """None, because counting would mean reading."""
@@ -249,13 +251,17 @@ def blocks_of(
     records = seeded_reading(loaded.source, records, plan, work)
     if guard:
         alone = partial(run_chain, loaded.chain, plan.epoch)
-        records = guard.watch(records, lambda record: alone([record]), work.skip * plan.block_records)
+        records = guard.watch(
+            records, lambda record: alone([record]), work.skip * plan.block_records
+        )
     keep = reading.keep if reading else None
     # A stream may wait for what its script does with a batch: nothing is read ahead, and its end is a batch.
     stays = getattr(loaded.source, "stays", False)
     nth, following, bad, told = 0, next(records, None), 0, started
     while following is not None and nth != work.stop:
-        block: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
+        block: Iterable[Record | BadRecord] = chain(
+            [following], islice(records, plan.block_records - 1)
+        )
         if nth < work.skip:
             deque(block, maxlen=0)
             following = next(records, None)

@@ -78,7 +78,10 @@ class ClusterShape:
 
     @property
     def usd_per_hour(self) -> float:
-        return self.gpu_hosts * self.gpu_host_usd_per_hour + self.cpu_hosts * self.cpu_host_usd_per_hour
+        return (
+            self.gpu_hosts * self.gpu_host_usd_per_hour
+            + self.cpu_hosts * self.cpu_host_usd_per_hour
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,11 @@ class _Curve:
         return _ratio(self.shape.efficiency * count * self.shape.cpu_host_cpus, self.work.cpu_s)
 
     def sent(self, count: float) -> float:
-        return _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample) if count else 0.0
+        return (
+            _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
+            if count
+            else 0.0
+        )
 
     def most_remote(self, count: float) -> float:
         produced = self.produced(count) if count else 0.0
@@ -291,7 +298,10 @@ class Scaler:
         if self._since is None or up != self._up:
             self._since, self._up = now, up
         at_once = self._ended or not own + sum(joined) + self.count
-        if now - self._since < (GROW_AFTER_S if up else self.options.release_after_s) and not at_once:
+        if (
+            now - self._since < (GROW_AFTER_S if up else self.options.release_after_s)
+            and not at_once
+        ):
             return None
         reason = self._reason(own, wanted)
         self.count, self._since, self._asked = wanted, None, None
@@ -326,7 +336,11 @@ class Scaler:
         return max(0.0, self._steps.sums["late"]) / self._steps.sums["seconds"]
 
     def _work(self, spare: float = 0.0) -> Workload:
-        steps, blocks, target = self._steps.sums, self._blocks.sums, self.options.target_wait_pct / 100
+        steps, blocks, target = (
+            self._steps.sums,
+            self._blocks.sums,
+            self.options.target_wait_pct / 100,
+        )
         busy_s = max(steps["seconds"] - steps["late"], 1e-6)
         rate = steps["samples"] / busy_s * (1 - target) * (1 + spare)
         return Workload(cpu_s=blocks["seconds"] / blocks["records"], gpu_samples_per_s=rate)
@@ -356,5 +370,7 @@ class Scaler:
         text = f"{share}; {need}, {each}: {have} with {count_of(wanted, 'CPU host')}"
         if self.options.usd_per_hour is None:
             return text
-        before, after = (_cost_with(work, self._shape(own), count) for count in (self.count, wanted))
+        before, after = (
+            _cost_with(work, self._shape(own), count) for count in (self.count, wanted)
+        )
         return f"{text}; ${after:.2f} instead of ${before:.2f} per 1M records"

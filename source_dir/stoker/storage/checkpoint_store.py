@@ -123,7 +123,12 @@ class CopyStore:
     """Storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, synced: bool, filesystem: Any, path: str) -> None:
-        self.where, self.synced, self.filesystem, self.path = where, synced, filesystem, path.rstrip("/")
+        self.where, self.synced, self.filesystem, self.path = (
+            where,
+            synced,
+            filesystem,
+            path.rstrip("/"),
+        )
 
     def names(self) -> list[str]:
         from pyarrow import fs
@@ -162,7 +167,9 @@ class CopyStore:
         folder = f"{self.path}/{name}"
         self.filesystem.create_dir(folder, recursive=True)
         for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
-            if not (draft / info.base_name).exists():  # of other weights, it would count as part of these
+            if not (
+                draft / info.base_name
+            ).exists():  # of other weights, it would count as part of these
                 self.filesystem.delete_file(info.path)
         # The manifest last, after every other file.
         for path in sorted(draft.iterdir(), key=lambda p: (p.name == MANIFEST, p.name)):
@@ -187,7 +194,9 @@ class CopyStore:
                 if info.type == fs.FileType.File:
                     # In this thread, by which a wait sees that it makes progress.
                     copy = str(folder / info.base_name)
-                    fs.copy_files(info.path, copy, source_filesystem=self.filesystem, use_threads=False)
+                    fs.copy_files(
+                        info.path, copy, source_filesystem=self.filesystem, use_threads=False
+                    )
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

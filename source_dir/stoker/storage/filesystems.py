@@ -25,12 +25,39 @@ OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
 OBJECT_FUSE = ("gcsfuse", "mountpoint-s3", "s3fs", "goofys", "blobfuse", "rclone")
 """What mounts object storage elsewhere: begins the subtype or, without one, the source of a mount."""
 IMAGE_SUFFIXES = (
-    *(".jpg", ".png", ".jpeg", ".jpe", ".jfif", ".mpo", ".apng", ".webp", ".bmp", ".dib", ".tif", ".tiff"),
-    *(".gif", ".avif", ".jp2", ".j2k", ".j2c", ".jpc", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".tga"),
+    *(
+        ".jpg",
+        ".png",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".apng",
+        ".webp",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+    ),
+    *(
+        ".gif",
+        ".avif",
+        ".jp2",
+        ".j2k",
+        ".j2c",
+        ".jpc",
+        ".jpx",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".pnm",
+        ".tga",
+    ),
     *(".pcx", ".qoi"),
 )
 _HIDDEN = re.compile(
-    r"(^|/)(\.|(@eadir|#recycle|__macosx|\$recycle\.bin|system volume information|lost\+found)(/|$))", re.I
+    r"(^|/)(\.|(@eadir|#recycle|__macosx|\$recycle\.bin|system volume information|lost\+found)(/|$))",
+    re.I,
 )
 """Dot files, and folders that systems lay beside the users' own."""
 
@@ -116,7 +143,9 @@ def is_hidden(relative: str, underscored: bool = False) -> bool:
     """Spark and Delta name their own files with an underscore; cameras name photos so: `_DSC0001.JPG`."""
     if _HIDDEN.search(relative):
         return True
-    return not underscored and "/_" in f"/{relative}" and not relative.lower().endswith(IMAGE_SUFFIXES)
+    return (
+        not underscored and "/_" in f"/{relative}" and not relative.lower().endswith(IMAGE_SUFFIXES)
+    )
 
 
 class Entry(NamedTuple):
@@ -149,7 +178,9 @@ def walk(
         ]
 
 
-def _entries(folder: str, ignore: Callable[[str, list[str]], set[str]] | None = None) -> list[Entry]:
+def _entries(
+    folder: str, ignore: Callable[[str, list[str]], set[str]] | None = None
+) -> list[Entry]:
     """The files and folders in a local folder, without sockets and the like."""
     found = []
     try:
@@ -172,13 +203,17 @@ def _entries(folder: str, ignore: Callable[[str, list[str]], set[str]] | None = 
                 continue
             is_file = stat.S_ISREG(about.st_mode)
             if is_file or stat.S_ISDIR(about.st_mode):
-                found.append(Entry(entry.path, entry.name, is_file, about.st_size, about.st_mtime_ns))
+                found.append(
+                    Entry(entry.path, entry.name, is_file, about.st_size, about.st_mtime_ns)
+                )
     except UnicodeEncodeError as error:
         raise UsageError(
             f"{folder}: the name {os.fsencode(error.object)!r} is not UTF-8; rename it"
         ) from None
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be listed: {error.strerror}; check its permissions") from None
+        raise UsageError(
+            f"{folder}: cannot be listed: {error.strerror}; check its permissions"
+        ) from None
     return found
 
 
@@ -215,9 +250,13 @@ def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
     with contextlib.suppress(OSError), ThreadPoolExecutor(LISTS) as pool:
         while 0 < len(folders) < LISTS:
             parts = list(pool.map(partial(listed, recursive=False), folders))
-            level = [(parent, info) for parent, part in zip(folders, parts, strict=True) for info in part]
+            level = [
+                (parent, info) for parent, part in zip(folders, parts, strict=True) for info in part
+            ]
             inside = [info.path for parent, info in level if info.path.startswith(f"{parent}/")]
-            if len({*inside}) < len(level) or any("//" in path or path[-1] == "/" for path in inside):
+            if len({*inside}) < len(level) or any(
+                "//" in path or path[-1] == "/" for path in inside
+            ):
                 return listed(folder)
             below = [info.path for _, info in level if not info.is_file]
             if len(below) > MOST_LISTED:
@@ -247,7 +286,11 @@ def common_folder(files: list[Any]) -> str:
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:
-    return [f.base_name for f in children(uri) if not f.is_file and (hidden or f.base_name[:1] not in "._")]
+    return [
+        f.base_name
+        for f in children(uri)
+        if not f.is_file and (hidden or f.base_name[:1] not in "._")
+    ]
 
 
 def children(uri: str) -> list[Any]:
@@ -274,11 +317,21 @@ def _absolute(path: str) -> Path:
         os.environ.get(SOURCE_DIR_VARIABLE),
     )
     there = Path(launched or "", path)
-    named = Path(path).parts[:1] not in ((), ("..",))  # "." and what is above exist beside the copy, too
+    named = Path(path).parts[:1] not in (
+        (),
+        ("..",),
+    )  # "." and what is above exist beside the copy, too
     if not launched or (named and here.exists() and not there.exists()):
         return here
-    if source and named and here.exists() and (own := Path(source, path)).resolve() != there.resolve():
-        raise UsageError(f"{path}: could be {there} or {own}; write the whole path of the one you mean")
+    if (
+        source
+        and named
+        and here.exists()
+        and (own := Path(source, path)).resolve() != there.resolve()
+    ):
+        raise UsageError(
+            f"{path}: could be {there} or {own}; write the whole path of the one you mean"
+        )
     return there
 
 
@@ -286,7 +339,9 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
     try:
         return filesystem.get_file_info(path)
     except OSError as error:
-        raise UsageError(f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(
+            f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def refuse_absent(uri: str) -> None:

@@ -31,7 +31,11 @@ class GoogleFiles(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no
         options: dict[str, Any] = {}
         if emulator:
             scheme, sign, host = emulator.rpartition("://")
-            options = {"anonymous": True, "scheme": scheme if sign else "http", "endpoint_override": host}
+            options = {
+                "anonymous": True,
+                "scheme": scheme if sign else "http",
+                "endpoint_override": host,
+            }
         self.emulator = emulator
         self.inner = fs.GcsFileSystem(retry_time_limit=RETRIES, **options)
 
@@ -48,7 +52,9 @@ class GoogleFiles(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no
         return path
 
     def get_file_info(self, paths: list[str]) -> list[Any]:
-        return [_renamed(info) for info in self.inner.get_file_info([_object(path) for path in paths])]
+        return [
+            _renamed(info) for info in self.inner.get_file_info([_object(path) for path in paths])
+        ]
 
     def get_file_info_selector(self, selector: Any) -> list[Any]:
         base = _object(selector.base_dir).rstrip("/")

@@ -37,16 +37,22 @@ def build(worker: Worker, records: int | None, resumed: Checkpoint | None = None
         compile_forward(model, sharded)
     worker.model = strategies.prepare_model(model, worker.device, train.strategy)
     if strategies.is_sharded(worker.model) and not sharded and worker.ema is not None:
-        raise UsageError(f"train.ema_decay: not with {train.strategy}, which shards; use train.strategy=fsdp")
+        raise UsageError(
+            f"train.ema_decay: not with {train.strategy}, which shards; use train.strategy=fsdp"
+        )
     worker.optimizer = make_optimizer(worker.recipe, worker.model, train, worker.world_size)
     own = type(worker.recipe).optimizer is not Recipe.optimizer
-    if not own or train.scheduler != "none" or train.warmup_epochs:  # otherwise it keeps its own rate
+    if (
+        not own or train.scheduler != "none" or train.warmup_epochs
+    ):  # otherwise it keeps its own rate
         worker.schedule = Schedule(worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
     for split in ("train", "val"):
         module = worker.recipe.on_device(split)
-        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
+        worker.modules[split] = (
+            module.to(worker.device) if module is not None else (lambda batch: batch)
+        )
     torch.manual_seed(seed + worker.rank)
 
 
@@ -67,7 +73,9 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
     mixed = sharded and any(buffer.is_floating_point() for buffer in model.buffers())
     # Among a model's buffers it finds tied weights under each of their names, and would average them twice.
     tied = len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)])
-    keeper = ModelEmaV3(model, decay=decay, use_warmup=True, foreach=not mixed, exclude_buffers=tied)
+    keeper = ModelEmaV3(
+        model, decay=decay, use_warmup=True, foreach=not mixed, exclude_buffers=tied
+    )
     if sharded:
         keeper.stochastic_rounding = False  # an attribute that timm before 1.0.31 ignores
         keeper.module = strategies.shard(keeper.module, device)
@@ -136,7 +144,9 @@ def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int
             **({"momentum": config.momentum} if config.optimizer in MOMENTUM_OPTIMIZERS else {}),
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"train.optimizer: timm cannot create {config.optimizer!r}: {error}") from None
+        raise UsageError(
+            f"train.optimizer: timm cannot create {config.optimizer!r}: {error}"
+        ) from None
     if config.layer_decay is not None and len({g["lr_scale"] for g in optimizer.param_groups}) == 1:
         raise UsageError(
             f"train.layer_decay: {type(plain(model)).__name__} does not group its parameters into layers;"
@@ -173,7 +183,9 @@ class Schedule:
     def _set(self, step: int) -> None:
         # An epoch may train fewer than all records: some are bad, or remain.
         epochs = self.epoch + min(self.samples / self.records, 1.0) if self.records else 0.0
-        for group, rate, scale in zip(self.optimizer.param_groups, self.rates, self.scales, strict=True):
+        for group, rate, scale in zip(
+            self.optimizer.param_groups, self.rates, self.scales, strict=True
+        ):
             group["lr"] = self._rate(rate, epochs, step) * scale
 
     def _rate(self, rate: float, epochs: float, step: int) -> float:

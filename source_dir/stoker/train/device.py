@@ -99,7 +99,9 @@ class DeviceCopies:
     def _copy(self, item: Any) -> None:
         event, source = cuda.Event(), item.columns
         with cuda.stream(self._stream):
-            item.columns = on_tensors(source, lambda value: value.to(self._device, non_blocking=True))
+            item.columns = on_tensors(
+                source, lambda value: value.to(self._device, non_blocking=True)
+            )
             event.record(self._stream)
         self._copied[id(item)] = event
         self._sources.append((event, source))

@@ -59,7 +59,9 @@ class Evaluation:
         """Evaluate a batch as it came from the feed; one without records, if other ranks need this one."""
         worker, records = self.worker, count_records(batch)
         if self.sharded and not self.spare:
-            self.spare = on_tensors(strategies.first_record(batch), lambda value: value.to(worker.device))
+            self.spare = on_tensors(
+                strategies.first_record(batch), lambda value: value.to(worker.device)
+            )
         if not records:
             if self.sharded:
                 # The forward passes of other ranks need this rank's shard of the weights.
@@ -124,7 +126,9 @@ class Evaluation:
         first, *others = (found[rank] for rank in ranks)
         for name, values in first.items():
             if not all(_alike(values, other[name]) for other in others):
-                if name in self.scores.combined:  # it may draw at random in compute, as estimates do
+                if (
+                    name in self.scores.combined
+                ):  # it may draw at random in compute, as estimates do
                     self.scores.notes.append(
                         f"metric {name} differs between train workers; shown is that of one of them. If it is"
                         " no random estimate, keep all its counts in add_state, and sync_on_compute=True"
@@ -155,11 +159,16 @@ def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> N
         for kind, pick in (("min", min), ("max", max)):
             before = [e["metrics"].get(f"{name}/{kind}") for e in history if not e.get("elsewhere")]
             if f"{name}/{kind}" in values:
-                found = [values[f"{name}/{kind}"], *(value for value in before if value is not None)]
+                found = [
+                    values[f"{name}/{kind}"],
+                    *(value for value in before if value is not None),
+                ]
                 values[f"{name}/{kind}"] = pick(found)
 
 
-def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport) -> Batch:
+def sample_of(
+    config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport
+) -> Batch:
     """The first records of a split, as the head made them, as a batch on the CPU."""
     collate = collate_of(config.recipe, config.params) if recipe.collates else None
     return as_one_batch(collate, copy.deepcopy(columns), report)  # what Ray delivers is read-only
@@ -179,7 +188,10 @@ def fails_alone(
             if config.train.batch_size == 1:
                 return ""  # the first step tells, which costs nothing
         try:
-            batch = {name: values[:1] for name, values in sample_of(config, recipe, columns, report).items()}
+            batch = {
+                name: values[:1]
+                for name, values in sample_of(config, recipe, columns, report).items()
+            }
             module = recipe.on_device("train")
             model = recipe.model().train()
             if workers > 1 and any(isinstance(part, SyncBatchNorm) for part in model.modules()):
@@ -227,7 +239,9 @@ class Scores:
             made = worker.recipe.metrics()
             self.metrics = {name: metric.to(worker.device) for name, metric in made.items()}
         except Exception as error:
-            raise UsageError(f"recipe: {type(worker.recipe).__name__}.metrics: {_why(error)}") from error
+            raise UsageError(
+                f"recipe: {type(worker.recipe).__name__}.metrics: {_why(error)}"
+            ) from error
         self.fed = False
         self.values: dict[str, float] = {}
         self.tables: list[dict[str, Any]] = []
@@ -286,13 +300,17 @@ class Scores:
 
     def _failed(self, name: str, error: Exception) -> UsageError:
         kind = type(self.metrics[name]).__name__
-        return UsageError(f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}")
+        return UsageError(
+            f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}"
+        )
 
     def _show(self, name: str, value: Any, classes: Sequence[str], curve: bool = False) -> None:
         nested = isinstance(value, Mapping | list | tuple)
         if nested and len(value) > MOST_SCALARS and _as_array(value) is None:
             # Such as the IoU of each image, by (image, class).
-            self.notes.append(f"{name} is not shown: {len(value):,} parts are more than {MOST_SCALARS}")
+            self.notes.append(
+                f"{name} is not shown: {len(value):,} parts are more than {MOST_SCALARS}"
+            )
         elif isinstance(value, Mapping):
             self._show_parts(name, value, classes)
         elif (array := _as_array(value)) is not None:
@@ -318,7 +336,12 @@ class Scores:
                 self._show_array(named, array.reshape(-1), classes, single=len(classes) == 1)
 
     def _show_array(
-        self, name: str, array: Any, classes: Sequence[str], curve: bool = False, single: bool = False
+        self,
+        name: str,
+        array: Any,
+        classes: Sequence[str],
+        curve: bool = False,
+        single: bool = False,
     ) -> None:
         if array.size == 1 and not single:
             self.values[name] = float(array.reshape(()))
@@ -330,7 +353,9 @@ class Scores:
             return
         square = array.ndim == 2 and array.shape[0] == array.shape[1]
         axes = [
-            list(classes) if size == len(classes) and (axis == 0 or square) else [*map(str, range(size))]
+            list(classes)
+            if size == len(classes) and (axis == 0 or square)
+            else [*map(str, range(size))]
             for axis, size in enumerate(array.shape)
         ]
         if array.ndim == 2 and not square and array.shape[1] == len(classes):
@@ -342,12 +367,20 @@ class Scores:
             names = ["/".join(map(_plain, path)) for path in paths]
             if len({*names}) < len(names):
                 names = [f"{number}-{text}" for number, text in enumerate(names)]
-            self.values |= {f"{name}/{n}": float(cell) for n, cell in zip(names, cells, strict=True)}
+            self.values |= {
+                f"{name}/{n}": float(cell) for n, cell in zip(names, cells, strict=True)
+            }
             if array.ndim == 1:
                 return  # the report has them from the scalars
         elif not curve:
-            self.notes.append(f"{name}: {len(cells)} values, more than {MOST_SCALARS}: only in the report")
-        rows = [" / ".join(path) for path in itertools.product(*axes[:-1])] if array.ndim > 1 else axes[0]
+            self.notes.append(
+                f"{name}: {len(cells)} values, more than {MOST_SCALARS}: only in the report"
+            )
+        rows = (
+            [" / ".join(path) for path in itertools.product(*axes[:-1])]
+            if array.ndim > 1
+            else axes[0]
+        )
         table = array.reshape(len(rows), -1)
         columns = axes[-1] if array.ndim > 1 else ["value"]
         values = [[_cell(cell) for cell in row] for row in table]
@@ -372,7 +405,9 @@ def _as_array(value: Any) -> Any:
         if value.is_complex():
             return None
         return value.detach().to_dense().double().cpu().numpy()
-    if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float) for part in value):
+    if isinstance(value, list | tuple) and not all(
+        isinstance(part, bool | int | float) for part in value
+    ):
         return None
     try:
         array = np.asarray(value)
@@ -420,7 +455,9 @@ def _with_names(keys: list[str], classes: Sequence[str]) -> dict[str, str]:
     """
     found = {key: re.fullmatch(r"(.+?)(/cl)?_(\d+)", key) for key in keys}
     whole = (
-        [int(match[3]) for match in found.values() if match] == [*range(len(keys))] == [*range(len(classes))]
+        [int(match[3]) for match in found.values() if match]
+        == [*range(len(keys))]
+        == [*range(len(classes))]
     )
     named = {}
     for key, match in found.items():

@@ -51,12 +51,18 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     What an export needs is tried with the very first batch, not after days of training.
     """
     kept: Example | None = worker.example
-    if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
+    if (
+        worker.rank
+        or (kept is not None and split in ("train", kept.split))
+        or not count_records(batch)
+    ):
         return
     recipe = worker.recipe
     worker.example = export_example(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
-        refuse_absent(recipe, [name for name, value in batch.items() if isinstance(value, torch.Tensor)])
+        refuse_absent(
+            recipe, [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
+        )
         names = recipe.export_inputs()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             module = as_module(recipe, recipe.model().eval(), names, [])
@@ -95,7 +101,11 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
             text = f"export: no record could be read to compare with: {where_raised(error)}"
             worker.log(Note(text=text))
     with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-")) if mounted else None
+        draft = (
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-"))
+            if mounted
+            else None
+        )
         write_forms(worker.recipe, wanted(worker.config), example, folder, tell, draft)
 
 
@@ -128,7 +138,9 @@ def export_example(recipe: Recipe, batch: Batch, split: Split) -> Example:
     rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
     # Copies, because the feed may reuse its buffers.
     contiguous = torch.contiguous_format
-    return Example({n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split)
+    return Example(
+        {n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split
+    )
 
 
 def write_forms(
@@ -146,7 +158,12 @@ def write_forms(
     exports: Exports | None = None
     for form in forms:
         started = time.perf_counter()
-        result: dict[str, Any] = {"format": form, "path": FILES[form], "max_abs_diff": None, "error": None}
+        result: dict[str, Any] = {
+            "format": form,
+            "path": FILES[form],
+            "max_abs_diff": None,
+            "error": None,
+        }
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -155,7 +172,10 @@ def write_forms(
                 result["note"] = ready
             else:
                 exports = ready
-                result |= {"batch_sizes": exports.sizes, "max_abs_diff": write_one(exports, form, draft)}
+                result |= {
+                    "batch_sizes": exports.sizes,
+                    "max_abs_diff": write_one(exports, form, draft),
+                }
             for path in draft.iterdir():
                 place(path, folder / path.name)
             result["bytes"] = (folder / FILES[form]).stat().st_size
@@ -183,7 +203,11 @@ def export_reference(
         refuse_absent(recipe, example.batch)
         names = recipe.export_inputs()
         exports = Exports(
-            recipe, folder, names, example, sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)]
+            recipe,
+            folder,
+            names,
+            example,
+            sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)],
         )
         exports.reference = as_module(recipe, model, names, exports.outputs)
         with torch.no_grad():
@@ -204,10 +228,16 @@ def describe_export(folder: Path, exports: Exports | None, results: list[dict[st
     if exports is not None and exports.answers:
         size = exports.sizes[-1]
         given = exports.example.take(exports.names, size)
-        about["inputs"] = [_spec(name, value) for name, value in zip(exports.names, given, strict=True)]
+        about["inputs"] = [
+            _spec(name, value) for name, value in zip(exports.names, given, strict=True)
+        ]
         answers = exports.answers[size]
-        about["outputs"] = [_spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)]
-        about["includes"] = 'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
+        about["outputs"] = [
+            _spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)
+        ]
+        about["includes"] = (
+            'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
+        )
     forms = [result["format"] for result in results]
     others = [each for each in about.get("exports", ()) if each["format"] not in forms]
     about["exports"] = [*others, *results]
@@ -218,7 +248,9 @@ def exports_of(folder: Path) -> dict[str, Any]:
     """What `describe_export` has written in a model's folder."""
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / "model.json").read_text())
-        return {key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about}
+        return {
+            key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about
+        }
     return {}
 
 

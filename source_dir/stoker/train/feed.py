@@ -108,7 +108,9 @@ class Feed:
                 copies.end()
             clock.close()
             if self.collator:
-                self.coordinator.collated.remote(self.split, self.times.collate_cpu_s, **self.fetched)
+                self.coordinator.collated.remote(
+                    self.split, self.times.collate_cpu_s, **self.fetched
+                )
 
     def _take(self, prefetcher: Prefetcher[StepAssignment, HostBatch]) -> HostBatch | None:
         try:

@@ -182,7 +182,9 @@ def train_epoch(
             rate = learning_rate(worker.optimizer)
             # Not finite if fp16 overflowed in this step.
             norm = None if step.grad_norm is None else number(float(step.grad_norm))
-            log_step(worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm)
+            log_step(
+                worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm
+            )
         if reached(worker):
             break
         if not feed.stop:
@@ -239,7 +241,9 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
         data=data,
         keep_keys=worker.config.tracking.record_ids,
         collator=(
-            Collator(worker.config, split, epoch, worker.world_size, worker.transport, worker.coordinator)
+            Collator(
+                worker.config, split, epoch, worker.world_size, worker.transport, worker.coordinator
+            )
             if worker.recipe.collates
             else None
         ),

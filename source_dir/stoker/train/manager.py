@@ -66,7 +66,9 @@ class CheckpointManager:
         """Whether that checkpoint is in this run's folder, so that the outcome can be added to it."""
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
-        self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
+        self.shelf = Retention(
+            store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note
+        )
         self.run = secrets.token_hex(8)
         """Stands in its checkpoints, and stays through all its starts."""
         self._copier = strategies.Copier()
@@ -99,7 +101,12 @@ class CheckpointManager:
             # Figures such as samples/s differ between ranks: rank 0 decides.
             reason = strategies.from_rank(self.early_stopping.reason)
             self.early_stopping.reason = reason
-        entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
+        entry = {
+            "epoch": epoch,
+            "step": self.worker.step,
+            "metrics": finite(metrics),
+            "books": books,
+        }
         self.history.append(entry)
         if self.pending is not None and self._completes:
             self.pending = None
@@ -187,7 +194,9 @@ class CheckpointManager:
             # The books of the epoch are closed: the position is the start of the next epoch.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
         ids = sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
-        return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
+        return worker.coordinator.position.remote(
+            worker.attempt, progress.epoch, worker.feed_step, ids
+        )
 
     def _write(self, content: Content, position: Any, paused_s: float) -> None:
         started, meta = time.perf_counter(), content.meta
@@ -234,13 +243,17 @@ class CheckpointManager:
         self.pending, worker.kept = saved.pending, saved.name
         self._completes = own = strategies.from_rank(saved.store.where == self.store.where)
         self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
-        self.run = meta.get("run", self.run) if own else self.run  # absent in those of earlier versions
+        self.run = (
+            meta.get("run", self.run) if own else self.run
+        )  # absent in those of earlier versions
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
             self.shelf.fill(meta["step"], self._entry)
         validate = self.pending["epoch"] if self.pending else None
-        event = Resumed(epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
+        event = Resumed(
+            epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate
+        )
         worker.log(event)
         # Last, because nothing from here to the next step may draw a random number.
         if worker.rank < len(ranks):
@@ -279,7 +292,9 @@ class CheckpointManager:
                 " each run a checkpoint.dir of its own"
             )
         if names and chosen.name != names[0]:
-            self._note(f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}")
+            self._note(
+                f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}"
+            )
         target.mkdir(parents=True, exist_ok=True)
         weights = target / checkpoint.WEIGHTS
         with chosen.store.local(chosen.name) as folder:
@@ -294,7 +309,11 @@ class CheckpointManager:
             if not same:
                 # Not its times and mode, which mounted object storage does not have.
                 shutil.copyfile(source, weights)
-        where = {"checkpoint": chosen.name, "epoch": chosen.meta["epoch"] + 1, "step": chosen.meta["step"]}
+        where = {
+            "checkpoint": chosen.name,
+            "epoch": chosen.meta["epoch"] + 1,
+            "step": chosen.meta["step"],
+        }
         about = {
             "recipe": worker.config.recipe,
             "params": redact(worker.config.model_dump(mode="json")["params"]),
@@ -353,13 +372,17 @@ def check_state(worker: Worker, progress: Progress) -> None:
     found = [own] * worker.world_size
     if worker.world_size > 1:
         dist.all_gather_object(found, own)
-    raise not_finite(next(filter(None, found), "the state of a train worker"), worker, progress.epoch)
+    raise not_finite(
+        next(filter(None, found), "the state of a train worker"), worker, progress.epoch
+    )
 
 
 def check_scale(worker: Worker, epoch: int) -> None:
     """Raise if fp16 skips every step, so nothing is learned; single skips are normal."""
     if worker.scaler is not None and worker.scaler.get_scale() < SMALLEST_SCALE:
-        raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
+        raise not_finite(
+            "fp16: the gradient of every step", worker, epoch, "use train.precision=bf16"
+        )
 
 
 LOSSES = "the sum of the epoch's losses"

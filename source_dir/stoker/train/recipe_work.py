@@ -36,7 +36,9 @@ class RecipeWork:
         refuse_large_batches(config.train, data.totals["train"], self.workers)
         refuse_unknown_length(config.train, data.totals["train"])
         refuse_single_records(config, data, self.workers)
-        store, self.start = find_start(config, place, data, self.workers, tracking.summary, tracking.note)
+        store, self.start = find_start(
+            config, place, data, self.workers, tracking.summary, tracking.note
+        )
         self.summary = tracking.summary
         self.where, self.synced = store.where, store.synced
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
@@ -48,7 +50,10 @@ class RecipeWork:
         return start_coordinator(self.config, self.data, self.workers, first, position, scaler)
 
     def opening_line(self) -> str:
-        counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]
+        counts = [
+            f"{'unknown' if n is None else f'{n:,}'} {split}"
+            for split, n in self.data.totals.items()
+        ]
         kind = "GPU" if self.use_gpu else "CPU"
         workers = count_of(self.workers, f"{kind} train worker")
         return f"{' + '.join(counts)} records; starting {workers} …"
@@ -80,7 +85,9 @@ def check_optimizer(name: str) -> None:
     known = sorted(optimizer_names())
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
+        hint = (
+            f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
+        )
         raise UsageError(f"train.optimizer: timm has no optimiser {name!r}; {hint}")
 
 
@@ -108,7 +115,10 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
                     " it there, or leave training_step out"
                 )
     if type(recipe).optimizer is not Recipe.optimizer:
-        for key, value in (("layer_decay", train.layer_decay), ("scale_lr", train.scale_lr != "none")):
+        for key, value in (
+            ("layer_decay", train.layer_decay),
+            ("scale_lr", train.scale_lr != "none"),
+        ):
             if value:
                 problems.append(
                     f"train.{key}: {name} creates its own optimiser; set it there, or leave optimizer() out"
@@ -143,14 +153,18 @@ def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) 
 
 
 def refuse_mixing(train: TrainConfig, recipe: Recipe) -> None:
-    given = [f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)]
+    given = [
+        f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)
+    ]
     if given and several_labels(recipe):
         raise UsageError(f"{', '.join(given)}: the images may have several labels; leave it out")
 
 
 def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
     if total is not None and train.batch_size * workers * train.accumulate_steps > total:
-        batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
+        batches = (
+            f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
+        )
         raise UsageError(
             f"train.batch_size: {train.batch_size} records × {count_of(workers, 'train worker')}{batches}"
             f" exceed the {total} training records; lower it"
@@ -188,7 +202,9 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
         return
     size, batches = train.batch_size, total // (train.batch_size * workers)
     if size > 1:
-        ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
+        ends_before = (
+            train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
+        )
         if last_batch(config.data.remainder, size, total, workers) != 1 or ends_before:
             return
     from stoker.train.evaluation import fails_alone  # imports PyTorch

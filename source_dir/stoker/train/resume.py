@@ -23,7 +23,14 @@ from stoker.storage.checkpoint_store import CheckpointStore, complete, open_stor
 from stoker.storage.filesystems import filesystem_of
 from stoker.train.stopping import check_monitors
 
-FIXED = ("recipe", "seed", "train.optimizer", "train.layer_decay", "train.scheduler", "data.shuffle")
+FIXED = (
+    "recipe",
+    "seed",
+    "train.optimizer",
+    "train.layer_decay",
+    "train.scheduler",
+    "data.shuffle",
+)
 """Keys that must not change: the saved state would not fit, or the result would be another run's."""
 
 
@@ -37,7 +44,12 @@ def check_path(config: Config) -> None:
 
 
 def find_start(
-    config: Config, place: RunPlace, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
+    config: Config,
+    place: RunPlace,
+    data: Any,
+    workers: int,
+    summary: Summary,
+    log: Callable[[str], Any],
 ) -> Start:
     check_monitors(config, data.recipe, "val" in data.sources)
     store, start = plan_resume(config, place, log)
@@ -73,7 +85,12 @@ def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> S
     found = newest_valid(own, log)
     if resume != "auto":
         other, name = locate(resume)
-        if name and newest and Path(other.where) == Path(own.where) and step_of(name) < step_of(newest):
+        if (
+            name
+            and newest
+            and Path(other.where) == Path(own.where)
+            and step_of(name) < step_of(newest)
+        ):
             raise UsageError(
                 f"--resume {resume}: {where} also has the later {newest}, which resuming here would"
                 " overwrite; set checkpoint.dir to another folder"
@@ -98,7 +115,9 @@ def own_place(config: Config, place: RunPlace) -> tuple[str, bool]:
     if given is None:
         return str(place.checkpoint_dir), place.synced
     if "://" not in given and place.name == "ray" and not Path(given).is_absolute():
-        raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
+        raise UsageError(
+            f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})"
+        )
     return open_store(given).where, False
 
 
@@ -116,7 +135,9 @@ def locate(path: str) -> tuple[CheckpointStore, str]:
         store = open_store(folder)
         if store.names():
             return store, ""
-    raise UsageError(f"--resume {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})")
+    raise UsageError(
+        f"--resume {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})"
+    )
 
 
 def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
@@ -151,14 +172,19 @@ def check_same_run(
         if old == new or (name == "class_names" and old is None):  # names alone change nothing
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
-        if all(isinstance(value, str) and (name in paths or _is_place(value)) for value in (old, new)):
+        if all(
+            isinstance(value, str) and (name in paths or _is_place(value)) for value in (old, new)
+        ):
             log(f"{text}; the records are compared")
         else:
             problems.append(f"{text}; set it back, or start from scratch with --resume never")
     if problems:
         raise UsageError(*problems)
     train = config.train
-    batch, old_batch = train.batch_size * train.accumulate_steps * workers, start.meta["global_batch"]
+    batch, old_batch = (
+        train.batch_size * train.accumulate_steps * workers,
+        start.meta["global_batch"],
+    )
     if batch != old_batch:
         log(
             f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"
@@ -172,9 +198,13 @@ def check_same_run(
         )
     for key in ("train.momentum", "train.weight_decay"):
         if _at(now, key) != _at(before, key):
-            log(f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}")
+            log(
+                f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}"
+            )
     if _at(now, "train.precision") != _at(before, "train.precision"):
-        log(f"train.precision: {train.precision} from here on, {_at(before, 'train.precision')} before")
+        log(
+            f"train.precision: {train.precision} from here on, {_at(before, 'train.precision')} before"
+        )
     course = ["lr", "scale_lr"]
     if config.train.scheduler != "none":
         course += ["epochs", "max_steps", "warmup_epochs"]
@@ -263,7 +293,9 @@ def hosts_without(folder: str, nodes: list[str]) -> list[str]:
         seen = ray.get([on(node, sees) for node in others], timeout=PROBE_TIMEOUT_S)
     except (ray.exceptions.RayError, OSError) as error:
         cause = " ".join(str(error).split())[-300:] or type(error).__name__
-        raise UsageError(f"checkpoint.dir: cannot check {folder} on the hosts that train: {cause}") from None
+        raise UsageError(
+            f"checkpoint.dir: cannot check {folder} on the hosts that train: {cause}"
+        ) from None
     finally:
         on(first, remove_folder)
     return [node for node, there in zip(others, seen, strict=True) if not there]

@@ -98,9 +98,13 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     call = worker.coordinator.epoch_done.remote(
         worker.attempt, feed.split, feed.epoch, worker.rank, used, steps
     )
-    longest_s = max(RANKS_S, worker.config.data.stall_timeout_s)  # so long may one of them wait for rows
+    longest_s = max(
+        RANKS_S, worker.config.data.stall_timeout_s
+    )  # so long may one of them wait for rows
     while not ray.wait([call], timeout=RANKS_S / 10)[0]:
-        if (silent_s := ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)) > longest_s:
+        if (
+            silent_s := ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)
+        ) > longest_s:
             raise DataError(
                 f"{feed.split} epoch {feed.epoch + 1}: other train workers have neither ended it nor asked"
                 f" for rows for {silent_s:.0f} s"
@@ -114,7 +118,9 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 def loss_value(result: Any) -> Any:
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        raise TypeError(f"training_step must return one number as a tensor, not {type(loss).__name__}")
+        raise TypeError(
+            f"training_step must return one number as a tensor, not {type(loss).__name__}"
+        )
     return loss
 
 
@@ -131,7 +137,9 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
 
 
 def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
-    kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
+    kept = (
+        f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
+    )
     remedy = remedy or "lower train.lr or look at the records of the steps before"
     return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
 
@@ -238,7 +246,10 @@ def live_state(worker: Worker) -> dict[str, Any]:
 
 
 def checkpoint_content(
-    live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: strategies.Copier
+    live: dict[str, Any],
+    parts: list[dict[str, Any]],
+    meta: dict[str, Any],
+    copier: strategies.Copier,
 ) -> Content:
     copies = copier.copy(live)
     weights, averaged = copies.pop("weights"), copies.pop("ema")
@@ -260,7 +271,9 @@ def restore_state(worker: Worker, content: Content | None) -> list[dict[str, Any
     return ranks
 
 
-def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> Progress | None:
+def carried_progress(
+    worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]
+) -> Progress | None:
     """This rank's progress in the epoch that the checkpoint interrupted, if any.
 
     With the same number of ranks, every rank continues with its own sums; otherwise the mean over records

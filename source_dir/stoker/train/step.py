@@ -62,7 +62,11 @@ def single_record_fault(error: ValueError) -> str:
     """What it means that batch norm got too little to normalise; empty for another error."""
     text = str(error)
     norm = "expected more than 1 value per channel" in text.lower()
-    return f"the model's batch norm needs more than one value per channel to train ({text})" if norm else ""
+    return (
+        f"the model's batch norm needs more than one value per channel to train ({text})"
+        if norm
+        else ""
+    )
 
 
 class Step:
@@ -147,7 +151,9 @@ class Step:
 
     def update(self) -> None:
         worker, optimizer = self.worker, self.worker.optimizer
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
         if self._batches < self.size and strategies.is_ddp(worker.model):
             strategies.average_gradients(parameters)
         if worker.scaler is not None:
@@ -196,7 +202,9 @@ def make_mix(worker: Worker) -> Any:
     model = strategies.plain(worker.model)
     classes = getattr(worker.recipe, "num_classes", None) or getattr(model, "num_classes", None)
     if not isinstance(classes, int):
-        raise UsageError("train.mixup, train.cutmix: give the recipe a field num_classes, so that labels mix")
+        raise UsageError(
+            "train.mixup, train.cutmix: give the recipe a field num_classes, so that labels mix"
+        )
     kinds: list[Any] = []
     if train.mixup:
         kinds.append(v2.MixUp(alpha=train.mixup, num_classes=classes, labels_getter=_labels))
@@ -206,7 +214,9 @@ def make_mix(worker: Worker) -> Any:
 
     def mix(batch: Batch) -> Batch:
         if not batch["image"].is_floating_point():
-            raise UsageError("train.mixup, train.cutmix: on_device('train') must give images as floats")
+            raise UsageError(
+                "train.mixup, train.cutmix: on_device('train') must give images as floats"
+            )
         image, label = either(batch["image"], batch["label"])
         return {**batch, "image": image, "label": label}
 

@@ -38,7 +38,9 @@ class EarlyStopping:
         if config.monitor is None:
             return None
         mode = mode_of(config.monitor, config.mode)
-        return cls(config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold)
+        return cls(
+            config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold
+        )
 
     def update(self, metrics: dict[str, float]) -> None:
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
@@ -65,7 +67,10 @@ class EarlyStopping:
             return
         self.best, self.wait = state["best"], state["wait"]
         self.seen = state.get("seen", self.best)
-        if all(state[key] == getattr(self, key) for key in ("min_delta", "patience", "stopping_threshold")):
+        if all(
+            state[key] == getattr(self, key)
+            for key in ("min_delta", "patience", "stopping_threshold")
+        ):
             self.reason = state["reason"]
 
     def _better(self, value: float, than: float, by: float = 0.0) -> bool:
@@ -141,7 +146,8 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
     if has_val:
         there += ["val/loss", *(f"val/{name}" for name in metric_names(recipe))]
     problems = [
-        _unknown(name, there, key) + ("" if has_val or not name.startswith("val/") else " (no validation)")
+        _unknown(name, there, key)
+        + ("" if has_val or not name.startswith("val/") else " (no validation)")
         for key, name in names.items()
         # Metrics of several values have a name below their own for each.
         if name is not None and not any(f"{name}/".startswith(f"{one}/") for one in there)

@@ -100,7 +100,9 @@ def blocks(model: Any) -> list[Any]:
         container = isinstance(module, nn.Sequential | nn.ModuleList)
         free = sum(int(p.numel()) for p in module.parameters(recurse=False))
         for child in module.children():
-            again = container and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+            again = (
+                container and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+            )
             free += visit(child, again, inside or again)
         # Exact types only: a parent may read a subclass without calling it.
         single = not inside and type(module) in (nn.Linear, nn.Conv2d, nn.Embedding)
@@ -167,7 +169,11 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
 
 def refuse_wrapper(optimizer: Any) -> None:
     for inner in vars(optimizer).values() if optimizer is not None else ():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
+        if (
+            isinstance(inner, torch.optim.Optimizer)
+            and inner.state
+            and inner.state is not optimizer.state
+        ):
             raise UsageError(
                 f"optimizer: checkpoints would not contain the state of {type(inner).__name__}, which"
                 f" {type(optimizer).__name__} wraps; use {type(inner).__name__} alone"

@@ -16,7 +16,14 @@ import psutil
 import ray.train
 import torch.distributed
 from ray.exceptions import ActorDiedError
-from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, UserCallback, WorkerGroupError
+from ray.train import (
+    ControllerError,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    UserCallback,
+    WorkerGroupError,
+)
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from ray.util import get_node_ip_address
@@ -46,7 +53,9 @@ def make_trainer(
     class Losses(UserCallback):  # type: ignore[misc]
         left = config.train.max_failures
 
-        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        def after_exception(
+            self, run_context: Any, worker_exceptions: dict[int, Exception]
+        ) -> None:
             causes = [getattr(e, "health_check_failure", e) for e in worker_exceptions.values()]
             # Ray restarts these without counting.
             counts = not any(getattr(cause, "preempted", False) for cause in causes)
@@ -75,7 +84,9 @@ def make_trainer(
             name="ray_train",
             storage_path=str(storage),
             callbacks=[Losses()],
-            failure_config=FailureConfig(max_failures=config.train.max_failures, controller_failure_limit=0),
+            failure_config=FailureConfig(
+                max_failures=config.train.max_failures, controller_failure_limit=0
+            ),
         ),
     )
 
@@ -228,4 +239,6 @@ def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
     set_variables({**agreed, **{name: str(value) for name, value in own.items()}})
     store = None if agreed else dist.HashStore()
     timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(config.backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    dist.init_process_group(
+        config.backend, store=store, rank=rank, world_size=count, timeout=timeout
+    )

@@ -39,7 +39,9 @@ FOR_TRAINING = (
 )
 """Modules of workers on hosts without and with train workers; missing ones are skipped."""
 LIBRARIES = "torch|torchvision|timm|cv2|PIL|scipy|pandas|albumentations"
-IMPORT = re.compile(rf"^(?:from|import) +((?:{LIBRARIES})\b[\w.]*)(?: +import +(\w+))?", re.MULTILINE)
+IMPORT = re.compile(
+    rf"^(?:from|import) +((?:{LIBRARIES})\b[\w.]*)(?: +import +(\w+))?", re.MULTILINE
+)
 """Finds module and name; a function's own import may be of something that this host never calls."""
 ENVIRONMENT = {
     # Ray's value for a worker with one CPU; numerical libraries read it only once.
@@ -56,7 +58,9 @@ def started(modules: Iterable[str], folder: Path) -> ForkServer | None:
     if POSSIBLE and at_least(ray := installed("ray"), FIRST_RAY):
         return ForkServer(modules, folder)
     if POSSIBLE:
-        print(f"Ray {ray}: processes start more slowly than with Ray {FIRST_RAY} or newer", flush=True)
+        print(
+            f"Ray {ray}: processes start more slowly than with Ray {FIRST_RAY} or newer", flush=True
+        )
     return None
 
 
@@ -93,7 +97,9 @@ class ForkServer:
     def stop(self) -> None:
         """Kill the process, after Ray has stopped; say so if it ended before."""
         if self._process.returncode is None and self._process.poll() is not None:
-            print("warning: the process that forks Ray's workers ended early, so they started slowly")
+            print(
+                "warning: the process that forks Ray's workers ended early, so they started slowly"
+            )
         self._process.kill()
         self._process.wait()
 

@@ -78,7 +78,9 @@ def answer(connection: socket.socket, listening: socket.socket) -> None:
         while not asked.endswith(b"\n") and (more := connection.recv(1 << 20)):
             asked += more
         request = json.loads(asked)
-        connection.sendall(b"1")  # fails if the worker no longer waits and has started without a fork
+        connection.sendall(
+            b"1"
+        )  # fails if the worker no longer waits and has started without a fork
         if os.fork() == 0:
             run(request, files, (listening, connection))
         connection.sendall(b"1")
@@ -87,7 +89,9 @@ def answer(connection: socket.socket, listening: socket.socket) -> None:
             os.close(file)
 
 
-def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.socket, ...]) -> NoReturn:
+def run(
+    request: dict[str, Any], files: list[int], not_its_own: tuple[socket.socket, ...]
+) -> NoReturn:
     code: Any = 1
     try:
         for connection in not_its_own:

@@ -15,12 +15,16 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 def main(given: list[str]) -> None:
     """Set variables and folder and run `forked_worker.py`; leave any other environment to Ray."""
-    context = next((json.loads(a.removeprefix(CONTEXT)) for a in given if a.startswith(CONTEXT)), None)
+    context = next(
+        (json.loads(a.removeprefix(CONTEXT)) for a in given if a.startswith(CONTEXT)), None
+    )
     if isinstance(context, dict) and is_simple(context) and given[0].endswith("/forked_worker.py"):
         os.environ.update(context.get("env_vars") or {})
         os.chdir(working_dir_of(context) or ".")
         sys.argv = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
-        runpy.run_path(sys.argv[0], run_name="__main__")  # a second interpreter would take longer to start
+        runpy.run_path(
+            sys.argv[0], run_name="__main__"
+        )  # a second interpreter would take longer to start
     else:
         command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "setup_worker.py"), *given]
         os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
@@ -31,7 +35,11 @@ def is_simple(context: dict[str, Any]) -> bool:
     program, variables = context.get("py_executable"), context.get("env_vars") or {}
     known = ("env_vars", "py_executable", *(("command_prefix",) if working_dir_of(context) else ()))
     other = [key for key, value in context.items() if value and key not in known]
-    return program in (None, sys.executable) and not other and not any("$" in v for v in variables.values())
+    return (
+        program in (None, sys.executable)
+        and not other
+        and not any("$" in v for v in variables.values())
+    )
 
 
 def working_dir_of(context: dict[str, Any]) -> str:

@@ -55,7 +55,11 @@ def hyperparameters() -> dict[str, str]:
         raise TopologyError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise TopologyError(f"{file} is no mapping")
-    return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
+    return {
+        key: str(value)
+        for key, value in found.items()
+        if not key.startswith(("sagemaker_", "_tuning_"))
+    }
 
 
 SERVICE = Service(resource=resource, place=place, given=hyperparameters)

@@ -61,7 +61,9 @@ def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
     """
     if "SLURM_JOB_ID" not in variables or "SLURM_STEP_ID" not in variables:
         if variables.get(PLACE_VARIABLE) == NAME:
-            raise TopologyError("Slurm: no SLURM_STEP_ID; start train.py with srun, one task per node")
+            raise TopologyError(
+                "Slurm: no SLURM_STEP_ID; start train.py with srun, one task per node"
+            )
         return None
     host = _needed(variables, "SLURMD_NODENAME")
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -79,7 +81,9 @@ def resource_of(variables: Mapping[str, str]) -> dict[str, Any] | None:
             f"Slurm: {', '.join(twice)} belongs to several components of the job, which must not share nodes;"
             " request whole nodes (--exclusive) or different partitions"
         )
-    mine = [component["instance_group_name"] for component in components if host in component["hosts"]]
+    mine = [
+        component["instance_group_name"] for component in components if host in component["hosts"]
+    ]
     return {
         "source": "Slurm's host lists",
         "current_host": host,
@@ -176,7 +180,9 @@ def _alone(variables: Mapping[str, str]) -> dict[str, Any]:
     nodes = next((variables[name] for name in names if variables.get(name)), "")
     hosts = hosts_in(nodes or _needed(variables, names[1]))
     number = _gpus(variables, "", len(hosts)) or _count(variables.get("SLURM_GPUS_ON_NODE", ""))
-    return _group("gpu" if number else "cpu", variables.get("SLURM_JOB_PARTITION", ""), hosts, number)
+    return _group(
+        "gpu" if number else "cpu", variables.get("SLURM_JOB_PARTITION", ""), hosts, number
+    )
 
 
 def _group(name: str, partition: str, hosts: list[str], gpus: int) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     text = variables.get(CLUSTER_VARIABLE, "")
     if JOB_VARIABLE not in variables and "workerpool" not in text:
         if variables.get(PLACE_VARIABLE) == "vertex":
-            raise TopologyError(f"{CLUSTER_VARIABLE}, {JOB_VARIABLE}: not set, so this host knows no others")
+            raise TopologyError(
+                f"{CLUSTER_VARIABLE}, {JOB_VARIABLE}: not set, so this host knows no others"
+            )
         return None
     missing = [name for name in OUTPUT_VARIABLES if not variables.get(name, "").startswith("gs://")]
     if missing:
@@ -99,7 +101,11 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, list[str]]:
                 f"{CLUSTER_VARIABLE}: {pool!r} in 'cluster' is no worker pool (workerpool0, …)"
             )
     ordered = sorted(cluster, key=lambda pool: int(pool.removeprefix("workerpool")))
-    pools = {pool: [_host(pool, address) for address in cluster[pool]] for pool in ordered if cluster[pool]}
+    pools = {
+        pool: [_host(pool, address) for address in cluster[pool]]
+        for pool in ordered
+        if cluster[pool]
+    }
     hosts = [host for members in pools.values() for host in members]
     twice = next((host for host in hosts if hosts.count(host) > 1), None)
     if twice:
@@ -132,7 +138,9 @@ def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str,
     return pool, pools[pool][index]
 
 
-def _machines(variables: Mapping[str, str], pools: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
+def _machines(
+    variables: Mapping[str, str], pools: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
     """Pool → group, type and number of GPUs, as the launcher sets them; empty if it sets none."""
     if not (text := variables.get(POOLS_VARIABLE)):
         return {}
@@ -164,13 +172,21 @@ def unmounted(variables: Mapping[str, str]) -> str:
     """The first output address whose bucket is not mounted; empty if all are."""
     uris = [variables[name] for name in OUTPUT_VARIABLES]
     return next(
-        (uri for uri in uris if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()), ""
+        (
+            uri
+            for uri in uris
+            if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()
+        ),
+        "",
     )
 
 
 def _owner(variables: Mapping[str, str]) -> str:
     """The job whose run the output directory has: this one, unless a request was submitted twice."""
-    job, file = variables.get(JOB_VARIABLE, ""), gcs_folder(variables[MODEL_VARIABLE]).parent / OWNER
+    job, file = (
+        variables.get(JOB_VARIABLE, ""),
+        gcs_folder(variables[MODEL_VARIABLE]).parent / OWNER,
+    )
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x") as output:
@@ -194,7 +210,9 @@ def place() -> RunPlace:
     mine = _owner(os.environ) == os.environ.get(JOB_VARIABLE, "")
     failure = (base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}"
     copies = {_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board}
-    return RunPlace("vertex", _LOCAL, checkpoints, model, synced=True, copies=copies, failure=failure)
+    return RunPlace(
+        "vertex", _LOCAL, checkpoints, model, synced=True, copies=copies, failure=failure
+    )
 
 
 def gcs_folder(uri: str) -> Path:

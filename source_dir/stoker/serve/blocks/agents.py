@@ -189,7 +189,11 @@ class Agents:
             silent = {node for node, agent in self._agents.items() if agent.is_lost()}
             for node in silent - self.lost:
                 self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
-            given_up = {n for n in alive if n not in self._agents and len(self._deaths.get(n, [])) > RESTARTS}
+            given_up = {
+                n
+                for n in alive
+                if n not in self._agents and len(self._deaths.get(n, [])) > RESTARTS
+            }
             self.lost = frozenset(silent | given_up - {own})
             self.folder.remove(self._unused(own))
             self._told({own: meter.sample()} | used)
@@ -199,7 +203,9 @@ class Agents:
         try:
             return address, BlockServer(address, self.secret, self.folder).port
         except OSError as error:
-            self._note(f"no socket for the blocks of this host ({error}): other hosts get them through Ray")
+            self._note(
+                f"no socket for the blocks of this host ({error}): other hosts get them through Ray"
+            )
             return address, 0
 
     def _start(self, node: str) -> _Agent:
@@ -223,7 +229,9 @@ class Agents:
         for node, agent in agents.items():
             if agent.server is not None and agent.call is None:
                 agent.call = agent.actor.look.remote(self._unused(node))
-            elif agent.server is None and time.monotonic() - agent.since > (limit_s := self._start_s(node)):
+            elif agent.server is None and time.monotonic() - agent.since > (
+                limit_s := self._start_s(node)
+            ):
                 ray.kill(agent.actor)
                 agent.call, died[node] = None, f"no answer within {limit_s:.0f} s"
             starting |= agent.server is None and agent.call is not None
@@ -258,7 +266,9 @@ class Agents:
         again = len(deaths) <= RESTARTS
         wait_s = RESTART_AFTER_S if again else deaths[0] + FORGIVEN_S - now
         self._not_before[node] = now + wait_s
-        given_up = f"after {len(deaths)} deaths in an hour, others do its work for {wait_s / 60:.0f} min"
+        given_up = (
+            f"after {len(deaths)} deaths in an hour, others do its work for {wait_s / 60:.0f} min"
+        )
         then = "restarting it" if again else given_up
         self._note(
             f"the agent on host {host_name(about)} died ({cause}), and its blocks with it, which are made"

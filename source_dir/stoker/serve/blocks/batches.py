@@ -165,7 +165,11 @@ class Prefetcher(Generic[Given, Item]):
     def _may_ask(self) -> bool:
         """Ask when all that was given is fetched or being fetched, and there is room enough for a call."""
         idle = not (self._asking or self._ended or self._given)
-        return idle and self._asked < self._wanted and self._room() >= min(ASKED_AT_ONCE, self.limit // 2)
+        return (
+            idle
+            and self._asked < self._wanted
+            and self._room() >= min(ASKED_AT_ONCE, self.limit // 2)
+        )
 
     def _is_last(self) -> bool:
         return self._ended and not self._given
@@ -246,10 +250,14 @@ class BatchBuilder:
     def __init__(self, buffers: BufferPool, rows: int, schema: Schema) -> None:
         self.rows, self.schema, self._buffers = rows, schema, buffers
         self._filled = dict.fromkeys(schema.columns, 0)
-        self._ragged: dict[str, dict[int, Ragged]] = {n: {} for n in schema.pad if n in schema.columns}
+        self._ragged: dict[str, dict[int, Ragged]] = {
+            n: {} for n in schema.pad if n in schema.columns
+        }
         """Variable-length rows by position of the first one; padded when all have arrived."""
         self._columns: dict[str, Any] = {
-            name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
+            name: [""] * rows
+            if column.dtype == TEXT
+            else buffers.empty((rows, *column.shape), column.dtype)
             for name, column in schema.columns.items()
             if name not in self._ragged
         }
@@ -277,7 +285,9 @@ class BatchBuilder:
 
     def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
         """Copy a part's rows out of its block; returns the number of bytes."""
-        refuse_other_block(part, self.schema, schema_of(columns), min(map(len, columns.values()), default=0))
+        refuse_other_block(
+            part, self.schema, schema_of(columns), min(map(len, columns.values()), default=0)
+        )
         rows, size = part.stop - part.start, 0
         for name, column in columns.items():
             values = column[part.start : part.stop]
@@ -295,7 +305,9 @@ class BatchBuilder:
         """The batch: arrays, and lists of strings."""
         for name, rows in self._filled.items():
             if rows != self.rows:
-                raise SchemaError(f"column {name!r}: {rows} of the batch's {self.rows} rows were written")
+                raise SchemaError(
+                    f"column {name!r}: {rows} of the batch's {self.rows} rows were written"
+                )
         for name, parts in self._ragged.items():
             in_order = [parts[at] for at in sorted(parts)]
             self._columns |= padded(name, in_order, self.schema.pad[name], self._buffers.empty)

@@ -89,7 +89,9 @@ class RowRequest:
             if self.link.avoided_until < time.monotonic():
                 self.link.avoided_until = 0.0
         if refused:
-            raise (FileNotFoundError if header.get("missing") else SchemaError)(str(header["error"]))
+            raise (FileNotFoundError if header.get("missing") else SchemaError)(
+                str(header["error"])
+            )
         return size
 
     def again(self, error: OSError) -> RowRequest | None:
@@ -114,7 +116,9 @@ class RowRequest:
         refuse_other_block(self.part, batch.schema, Schema(found), header["rows"])
         for name, values in text.items():
             if len(values) != rows:
-                raise SchemaError(f"received {len(values)} values of column {name!r} for {rows} rows")
+                raise SchemaError(
+                    f"received {len(values)} values of column {name!r} for {rows} rows"
+                )
             batch.text(name, values, at)
         for name, _, _ in arrays:
             size += self._fill(batch.target(name, at, rows))
@@ -171,7 +175,9 @@ class DirectHosts:
             return None
         request = RowRequest(self, link, connection, part, done, reused=idle is not None)
         try:
-            wire.send_message(connection, {"take": [part.block, part.start, part.stop], "done": done})
+            wire.send_message(
+                connection, {"take": [part.block, part.start, part.stop], "done": done}
+            )
         except OSError as error:
             return request.again(error)
         return request
@@ -287,7 +293,9 @@ class Transport:
         if block.node == self._node and size >= MAPPED_FROM_BYTES and not self.buffers.pinned:
             with contextlib.suppress(OSError):  # `fetch` asks where it is
                 columns = self.folder().take(block.block)
-                refuse_other_block(block, SCHEMA, schema_of(columns), min(map(len, columns.values())))
+                refuse_other_block(
+                    block, SCHEMA, schema_of(columns), min(map(len, columns.values()))
+                )
                 self.bytes_by["own"] += size
                 return unpack(columns[PAGES], apart=True), time.perf_counter()
         fetched = self.fetch([block], SCHEMA)
@@ -337,7 +345,9 @@ class Transport:
             self._known = self._directory()
             self.hosts.update(self._known)
 
-    def _insist(self, part: BlockSlice, get: Callable[[BlockSlice], Value], missing: bool = False) -> Value:
+    def _insist(
+        self, part: BlockSlice, get: Callable[[BlockSlice], Value], missing: bool = False
+    ) -> Value:
         deadline = time.monotonic() + self._timeout_s
         if missing:
             part = self._where(part, True, deadline)
@@ -399,7 +409,9 @@ class Transport:
         """Where a block is now; DataError if it does not come."""
         if time.monotonic() > deadline:
             why = f": {cause}" if cause else ""
-            raise DataError(f"a block did not come within {self._timeout_s:.0f} s ({self._timeout_key}){why}")
+            raise DataError(
+                f"a block did not come within {self._timeout_s:.0f} s ({self._timeout_key}){why}"
+            )
         began = time.monotonic()
         found = self._moved(part, missing)
         if isinstance(found, str):

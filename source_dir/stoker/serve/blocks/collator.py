@@ -66,10 +66,16 @@ class Collator:
 
         cpus = int(ray.cluster_resources().get("CPU", 1))
         self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
-        self._job = ray.put(CollateSpec(collate_of(config.recipe, config.params), config.seed, split, epoch))
+        self._job = ray.put(
+            CollateSpec(collate_of(config.recipe, config.params), config.seed, split, epoch)
+        )
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
-        self._service, self._transport, self._timeout_s = service, transport, config.data.stall_timeout_s
+        self._service, self._transport, self._timeout_s = (
+            service,
+            transport,
+            config.data.stall_timeout_s,
+        )
         self._hosts = CollatePlacement(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
@@ -157,7 +163,9 @@ class CollatePlacement:
         with self._lock:
             if not self._busy:
                 return rows.most_common(1)[0][0]
-            node = min(self._busy, key=lambda n: (self._busy[n] >= self._share, -rows[n], self._busy[n]))
+            node = min(
+                self._busy, key=lambda n: (self._busy[n] >= self._share, -rows[n], self._busy[n])
+            )
             self._busy[node] += 1
             return node
 

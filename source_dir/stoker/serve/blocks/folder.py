@@ -41,7 +41,9 @@ TAKEN, MOST_TAKEN = ".taken", 128
 _taken: set[Path] = set()
 _forks: list[None] = []
 """One for each fork of this process."""
-os.register_at_fork(after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None))
+os.register_at_fork(
+    after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None)
+)
 
 
 def here(run: str) -> BlockFolder:
@@ -96,7 +98,10 @@ class BlockFolder:
             raise OSError("too many mapped blocks: each has a file descriptor")
         for root in self.roots[:-1]:
             with contextlib.suppress(FileNotFoundError):
-                content, taken = _mapped(root / name, mmap.ACCESS_COPY), root / f"{name}.{os.getpid()}{TAKEN}"
+                content, taken = (
+                    _mapped(root / name, mmap.ACCESS_COPY),
+                    root / f"{name}.{os.getpid()}{TAKEN}",
+                )
                 (root / name).rename(taken)
                 _taken.add(taken)
                 weakref.finalize(content, self._give_back, taken, len(_forks)).atexit = False
@@ -151,7 +156,10 @@ class BlockFolder:
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(root) as files:
             for each in files:
-                if each.name.endswith(TAKEN) and not Path("/proc", each.name.split(".")[1]).exists():
+                if (
+                    each.name.endswith(TAKEN)
+                    and not Path("/proc", each.name.split(".")[1]).exists()
+                ):
                     Path(each.path).unlink(missing_ok=True)
                 if each.name.endswith(SPARE):
                     with contextlib.suppress(FileNotFoundError):  # another has just taken it
@@ -217,7 +225,9 @@ class BlockServer(wire.Listener):
             request = wire.receive_message(connection, wire.REQUEST_BYTES)
             latest = self._answer(connection, latest, request)
 
-    def _answer(self, connection: socket.socket, latest: NamedBlock, request: dict[str, Any]) -> NamedBlock:
+    def _answer(
+        self, connection: socket.socket, latest: NamedBlock, request: dict[str, Any]
+    ) -> NamedBlock:
         """Send rows of a block; returns that block, of which the next request often wants more rows."""
         done, take = _checked(request)
         self._folder.remove(done)
@@ -233,7 +243,9 @@ class BlockServer(wire.Listener):
         return block, columns
 
 
-def _send(connection: socket.socket, block: str, columns: dict[str, Any], start: int, stop: int) -> None:
+def _send(
+    connection: socket.socket, block: str, columns: dict[str, Any], start: int, stop: int
+) -> None:
     import numpy as np
 
     text: dict[str, list[str]] = {}

@@ -70,7 +70,11 @@ class Room:
 
         def stack(batch: Sequence[Any], **others: Any) -> Any:
             first, part = batch[0], None
-            plain = type(first) is torch.Tensor and first.layout is torch.strided and not first.is_nested
+            plain = (
+                type(first) is torch.Tensor
+                and first.layout is torch.strided
+                and not first.is_nested
+            )
             if plain and first.device.type == "cpu" and not first.is_quantized and _alike(batch):
                 part = self._part(len(batch) * first.numel() * first.element_size())
             if part is None:
@@ -79,7 +83,9 @@ class Room:
             out = torch.empty(0, dtype=first.dtype).set_(storage).resize_(len(batch), *first.shape)
             return torch.stack(list(batch), 0, out=out)
 
-        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:  # not if the user has another
+        if (
+            default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+        ):  # not if the user has another
             default_collate_fn_map[torch.Tensor] = stack
         try:
             yield
@@ -88,7 +94,9 @@ class Room:
                 default_collate_fn_map[torch.Tensor] = collate_tensor_fn
             self._flat, self._end, self._parts = None, 0, {}  # so that the buffer can be reused
 
-    def place(self, parts: Sequence[Any], spare: int) -> tuple[np.ndarray[Any, Any], list[int], int]:
+    def place(
+        self, parts: Sequence[Any], spare: int
+    ) -> tuple[np.ndarray[Any, Any], list[int], int]:
         """Place parts in one buffer, of which those that were collated in it are there already.
 
         Returns the buffer, with `spare` free bytes after the last part; the offset of each; the last end.
@@ -98,13 +106,19 @@ class Room:
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
         given = dict(self._parts)
         places = [self._given(given, array) for array in arrays]
-        size = sum(aligned(len(array)) for array, place in zip(arrays, places, strict=True) if place is None)
+        size = sum(
+            aligned(len(array))
+            for array, place in zip(arrays, places, strict=True)
+            if place is None
+        )
         if self._flat is None or self._end + size + spare > len(self._flat):
             places = [None] * len(arrays)
             size = sum(aligned(len(array)) for array in arrays) + spare
             if self._size < size <= LARGEST:
                 self._size = size + size // 8
-                self._pool = BufferPool(pinned=False)  # drops the smaller buffers once they are unused
+                self._pool = BufferPool(
+                    pinned=False
+                )  # drops the smaller buffers once they are unused
             flat, end = self._empty(size), 0
         else:
             flat, end = self._flat, self._end
@@ -143,7 +157,9 @@ class Room:
         self._end = aligned(self._end + size)
         return part
 
-    def _given(self, given: dict[int, tuple[int, int, Any]], array: np.ndarray[Any, Any]) -> int | None:
+    def _given(
+        self, given: dict[int, tuple[int, int, Any]], array: np.ndarray[Any, Any]
+    ) -> int | None:
         place, size, _ = given.get(array.ctypes.data, (0, -1, None))
         if size != len(array):
             return None
@@ -164,7 +180,10 @@ def _alike(batch: Sequence[Any]) -> bool:
     first = batch[0]
     kind, dtype, shape = type(first), first.dtype, first.shape
     return all(
-        type(each) is kind and each.dtype == dtype and each.shape == shape and not each.requires_grad
+        type(each) is kind
+        and each.dtype == dtype
+        and each.shape == shape
+        and not each.requires_grad
         for each in batch
     )
 
@@ -272,7 +291,11 @@ def _pickler() -> Any:
         def reducer_override(self, value: Any) -> Any:
             if type(value) in NAMED and value.__module__ in OWN and "<" not in value.__qualname__:
                 return NotImplemented  # by name, which cloudpickle takes long to find out
-            if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
+            if (
+                type(value) is torch.Tensor
+                and value.device.type == "cpu"
+                and not value.requires_grad
+            ):
                 if value.layout is torch.strided and not value.is_quantized:
                     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                         value = value.clone()  # send only the visible part of a larger storage

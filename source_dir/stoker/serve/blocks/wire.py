@@ -100,7 +100,10 @@ class Listener:
                 threading.Thread(
                     target=self._serve, args=(connection,), name="connection", daemon=True
                 ).start()
-            except (OSError, RuntimeError):  # closed, or short of descriptors, memory or threads for a while
+            except (
+                OSError,
+                RuntimeError,
+            ):  # closed, or short of descriptors, memory or threads for a while
                 if self._socket.fileno() < 0:
                     return
                 self._greetings.release()

@@ -1,0 +1,123 @@
+"""Loader's workers and script's process: measures CPU seconds per batch.
+
+Times torch's fetcher (`__getitem__` of every index, then `collate_fn`); in workers, from their
+`worker_init_fn` on. Sums go to one file per process, because workers may be killed any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+WRITE_S = 0.2
+_thread = threading.local()
+
+
+class Fetching:
+    def __init__(self, file: Path, loader: int, clock: Callable[[], float]) -> None:
+        self.file, self.loader, self.clock = file, loader, clock
+        self.batches = 0
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.written = 0.0
+
+    def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
+        """Time a batch; the first one is counted separately, because it imports modules and opens files."""
+        started = time.monotonic(), self.clock(), queued_s()
+        _thread.fetches = True
+        try:
+            data = original(index)
+        finally:
+            _thread.fetches = False
+        wall, cpu, queued = (
+            time.monotonic() - started[0],
+            self.clock() - started[1],
+            queued_s() - started[2],
+        )
+        if self.batches == 1:
+            self.sums.clear()
+        self.batches += 1
+        rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
+        counted: dict[str, float] = {"fetches": 1, "samples": rows, "cpu_s": cpu, "wall_s": wall}
+        counted["delay_s"] = min(queued, max(wall - cpu, 0.0))
+        for name, spent in counted.items():
+            self.sums[name] += spent
+        if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
+            self.write()
+        return data
+
+    def write(self) -> None:
+        """Write atomically, because the file may be read at any time."""
+        self.written = time.monotonic()
+        found = {"loader": self.loader, **self.sums, "first": self.batches == 1}
+        draft = self.file.with_suffix(".draft")
+        with contextlib.suppress(OSError):  # the check has ended and removed its folder
+            draft.write_text(json.dumps(found))
+            draft.replace(self.file)
+
+
+class WorkerStart:
+    """A loader's `worker_init_fn` that also starts to observe its workers, forked or spawned."""
+
+    def __init__(self, folder: Path, loader: int, given: Callable[[int], None] | None) -> None:
+        self.folder, self.loader = folder, loader
+        # A loader made from another one has that one's function.
+        self.given: Callable[[int], None] | None = (
+            given.given if isinstance(given, WorkerStart) else given
+        )
+
+    def __call__(self, worker: int) -> None:
+        if self.given is not None:
+            self.given(worker)
+        file = self.folder / f"fetch-{self.loader}-{os.getpid()}.json"
+        fetching = Fetching(file, self.loader, time.process_time)
+        observe_fetchers(lambda: fetching)
+
+
+def observe_fetchers(current: Callable[[], Fetching | None]) -> None:
+    """Time every fetcher that torch creates from now on in this process by the counter of that moment."""
+    kinds = sys.modules["torch.utils.data.dataloader"]._DatasetKind
+    original = getattr(kinds.create_fetcher, "__wrapped__", kinds.create_fetcher)
+
+    @functools.wraps(original)
+    def create_fetcher(kind: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        # A loader within a dataset is part of the cost of the batch.
+        creating = getattr(_thread, "creating", False)
+        fetching = None if creating or getattr(_thread, "fetches", False) else current()
+        _thread.creating = True
+        try:
+            fetcher = original(kind, dataset, *args, **kwargs)
+        finally:
+            _thread.creating = creating
+        if fetching is not None:
+            fetcher.fetch = functools.partial(fetching.fetch, fetcher.fetch)
+        return fetcher
+
+    kinds.create_fetcher = staticmethod(create_fetcher)
+
+
+def first_length(data: Any) -> int | None:
+    if hasattr(data, "shape"):
+        return int(data.shape[0]) if len(data.shape) else None
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        return next((n for n in map(first_length, data[:8]) if n is not None), None)
+    return None
+
+
+def queued_s() -> float:
+    """Seconds that this thread waited for a CPU; 0 if unknown."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:  # noqa: PTH123 - read for every batch
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,195 @@
+"""Computes the waiting share of a step from the times of batch requests. Pure.
+
+asked ──wait── got ──────── compute ──────── asked ──wait── got …
+  └──────────────── one step ─────────────────┘
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LEAST_STEPS = 10
+STEPS, MOST_STEPS = 20, 1000
+"""Minimum and maximum number of steps without --steps."""
+SURE = 0.02
+"""Stop measuring at this uncertainty, ± share of a step."""
+LONG_S = 60.0
+"""Stop measuring after this time if there are enough steps."""
+STARTING = 3
+"""Warm-up steps, in which kernels are selected, memory is allocated and code is compiled."""
+BLOCKS = 10
+TRAINS, TRAINED = 0.2, 3
+"""A loader trains if its batches precede this share of the optimizer steps, and at least this many."""
+
+
+@dataclass
+class Take:
+    loader: int
+    epoch: int
+    number: int
+    """Index of the batch in its epoch, from 0."""
+    asked: float
+    got: float
+    ended: bool = False
+    """Whether it returned no batch because the epoch ended."""
+
+
+class TimedStep(NamedTuple):
+    """The time from one batch request to the next."""
+
+    epoch: int
+    number: int
+    whole: float
+    wait: float
+
+
+@dataclass
+class Loader:
+    place: str
+    """Where the script iterates over it: `train.py:31`."""
+    dataset: str
+    batch_size: int | None
+    num_workers: int
+    prefetch: int
+    persistent: bool
+    length: int | None
+    batches: int = 0
+    with_grad: int = 0
+    trained: int = 0
+    """Optimizer steps preceded by one of its batches."""
+    optimizer_steps: int = 0
+    """Steps of all optimizers between the first and the last of these."""
+    starts: list[float] = field(default_factory=list)
+    """Seconds that iter() took, by epoch."""
+    samples: int = 0
+    sized_batches: int = 0
+    """Number of batches over which `samples` and `batch_bytes` were counted."""
+    batch_bytes: int = 0
+    ours: bool = False
+    in_thread: bool = False
+    """Whether next() was called in another thread than the optimizer's step."""
+
+    @property
+    def trains(self) -> bool:
+        return self.trained >= max(TRAINED, TRAINS * self.optimizer_steps)
+
+    @property
+    def warmup(self) -> int:
+        """Steps to skip at the start, because batches prefetched during slow first steps hide waiting."""
+        return STARTING + self.num_workers * self.prefetch
+
+    @property
+    def lead(self) -> int:
+        """Steps to skip in later epochs, because workers that start together deliver together."""
+        return max(self.num_workers, 1)
+
+
+@dataclass(frozen=True)
+class TimeShare:
+    value: float
+    spread: float
+    """± of `value`, 95 %; 1 if there is too little data."""
+
+
+def training(loaders: Sequence[Loader]) -> int | None:
+    """The index of the training loader, by optimizer steps, then gradients, then batches."""
+    seen = [n for n, loader in enumerate(loaders) if loader.batches]
+    key = lambda n: (loaders[n].trains, loaders[n].with_grad, loaders[n].batches)  # noqa: E731
+    return max(seen, key=key) if seen else None
+
+
+def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[TimedStep]:
+    """The steps of a loader's loop.
+
+    Includes waiting for other training loaders, as with two zipped ones. Skips steps in which a loader that
+    does not train was iterated or an epoch ended.
+    """
+    along = [n == of or (loader.trains and loaders[of].trains) for n, loader in enumerate(loaders)]
+    steps = []
+    for here, there in itertools.pairwise(i for i, take in enumerate(takes) if take.loader == of):
+        first, last, inside = takes[here], takes[there], takes[here:there]
+        if (
+            not first.ended
+            and first.epoch == last.epoch
+            and all(along[take.loader] for take in inside)
+        ):
+            wait = sum(take.got - take.asked for take in inside)
+            steps.append(TimedStep(first.epoch, first.number, last.asked - first.asked, wait))
+    return steps
+
+
+def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
+    """Only whole rounds of workers in each epoch count: they deliver in turn, and late ones together."""
+    found = []
+    for epoch, group in itertools.groupby(steps, key=lambda step: step.epoch):
+        begin = loader.warmup if epoch == steps[0].epoch else loader.lead
+        running = [step for step in group if step.number >= begin]
+        found += running[: len(running) - len(running) % loader.lead]
+    return found
+
+
+def judged_steps(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
+    """The steady steps, or all but the script's first if epochs are too short.
+
+    The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
+    """
+    found = steady(steps, loader)
+    if len(found) >= LEAST_STEPS:
+        return found
+    starts = {(epoch, 0): spent for epoch, spent in enumerate(loader.starts)}
+    return [
+        step._replace(whole=step.whole + started, wait=step.wait + started)
+        for step in steps[STARTING:]
+        for started in [starts.get((step.epoch, step.number), 0.0)]
+    ]
+
+
+def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
+    whole = sum(step.whole for step in steps)
+    value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
+    if len(steps) < LEAST_STEPS or whole <= 0:
+        return TimeShare(value, 1.0)
+    # Block jackknife, because neighbouring steps are correlated.
+    edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
+    without = []
+    for low, high in itertools.pairwise(edges):
+        rest = [*steps[:low], *steps[high:]]
+        without.append(
+            sum(step.wait for step in rest) / max(sum(step.whole for step in rest), 1e-12)
+        )
+    error = statistics.stdev(without) * (BLOCKS - 1) / math.sqrt(BLOCKS)
+    return TimeShare(value, 2.26 * error)  # Student's t of 9 degrees of freedom
+
+
+def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bool:
+    """Whether the steps so far are enough: `wanted` ones, or None: until the share is certain."""
+    found = steady(steps, loader)
+    if not found and steps and steps[-1].epoch >= 2:
+        found = judged_steps(steps, loader)
+    if wanted is not None:
+        return len(found) >= wanted
+    long = sum(step.whole for step in found) > LONG_S
+    if len(found) < max(STEPS, 3 * loader.num_workers):
+        return len(found) >= LEAST_STEPS and long
+    return long or len(found) >= MOST_STEPS or wait_share(found).spread <= SURE
+
+
+def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:
+    """Typical seconds from the start of an epoch to its first batch; None if unknown."""
+    firsts = {
+        take.epoch: take.got - take.asked
+        for take in takes
+        if take.loader == of and take.number == 0
+    }
+    found = [
+        first + loader.starts[epoch]
+        for epoch, first in firsts.items()
+        if epoch < len(loader.starts)
+    ]
+    # A persistent loader starts processes only once.
+    return statistics.median(found[1:] or found) if found else None

@@ -1,0 +1,304 @@
+"""The verdict on an observed training script, and what would help on this machine. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.errors import UsageError
+from stoker.events import prices
+from stoker.events.bottleneck import INPUT_BOUND
+from stoker.figures import count_of, duration
+from stoker_launcher.advise.advice import Measured, table_name
+from stoker_launcher.advise.check.timeline import (
+    LEAST_STEPS,
+    STARTING,
+    TRAINS,
+    Loader,
+    Take,
+    TimeShare,
+    epoch_start,
+    judged_steps,
+    steady,
+    steps_of,
+    training,
+    wait_share,
+)
+
+UNSURE, UNCERTAIN = 0.05, 0.15
+"""A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
+promise anything between 1.5 and 2.9 times the speed."""
+ADVISED_STEPS = 1000
+SLACK = 1.05
+"""Spare workers, because batches vary."""
+FAIR = 0.5
+"""CPUs that another process gets on a busy machine."""
+BLOCKED = 0.2
+"""From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
+QUEUED = 0.1
+"""From this share of a fetch on, queueing means that there are too few CPUs here."""
+SLOW_START = 0.05
+"""From this share of an epoch on, its start is mentioned."""
+
+
+@dataclass(frozen=True)
+class FetchCost:
+    cpu_s: float
+    blocked_s: float
+    """Neither computing nor queueing for a CPU: storage, network, locks, sleeping."""
+    queued_s: float
+    """Ready to compute while all CPUs were busy."""
+    samples_per_batch: float
+    batches: int
+
+    @property
+    def slot_s(self) -> float:
+        """Seconds per sample for which a worker is occupied if CPUs are free."""
+        return self.cpu_s + self.blocked_s
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds per sample for which a worker was occupied."""
+        return self.slot_s + self.queued_s
+
+
+@dataclass(frozen=True)
+class Checked:
+    number: int
+    """In the order in which the script first used its loaders."""
+    loader: Loader
+    steps: int
+    share: TimeShare
+    step_s: float
+    samples_per_step: float
+    bytes_per_step: float
+    start_s: float | None
+    """From the start of an epoch to its first batch."""
+    fetched: FetchCost | None
+    whole_epochs: bool
+    """The epochs are so short that their starts are included in the share."""
+
+    @property
+    def compute_s(self) -> float:
+        """Duration of a step if data were never late."""
+        return self.step_s * (1 - self.share.value)
+
+    @property
+    def certain(self) -> bool:
+        return self.share.spread < UNCERTAIN
+
+    @property
+    def waits(self) -> bool:
+        return self.certain and self.share.value >= INPUT_BOUND
+
+
+def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
+    # The first fetch of a process imports and opens things; it counts only if there is nothing else.
+    sums = [one for one in sums if not one.get("first")] or sums
+    samples, fetches, cpu, wall, queued = (
+        sum(one[name] for one in sums)
+        for name in ("samples", "fetches", "cpu_s", "wall_s", "delay_s")
+    )
+    if not samples:
+        return None
+    blocked_s, queued_s = max(wall - cpu - queued, 0.0) / samples, queued / samples
+    return FetchCost(cpu / samples, blocked_s, queued_s, samples / fetches, int(fetches))
+
+
+def checked(
+    seen: Mapping[str, Any],
+    sums: Sequence[Mapping[str, Any]],
+    script: str,
+    wanted: int | None = None,
+) -> list[Checked]:
+    """All loaders of a script, starting with the one for training."""
+    loaders = [Loader(**one) for one in seen["loaders"]]
+    takes = [Take(**one) for one in seen["takes"]]
+    main = training(loaders)
+    if main is None:
+        raise UsageError(
+            f"{script}: no torch DataLoader was iterated in its process; `check` needs a script that reads"
+            " its batches from one (torch.utils.data.DataLoader or a subclass)"
+        )
+    place = loaders[main].place
+    if loaders[main].ours:
+        raise UsageError(
+            f"{script}: its DataLoader ({place}) is already stoker's: read its waiting in"
+            " the report of its job, or check the script with torch's DataLoader"
+        )
+    if loaders[main].in_thread:
+        raise UsageError(
+            f"{script}: another thread than the one that trains takes batches from its DataLoader"
+            f" ({place}), so the time in next() is not the time that training waits; run check"
+            " without that thread"
+        )
+    # Features may be read without gradients, and a probe trained from memory afterwards.
+    grads = loaders[main].with_grad
+    steps = seen["optimizer_steps" if grads else "before_batch"]
+    # Loops may take several batches, then train with them.
+    if steps >= LEAST_STEPS and seen["after_batch"] < TRAINS / 4 * min(steps, grads or steps):
+        raise UsageError(
+            f"{script}: its optimizer steps do not follow batches of a DataLoader (iterated most: {place});"
+            " `check` needs a training loop that takes its batches from one"
+        )
+    found = [
+        judge(
+            loaders,
+            takes,
+            number,
+            fetched_of([one for one in sums if one["loader"] == number]),
+            wanted,
+        )
+        for number in sorted(range(len(loaders)), key=lambda n: n != main)
+        if loaders[number].batches
+    ]
+    if found[0].steps < LEAST_STEPS:
+        raise UsageError(
+            f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least"
+            f" {LEAST_STEPS + STARTING + 1} are needed: use more data or epochs"
+        )
+    return found
+
+
+def judge(
+    loaders: Sequence[Loader],
+    takes: Sequence[Take],
+    number: int,
+    fetched: FetchCost | None,
+    wanted: int | None,
+) -> Checked:
+    loader = loaders[number]
+    steps = steps_of(takes, loaders, number)
+    kept = judged_steps(steps, loader)[:wanted]
+    sized = max(loader.sized_batches, 1)
+    return Checked(
+        number=number,
+        loader=loader,
+        steps=len(kept),
+        share=wait_share(kept),
+        step_s=sum(step.whole for step in kept) / max(len(kept), 1),
+        samples_per_step=fetched.samples_per_batch if fetched else loader.samples / sized,
+        bytes_per_step=loader.batch_bytes / sized,
+        start_s=epoch_start(takes, loader, number),
+        fetched=fetched,
+        whole_epochs=len(steady(steps, loader)) < LEAST_STEPS,
+    )
+
+
+def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measured | None:
+    """The limits model's input; None if the cost of fetching was not observed.
+
+    `rates`: samples/s by GPU name as given by the user, "" for all. `gpu`: as its driver reports it.
+    """
+    if one.fetched is None or one.compute_s <= 0:
+        return None
+    found, spread = dict(rates), 0.0
+    note = "samples/s of the GPU: from --gpu-samples-per-s"
+    if not rates:
+        own = one.samples_per_step / one.compute_s
+        known = table_name(gpu) if gpu else None
+        found, spread = {known or "": own}, one.share.spread / (1 - one.share.value)
+        note = f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"
+        if known is None:
+            note = (
+                f"assumes a GPU there trains as fast as this machine (its {gpu or 'CPUs'}), {own:,.0f}"
+                " samples/s; correct it with --gpu-samples-per-s"
+            )
+    return Measured.received(
+        one.bytes_per_step / one.samples_per_step,
+        ["one vCPU counts as one core of this machine; correct it with --cpu-speed", note],
+        cpu_s=max(one.fetched.slot_s, 1e-9),
+        gpu_samples_per_s=found,
+        gpu_spread=spread,
+    )
+
+
+def usual_gpu_host(gpu: str | None, default: str) -> str:
+    name = table_name(gpu) if gpu else None
+    return next((m.type for m in prices.MACHINES.values() if name and m.gpu_name == name), default)
+
+
+def headline(one: Checked) -> list[str]:
+    share = one.share
+    percent = f"{100 * share.value:.0f} % (± {100 * share.spread:.0f})"
+    of = f"{one.steps} steps of {duration(one.step_s)}"
+    if not one.certain:
+        low, high = (100 * min(max(share.value + side * share.spread, 0), 1) for side in (-1, 1))
+        # The spread falls with the square root of the number of steps.
+        steps = min(math.ceil(one.steps * (share.spread / UNSURE) ** 2 / 100) * 100, ADVISED_STEPS)
+        return [
+            f"too uncertain to judge: {low:.0f} to {high:.0f} % of each step waits for data ({of}); measure"
+            f" more: --steps {max(steps, 2 * one.steps)}, with enough data or epochs for it"
+        ]
+    if not one.waits:
+        return [
+            f"well fed: {percent} of each step waits for data ({of}); training itself is the bottleneck"
+        ]
+    now, then = one.samples_per_step / one.step_s, one.samples_per_step / max(one.compute_s, 1e-9)
+    # At both ends of the uncertainty.
+    low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
+    least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
+    times = f"{least} times" if least == most else f"{least} to {most} times"
+    if share.value + share.spread >= 1:
+        times = f"at least {least} times"
+    return [
+        f"input-bound: {percent} of each step waits for data ({of})",
+        f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
+        f" {now:,.0f}, {times} as fast",
+    ]
+
+
+def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
+    fetched = one.fetched if one.waits else None
+    workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
+    return [*workers, *_restarts(one)]
+
+
+def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
+    batch, now = one.samples_per_step, one.loader.num_workers
+    needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
+    cpus_needed = fetched.cpu_s * batch / one.compute_s
+    used = fetched.cpu_s * batch / one.step_s
+    # One CPU is for the script itself; CPUs used by other work are not available, except for a fair share.
+    most = max(cpus - 1, 1)
+    free = most if idle is None else min(most, max(idle * cpus + used, FAIR))
+    blocked, queued = (
+        part / max(fetched.whole_s, 1e-9) for part in (fetched.blocked_s, fetched.queued_s)
+    )
+    if cpus_needed > free:
+        late = 100 * (1 - free / cpus_needed)
+        return (
+            f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
+            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
+        )
+    if needed > now:
+        few = " of a fetch (storage, network), so they need few CPUs"
+        why = f"; a worker itself waits {100 * blocked:.0f} %{few}" if blocked > BLOCKED else ""
+        return (
+            f"num_workers={needed} instead of {now} would fix this on this machine:"
+            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch{why}"
+        )
+    if queued > QUEUED:
+        return (
+            f"{now} workers would be enough if CPUs were free: a fetch waits {100 * queued:.0f} % of its time"
+            f" for one of the {cpus:g} here"
+        )
+    return (
+        f"{now} workers should be enough for this cost of fetching: some batches take much longer than"
+        " others, or their transfer to the script is slow; try a larger prefetch_factor"
+    )
+
+
+def _restarts(one: Checked) -> list[str]:
+    loader, start, length = one.loader, one.start_s or 0.0, one.loader.length
+    if not loader.num_workers or loader.persistent or one.whole_epochs or not length:
+        return []
+    share = start / (start + length * one.step_s)
+    if share < SLOW_START or (len(loader.starts) <= 1 and loader.batches > length):
+        return []
+    return [
+        f"each epoch of {length} batches spends {duration(start)} on starting workers,"
+        f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
+    ]

@@ -1,0 +1,424 @@
+"""Script's process: `python watch.py FOLDER STEPS SCRIPT [arguments]`.
+
+Runs a training script like `python SCRIPT`, records every next() of every loader once torch is imported, and
+ends the script after enough steps. STEPS is a number or `auto`. Patches torch's `DataLoader.__iter__` and
+iterators in this process, not the script. Subclasses and the loaders of Accelerate and Lightning use these,
+too; any other iterator is wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import stoker
+from stoker.hosts.machine import cpu_times, cpus
+from stoker_launcher.advise.check.fetching import (
+    Fetching,
+    WorkerStart,
+    first_length,
+    observe_fetchers,
+)
+from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
+
+RESULT = "result.json"
+OBSERVED, OPTIMIZERS = "torch.utils.data.dataloader", "torch.optim.optimizer"
+SIZED = 20
+UNTRAINED_S = 30.0
+"""Without optimizer steps, a loader counts as the training loader after this time."""
+LOOK_S = 0.2
+IGNORED = 3
+"""How often a script may swallow the exception that ends it."""
+
+
+class Enough(BaseException):
+    """Ends the script; a BaseException, so that `except Exception` does not catch it."""
+
+
+class GpuClock:
+    """Timestamps on the current CUDA stream, without synchronising steps.
+
+    An event recorded before next() completes once the GPU has finished all earlier work. The time between it
+    and the event after next() is the time that the GPU waited, however far ahead of it the script runs.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        torch.cuda.synchronize()
+        self.zero, self.base = time.monotonic(), self.mark()
+        self.name = str(torch.cuda.get_device_name())
+
+    def mark(self) -> Any:
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, moments: list[Any], wait: bool) -> list[float | None]:
+        """Events as seconds on this process's clock; None for events that the GPU has not reached."""
+        if wait:
+            self.torch.cuda.synchronize()
+        return [
+            moment if isinstance(moment, float) else self._seconds(moment, wait)
+            for moment in moments
+        ]
+
+    def _seconds(self, event: Any, reached: bool) -> float | None:
+        return (
+            self.zero + self.base.elapsed_time(event) / 1000 if reached or event.query() else None
+        )
+
+
+class Watch:
+    def __init__(self, folder: Path, wanted: int | None) -> None:
+        self.folder, self.wanted = folder, wanted
+        self.loaders: list[Loader] = []
+        self.takes: list[Take] = []
+        self.fetchings: list[Fetching] = []
+        """One per loader, for what this process fetches itself."""
+        self.fetching: Fetching | None = None
+        self.clock: GpuClock | None = None
+        self.since_step: dict[int, int] = {}
+        """Thread that took batches of each loader since the last optimizer step."""
+        self.rounds = 0
+        self.begun: dict[int, int] = {}
+        """Round in which the first batch of each loader was trained."""
+        self.optimizer_steps = self.before_batch = self.after_batch = 0
+        """Optimizer steps from the first batch on (loading a state may make some before it), those until
+        the last one, and those that directly follow a batch, with or without gradients."""
+        self.fresh = False
+        self.over = False
+        self.next_look = time.monotonic()
+        self.own_s = 0.0
+        """Overhead of observing, excluded from steps."""
+        self.process = os.getpid()
+        self.raised = 0
+        self.cpu: list[tuple[float, float]] = []
+        """CPU times at the first batch and at the end."""
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._same: dict[tuple[Any, ...], int] = {}
+        self._datasets: list[Any] = []
+        """So that their ids are not reused."""
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+
+    def observe(self, module: Any) -> None:
+        watch, base = self, module._BaseDataLoaderIter
+        original_init, original_next = base.__init__, base.__next__
+        original_iter = module.DataLoader.__iter__
+
+        @functools.wraps(original_init)
+        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            number = iterator.stoker_loader = watch.number(loader)
+            watch.fetching = watch.fetchings[number]
+            # Before the constructors of subclasses start workers, which need it.
+            if getattr(loader, "num_workers", 0):
+                with contextlib.suppress(AttributeError):  # of a subclass that has it as a property
+                    loader.worker_init_fn = WorkerStart(watch.folder, number, loader.worker_init_fn)
+            original_init(iterator, loader, *args, **kwargs)
+
+        @functools.wraps(original_next)
+        def take(iterator: Any) -> Any:
+            return watch.take(
+                getattr(iterator, "stoker_loader", None), lambda: original_next(iterator)
+            )
+
+        @functools.wraps(original_iter)
+        def iterate(loader: Any) -> Any:
+            number, started = watch.number(loader), time.monotonic()
+            iterator = original_iter(loader)
+            watch.loaders[number].starts.append(time.monotonic() - started)
+            return iterator if isinstance(iterator, base) else Observed(iterator, watch, number)
+
+        base.__init__, base.__next__, module.DataLoader.__iter__ = init, take, iterate
+        # For fetchers in this process only; workers set theirs when they start.
+        observe_fetchers(lambda: watch.fetching)
+
+    def number(self, loader: Any) -> int:
+        """Index of a loader; a loader that is recreated in each epoch keeps its index."""
+        with self._lock:
+            if loader not in self._numbers:
+                places, dataset = user_places(), getattr(loader, "dataset", None)
+                key = (tuple(places), id(dataset))
+                if key not in self._same:
+                    number = self._same[key] = len(self.loaders)
+                    self._datasets.append(dataset)
+                    self.loaders.append(describe_loader(loader, dataset, places))
+                    file = self.folder / f"fetch-{number}-{os.getpid()}.json"
+                    self.fetchings.append(Fetching(file, number, own_clock))
+                self._numbers[loader] = self._same[key]
+            return self._numbers[loader]
+
+    def take(self, number: int | None, following: Callable[[], Any]) -> Any:
+        if number is None or getattr(self._thread, "inside", False) or os.getpid() != self.process:
+            return following()  # a nested loader, or one in a worker
+        began = time.monotonic()
+        self.look()
+        self.own_s += time.monotonic() - began
+        asked, ended, self._thread.inside = self.now(), True, True
+        try:
+            data = following()
+            ended = False
+            return data
+        finally:
+            self._thread.inside = False
+            got, began = self.now(), time.monotonic()
+            self.note(number, asked, got, ended)
+            if not ended:
+                self.size(self.loaders[number], data)
+            self.own_s += time.monotonic() - began
+
+    def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
+        torch: Any = sys.modules["torch"]
+        loader = self.loaders[number]
+        epoch = max(len(loader.starts) - 1, 0)
+        with self._lock:
+            last = next((t for t in reversed(self.takes) if t.loader == number), None)
+            place = last.number + 1 if last and last.epoch == epoch else 0
+            self.takes.append(Take(number, epoch, place, asked, got, ended))
+            if ended:
+                return
+            loader.batches += 1
+            self.fresh, self.before_batch = True, self.optimizer_steps
+            if torch.is_grad_enabled():
+                loader.with_grad += 1
+                self.since_step[number] = threading.get_ident()
+            if not self.cpu:
+                self.cpu.append(cpu_times())
+
+    def observe_steps(self, module: Any) -> None:
+        module.register_optimizer_step_post_hook(self.stepped)
+
+    def stepped(self, *_: Any) -> None:
+        """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
+        self.after_batch += self.fresh
+        self.optimizer_steps += self.after_batch > 0
+        self.fresh = False
+        self.rounds += bool(self.since_step)
+        for number, thread in self.since_step.items():
+            loader = self.loaders[number]
+            loader.trained += 1
+            loader.optimizer_steps = self.rounds - self.begun.setdefault(number, self.rounds) + 1
+            loader.in_thread |= thread != threading.get_ident()
+        self.since_step.clear()
+
+    def size(self, loader: Loader, data: Any) -> None:
+        if loader.sized_batches < SIZED:
+            loader.sized_batches += 1
+            loader.samples += loader.batch_size or first_length(data) or 1
+            loader.batch_bytes += bytes_of(data)
+
+    def now(self) -> Any:
+        """Timestamp, taken on the GPU if there is one, to avoid a synchronisation."""
+        torch: Any = sys.modules["torch"]
+        if self.clock is None and torch.cuda.is_initialized():
+            self.clock = GpuClock(torch)
+        return self.clock.mark() if self.clock else time.monotonic() - self.own_s
+
+    def look(self) -> None:
+        if self.over:
+            self.raised += 1
+            if self.raised > IGNORED:
+                os._exit(0)
+            raise Enough
+        began = time.monotonic()
+        if began < self.next_look:
+            return
+        seen = self.seen_enough()
+        self.next_look = began + max(LOOK_S, 50 * (time.monotonic() - began))
+        if seen:
+            self.raised = 1
+            self.finish("enough")
+            if threading.current_thread() is not threading.main_thread():
+                os._exit(0)  # an exception would end this thread only
+            raise Enough
+
+    def seen_enough(self) -> bool:
+        of = training(self.loaders)
+        if of is None:
+            return False
+        loader, steps = self.loaders[of], steps_of(self.resolved(wait=False), self.loaders, of)
+        if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
+            return False
+        return loader.ours or enough(steps, loader, self.wanted)
+
+    def resolved(self, wait: bool) -> list[Take]:
+        """The takes with timestamps in seconds; unless `wait`, only those that the GPU has reached."""
+        if self.clock is None:
+            return self.takes
+        done = self.clock.resolve([m for t in self.takes for m in (t.asked, t.got)], wait)
+        for i, take in enumerate(self.takes):
+            asked, got = done[2 * i : 2 * i + 2]
+            if asked is None or got is None:
+                return self.takes[:i]
+            take.asked, take.got = asked, got
+        return self.takes
+
+    def finish(self, how: str, said: str = "") -> None:
+        if self.over:
+            return
+        self.over = True
+        for own in self.fetchings:
+            if own.batches:
+                own.write()
+        self.cpu.append(cpu_times())
+        busy, total = (end - start for start, end in zip(self.cpu[0], self.cpu[-1], strict=True))
+        found = {
+            "ended": how,
+            "said": said,
+            "loaders": [asdict(loader) for loader in self.loaders],
+            "takes": [asdict(take) for take in self.resolved(wait=True)],
+            "optimizer_steps": self.optimizer_steps,
+            "before_batch": self.before_batch,
+            "after_batch": self.after_batch,
+            "gpu": self.clock.name if self.clock else None,
+            "cpus": cpus(),
+            "idle": 1 - busy / total if total > 0 else None,
+        }
+        draft = self.folder / f"{RESULT}.draft"
+        draft.write_text(json.dumps(found))
+        draft.replace(self.folder / RESULT)
+
+
+class Observed:
+    def __init__(self, iterator: Any, watch: Watch, number: int) -> None:
+        self._iterator, self._watch, self._number = iterator, watch, number
+
+    def __iter__(self) -> Observed:
+        return self
+
+    def __next__(self) -> Any:
+        return self._watch.take(self._number, self._iterator.__next__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
+    length = None
+    # Calling len() makes torch warn if an IterableDataset yields more.
+    if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
+        with contextlib.suppress(Exception):  # a user's __len__ may raise
+            length = len(loader)
+    return Loader(
+        place=places[0] if places else "?",
+        dataset=type(dataset).__name__,
+        batch_size=getattr(loader, "batch_size", None),
+        num_workers=int(getattr(loader, "num_workers", 0) or 0),
+        prefetch=int(getattr(loader, "prefetch_factor", 0) or 0),
+        persistent=bool(getattr(loader, "persistent_workers", False)),
+        length=length,
+        ours=any(kind.__module__.startswith("stoker.") for kind in type(loader).__mro__),
+    )
+
+
+def user_places() -> list[str]:
+    own = (Path(__file__).parents[1], Path(stoker.__file__).parent, Path(threading.__file__).parent)
+    others = (*map(str, own), "<")
+    found = [
+        f for f in reversed(traceback.extract_stack()[:-2]) if not f.filename.startswith(others)
+    ]
+    return [
+        f"{Path(f.filename).name}:{f.lineno}" for f in found if "site-packages" not in f.filename
+    ]
+
+
+def own_clock() -> float:
+    """CPU seconds of fetching in this process.
+
+    With a GPU, counts all threads, because decoders use several. Without one, counts this thread only:
+    threads that train on the CPU spin after each step.
+    """
+    torch: Any = sys.modules["torch"]
+    return time.process_time() if torch.cuda.is_initialized() else time.thread_time()
+
+
+def bytes_of(data: Any) -> int:
+    if hasattr(data, "nbytes"):
+        return int(data.nbytes)
+    if isinstance(data, str | bytes):
+        return len(data)
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    return sum(map(bytes_of, data)) if isinstance(data, list | tuple) else 0
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def main(folder: str, steps: str, script: str, *arguments: str) -> int:
+    """Run the script; returns its exit code, 0 if it was ended after enough steps."""
+    # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    watch = Watch(Path(folder), None if steps == "auto" else int(steps))
+    sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
+    sys.meta_path.insert(0, AfterImport(OPTIMIZERS, watch.observe_steps))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+        watch.finish("finished")
+    except Enough:
+        pass
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        watch.finish("failed" if code else "finished", f"exit code {code}" if code else "")
+    except KeyboardInterrupt:
+        watch.finish("interrupted")
+        code = 130
+    except BaseException as error:
+        if watch.over:
+            return 0  # The script turned `Enough` into another exception.
+        # Print the traceback as Python does, without our frames.
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
+        watch.finish(
+            "failed", f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+        )
+        code = 1
+    return code
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 130:
+        os._exit(code)  # The launcher ends the script's threads and workers.
+    sys.exit(code)

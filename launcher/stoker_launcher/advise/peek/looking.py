@@ -1,0 +1,387 @@
+"""Run sample records of a split through its chain in this process and inspect each stage.
+
+The records run twice: through the chain as chain workers run it, for its output, quarantine and cost; and
+stage by stage, for the effect of each stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from stoker.chain.chain import Chain, use_one_thread
+from stoker.chain.collating import records_of
+from stoker.chain.columns import Ragged
+from stoker.chain.joint import moved_alone
+from stoker.chain.probing import fix_schemas, remarks
+from stoker.chain.stages import Stage
+from stoker.config.schema import Config
+from stoker.errors import ChainError, UsageError, where_raised
+from stoker.figures import size
+from stoker.protocol import (
+    HWC_SUFFIX,
+    ID_COLUMN,
+    KEY_COLUMN,
+    RECORD_COLUMN,
+    BadRecord,
+    BlockReport,
+    PassPlan,
+    Record,
+    Work,
+)
+from stoker.read.sources import Source
+from stoker.serve.opening import Data, refuse_absent_pads
+from stoker.serve.shards import order_of, seeded_reading
+
+SHARDS = 4
+"""Number of shards to sample, because the first records of a sorted dataset are all alike."""
+GROUP = 32
+MOST_RECORDS = 512
+FAILED_SHOWN = 4
+"""So many failing records are on the contact sheet, if there are, wherever they were found."""
+SECONDS = 1.5
+"""Start no further group after this time, once all records to show are read."""
+MOST_DISTINCT = 200
+IGNORED_CLASS = 255
+"""Conventional mask value of pixels to ignore."""
+
+
+@dataclass
+class ColumnStatistics:
+    values: int = 0
+    nulls: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    """NumPy dtype name, or text, bytes or the Python class."""
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Shapes of arrays; lengths of text and bytes."""
+    low: float = math.inf
+    high: float = -math.inf
+    highest_class: int = 0
+    """Highest number but IGNORED_CLASS in integer arrays with two dimensions, which may be masks."""
+    nans: int = 0
+    """Number of values that contain NaN or infinity."""
+    flat: int = 0
+    """Number of arrays with a single constant value."""
+    distinct: Counter[Any] = field(default_factory=Counter)
+    """Digests of large values; text and numbers verbatim."""
+
+    def take(self, value: Any) -> None:
+        import numpy as np
+
+        self.values += 1
+        if value is None:
+            self.nulls += 1
+            return
+        if isinstance(value, bytes | str):
+            self.kinds["text" if isinstance(value, str) else "bytes"] += 1
+            self.shapes[(len(value),)] += 1
+            self._count(value if isinstance(value, str) else value_digest(value))
+            return
+        array = as_array(value)
+        if array is None or array.dtype == object:
+            self.kinds[type(value).__name__] += 1
+            self._count(value_digest(repr(value).encode()))
+            return
+        self.kinds[array.dtype.name] += 1
+        self.shapes[array.shape] += 1
+        self._count(array.item() if array.ndim == 0 else value_digest(np.ascontiguousarray(array)))
+        if array.ndim == 2 and array.dtype.kind in "iu":
+            classes = array[array != IGNORED_CLASS]
+            self.highest_class = max(self.highest_class, int(classes.max(initial=0)))
+        if array.size and array.dtype.kind in "biuf":
+            finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+            self.nans += finite.size < array.size
+            if finite.size:
+                low, high = float(finite.min()), float(finite.max())
+                self.low, self.high = min(self.low, low), max(self.high, high)
+                self.flat += array.size > 1 and low == high and finite.size == array.size
+
+    def _count(self, value: Any) -> None:
+        if value in self.distinct or len(self.distinct) < MOST_DISTINCT:
+            self.distinct[value] += 1
+
+    @property
+    def numeric(self) -> bool:
+        return self.low <= self.high
+
+    @property
+    def constant(self) -> bool:
+        return self.values - self.nulls > 1 and len(self.distinct) == 1
+
+    @property
+    def ragged(self) -> bool:
+        """Whether only the first dimension varies, as in padded columns."""
+        return len(self.shapes) > 1 and len({(len(s), *s[1:]) for s in self.shapes}) == 1
+
+    def shape_text(self) -> str:
+        """`32×32×3`, a range of lengths such as `3…41`, or the number of distinct shapes."""
+        if not self.shapes or set(self.shapes) == {()}:
+            return ""
+        kind = next(iter(self.kinds))
+        if len(self.shapes) == 1:
+            only = next(iter(self.shapes))
+            return (
+                size(only[0])
+                if kind == "bytes"
+                else f"{only[0]} chars"
+                if kind == "text"
+                else times(only)
+            )
+        if not self.ragged:
+            return (
+                f"{len(self.shapes)} shapes, {times(min(self.shapes))} … {times(max(self.shapes))}"
+            )
+        low, high = min(s[0] for s in self.shapes), max(s[0] for s in self.shapes)
+        if kind == "bytes":
+            return f"{size(low)} … {size(high)}"
+        rest = "".join(f"×{number}" for number in next(iter(self.shapes))[1:])
+        return f"{low} … {high}{' chars' if kind == 'text' else rest}"
+
+    def range_text(self) -> str:
+        """Minimum and maximum of numbers; distinct count of other values, or the text itself if short."""
+        if self.numeric:
+            bounds = (
+                f"{self.low:.4g} … {self.high:.4g}" if self.low < self.high else f"{self.low:.4g}"
+            )
+            return f"{bounds}, {self.nans} with NaN/inf" if self.nans else bounds
+        if self.nans:
+            return f"{self.nans} with NaN/inf"
+        if self.constant and isinstance(only := next(iter(self.distinct)), str):
+            return f"always {only[:30]!r}"
+        return f"{len(self.distinct)} different" if len(self.distinct) < MOST_DISTINCT else ""
+
+
+def times(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "number"
+
+
+def value_digest(content: Any) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
+def as_array(value: Any) -> Any:
+    """Convert numbers, arrays, tensors and lists of numbers to an array; else None."""
+    import numpy as np
+
+    if hasattr(value, "numpy") and hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+        return value.numpy()
+    if isinstance(value, np.ndarray | np.generic | bool | int | float):
+        return np.asarray(value)
+    if isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value):
+        return np.asarray(value)
+    return None
+
+
+@dataclass
+class ChainPoint:
+    name: str
+    columns: dict[str, ColumnStatistics] = field(default_factory=dict)
+    records: int = 0
+    ms: list[float] = field(default_factory=list)
+    """Time per record; for a batch stage, averaged over each group."""
+
+    def take(self, record: Record) -> None:
+        self.records += 1
+        for name, value in record.items():
+            if name != "key":
+                self.columns.setdefault(name, ColumnStatistics()).take(value)
+
+    @property
+    def ms_per_record(self) -> float | None:
+        """The median, because the first record also pays for imports."""
+        return statistics.median(self.ms) if self.ms else None
+
+
+@dataclass
+class Sample:
+    key: str
+    read: Record = field(default_factory=dict)
+    made: Record | None = None
+    so_far: Record | None = None
+    reason: str = ""
+
+
+@dataclass
+class Look:
+    split: str
+    source: str
+    points: list[ChainPoint]
+    samples: list[Sample]
+    bad: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    """Why a run with this data would be rejected or fail."""
+    moved: list[tuple[str, bool]] = field(default_factory=list)
+    """A line per stage that moves the image without its masks, and whether that ends a run."""
+    ms: float | None = None
+    """Time to read and preprocess a record, as a chain worker does."""
+    bytes_per_record: float = 0.0
+    images: str = ""
+    """A line on what decoding leaves out of them."""
+    examined: int = 0
+
+
+@dataclass
+class Watched:
+    stage: Stage
+    point: ChainPoint
+    bad: dict[str, str]
+    last: dict[str, Record]
+    """Key → the record as of the last stage that it passed."""
+
+    def __call__(self, *given: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            out = self.stage.apply(*given)
+        except Exception as error:
+            if self.stage.per == "record":
+                self.bad[given[0]["key"]] = f"{self.stage.name}: {where_raised(error)}"
+            raise
+        took = 1000 * (time.perf_counter() - began)
+        if self.stage.per == "record":
+            self.point.ms.append(took)
+            self.point.take(out)
+            self.last[given[0]["key"]] = dict(out)
+        elif isinstance(out, dict) and out:
+            rows = min(map(len, out.values()))
+            self.point.ms.append(took / max(rows, 1))
+            for row in range(rows):
+                self.point.take({name: column[row] for name, column in out.items()})
+        return out
+
+
+def look(data: Data, split: str, config: Config, count: int) -> Look:
+    source, chain = data.sources[split], data.chains[split]
+    use_one_thread()
+    seen = Look(split, type(source).__name__, [ChainPoint("read")], [])
+    try:
+        data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
+        refuse_absent_pads(chain.pads, [chain.schemas])
+    except UsageError as error:
+        seen.refused = str(error)
+    seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
+    seen.points += [ChainPoint(stage.name) for stage in chain.stages]
+    records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
+    ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
+    while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):
+        began = time.perf_counter()
+        group = list(islice(records, GROUP))
+        if not group:
+            break
+        seen.points[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
+        taken, last = [_take(record, seen) for record in group], dict[str, Record]()
+        shown = max(count - seen.examined, 0)
+        seen.examined += len(group)
+        stages = [
+            replace(stage, apply=Watched(stage, point, seen.bad, last))
+            for stage, point in zip(chain.stages, seen.points[1:], strict=True)
+        ]
+        _try(chain.of(stages), copy.deepcopy(group), seen)  # wrapped stages are not fused
+        rows, report = _rows(chain, group, seen)
+        reports.append(report)
+        for sample in taken:
+            sample.made, sample.so_far = rows.get(sample.key), last.get(sample.key)
+        seen.samples += taken[:shown]
+        failed += [sample for sample in taken[shown:] if sample.key in seen.bad][
+            : FAILED_SHOWN - len(failed)
+        ]
+    if not seen.examined:
+        raise UsageError(f"peek: the {split} split has no records")
+    _show_failed(seen, failed)
+    seen.images = remarks((sample.read for sample in seen.samples), chain.stages)
+    for sample in seen.samples:
+        sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
+    if done := sum(report.records for report in reports):
+        cpu_s = sum(stage.cpu_s for report in reports for stage in report.costs.values())
+        seen.ms = 1000 * cpu_s / done + (seen.points[0].ms_per_record or 0)
+    bytes_out, rows_out = (
+        sum(getattr(report, name) for report in reports) for name in ("bytes_out", "rows")
+    )
+    seen.bytes_per_record = bytes_out / max(rows_out, 1)
+    return seen
+
+
+def _show_failed(seen: Look, failed: list[Sample]) -> None:
+    """Let records that failed later take the places of the last ones that did not."""
+    fine = [number for number, sample in enumerate(seen.samples) if sample.key not in seen.bad]
+    lacking = FAILED_SHOWN - (len(seen.samples) - len(fine))
+    places = fine[-min(lacking, len(failed)) :] if lacking > 0 and failed else []
+    for place, sample in zip(places, failed, strict=False):
+        seen.samples[place] = sample
+
+
+def sampled(
+    source: Source, config: Config, split: str, at_once: int
+) -> Iterator[Record | BadRecord]:
+    """The first records of some shards, round-robin."""
+    plan = PassPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
+    order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
+    shards = source.shards(plan.block_records, order)
+    reader = source.for_workers()
+    picked = sorted({number * len(shards) // SHARDS for number in range(SHARDS)}) if shards else []
+    readers = [
+        seeded_reading(
+            reader, iter(reader.read(shards[number], None)), plan, Work(number, shards[number])
+        )
+        for number in picked
+    ]
+    while readers:
+        for records in list(readers):
+            part = list(islice(records, at_once))
+            yield from part
+            if not part:
+                readers.remove(records)
+
+
+def _take(record: Record | BadRecord, seen: Look) -> Sample:
+    if isinstance(record, BadRecord):
+        seen.bad[record.key] = f"read: {record.reason}"
+        return Sample(record.key)
+    seen.points[0].take(record)
+    return Sample(record["key"], copy.deepcopy(record))
+
+
+def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:
+    """Run a group through a chain and record errors that would end a run."""
+    try:
+        return chain.run(iter(group), 0)
+    except (ChainError, UsageError) as error:
+        seen.refused = seen.refused or str(error)
+        return {}, BlockReport()
+
+
+def _rows(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Record], BlockReport]:
+    """Key → output of the chain, and the report; adds the quarantined records."""
+    with_keys = copy.copy(chain)
+    with_keys.with_keys = True
+    columns, report = _try(with_keys, group, seen)
+    for bad in report.bad:
+        seen.bad.setdefault(bad.key, bad.reason)
+    keys = map(str, columns.get(KEY_COLUMN, ()))
+    if chain.collate and columns:
+        rows = records_of(columns[RECORD_COLUMN])
+        made = [
+            {n.removesuffix(HWC_SUFFIX): v for n, v in row.items() if n != "key"} for row in rows
+        ]
+        return dict(zip(keys, made, strict=True)), report
+    return {key: row_of(columns, number) for number, key in enumerate(keys)}, report
+
+
+def row_of(columns: dict[str, Any], number: int) -> Record:
+    found: Record = {}
+    for name, column in columns.items():
+        if name not in (ID_COLUMN, KEY_COLUMN):
+            part = column[number : number + 1]
+            found[name.removesuffix(HWC_SUFFIX)] = (
+                part.values if isinstance(part, Ragged) else part[0]
+            )
+    return found

@@ -1,0 +1,309 @@
+"""Renders records as tiles (images with masks and boxes, text, sound, lengths), and writes peek.html."""
+
+from __future__ import annotations
+
+import base64
+import colorsys
+import io
+import os
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from PIL import Image, ImageDraw
+
+from stoker.errors import UsageError
+from stoker.protocol import Record
+from stoker.recipe import Recipe, class_names_of
+from stoker.serve.opening import Data
+from stoker_launcher.advise.peek.looking import as_array, times
+from stoker_launcher.advise.peek.problems import LABELS
+
+SIDE, SMALL_SIDE = 192, 96
+MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
+LEAST_SOUND = 64
+PAGE = "peek.html"
+
+
+@dataclass
+class Tile:
+    key: str
+    reason: str = ""
+    label: str = ""
+    images: list[tuple[str, str]] = field(default_factory=list)
+    """(column, base64 of a PNG)."""
+    waves: list[tuple[str, str]] = field(default_factory=list)
+    """(column and length, points of an SVG polyline within 160 × 40)."""
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    before: str = ""
+    """The image as read: base64 of a PNG."""
+    loss: str = ""
+
+
+Corners = tuple[float, float, float, float]
+"""Left, top, right and bottom of a box, in pixels."""
+IGNORED = 255
+
+
+class Painter:
+    def __init__(self, names: Sequence[str], side: int) -> None:
+        self.names, self.side = names, side
+        self.drawn: set[int] = set()
+        self.background = not names or names[0].strip("_").lower() in ("background", "bg")
+        """Whether class 0 of a mask is what lies between the others, and left as it is."""
+
+    def draw(
+        self, picture: Image.Image, mask: Any = None, boxes: Sequence[Corners] = ()
+    ) -> Image.Image:
+        """A picture, `side` pixels long, with a mask or boxes over it; few colours, so that it is small."""
+        picture = picture.convert("RGB")
+        factor = self.side / max(picture.size)
+        size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+        picture = picture.resize(
+            size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS
+        )
+        picture = picture if mask is None else self._with_mask(picture, mask)
+        pen = ImageDraw.Draw(picture)
+        for box in boxes:
+            left, top, right, bottom = np.clip(box, -1e6, 1e6) * factor
+            if left < right and top < bottom:  # also one smaller than a pixel
+                pen.rectangle(
+                    (left, top, max(left, right - 1), max(top, bottom - 1)), None, color(0), 2
+                )
+        return picture.quantize(256)
+
+    def legend(self) -> list[dict[str, str]]:
+        return [
+            {
+                "name": str(self.names[kind]) if 0 <= kind < len(self.names) else f"class {kind}",
+                "color": "#{:02x}{:02x}{:02x}".format(*color(kind)),
+            }
+            for kind in sorted(self.drawn)
+        ]
+
+    def _with_mask(self, picture: Image.Image, mask: Any) -> Image.Image:
+        kinds = [
+            kind
+            for kind in np.unique(mask).tolist()
+            if 0 < kind < IGNORED or (kind == 0 and not self.background)
+        ]
+        self.drawn.update(kinds)
+        scaled = Image.fromarray(mask.astype(np.int32)).resize(
+            picture.size, Image.Resampling.NEAREST
+        )
+        shown, pixels = np.asarray(scaled), np.array(picture)
+        # The brightness alone shines through, so that a class has its colour on images of any.
+        below = np.asarray(picture.convert("L"), np.float32)[..., None]
+        for kind in kinds:
+            there = shown == kind
+            pixels[there] = (below[there] + color(kind)) / 2
+        return Image.fromarray(pixels)
+
+
+def color(kind: int) -> tuple[int, int, int]:
+    """A bright colour for a class, far from those of the classes beside it."""
+    red, green, blue = colorsys.hsv_to_rgb((0.09 + kind * 0.381966) % 1, 0.85, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+class Sheet:
+    """Draws the tiles of a page."""
+
+    def __init__(self, data: Data, split: str, recipe: Recipe) -> None:
+        each = [stage.apply for stage in data.chains[split].stages]
+        self.boxes = {name: stage.format for stage in each for name in getattr(stage, "boxes", ())}
+        """The columns that a chain treats as boxes, with their formats."""
+        self.label_classes = class_names_of(recipe, data.sources["train"].classes())
+        self.painter = Painter(recipe.class_names, SIDE)
+
+    def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
+        values = {name: value for name, value in record.items() if name != "key"}
+        tile = Tile(key, reason, self._label(values))
+        pictures = {name: shown_pixels(value) for name, value in values.items()}
+        others = {name: values[name] for name, pixels in pictures.items() if pixels is None}
+        for name, pixels in pictures.items():
+            for shown in self._image(tile, name, pixels, others) if pixels is not None else ():
+                others.pop(shown, None)
+        for name, value in others.items():
+            _other(tile, name, value)
+        before = next(
+            (p for v in (read or {}).values() if (p := shown_pixels(v)) is not None), None
+        )
+        tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
+        return tile
+
+    def _label(self, values: dict[str, Any]) -> str:
+        for name in LABELS:
+            array = as_array(values[name]) if name in values else None
+            if array is not None and array.ndim == 0 and array.dtype.kind in "iuf":
+                del values[name]
+                number = array.item()
+                known = number in range(len(self.label_classes))
+                return f"{name} {number:g}" + (
+                    f" ({self.label_classes[int(number)]})" if known else ""
+                )
+        return ""
+
+    def _image(self, tile: Tile, name: str, pixels: Any, values: dict[str, Any]) -> list[str]:
+        """Draw an image with the masks and boxes of its record; returns their columns."""
+        arrays = {
+            n: as_array(value) for n, value in values.items() if not isinstance(value, str | bytes)
+        }
+        known = {n: array for n, array in arrays.items() if array is not None}
+        masks = {
+            n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"
+        }
+        boxes = {n: a for n, a in known.items() if n in self.boxes or "box" in n}
+        boxes = {
+            n: a
+            for n, a in boxes.items()
+            if a.dtype.kind in "iuf" and a.ndim == 2 and a.shape[1] == 4
+        }
+        drawn = [
+            _corners(box, self.boxes.get(n, "XYXY"))
+            for n, array in boxes.items()
+            for box in np.nan_to_num(array.astype(float))
+        ]
+        tile.images.append((name, png(pixels, self.painter, masks, drawn)))
+        tile.texts += [(n, f"{len(array)} boxes") for n, array in boxes.items()]
+        return [*masks, *boxes]
+
+
+def shown_pixels(value: Any) -> Any:
+    """Encoded or raw pixels as uint8, height × width × 3; None if not an image."""
+    if isinstance(value, bytes):
+        return _decoded(value)
+    array = as_array(value)
+    if array is None or array.ndim != 3 or array.dtype.kind not in "uif" or 0 in array.shape:
+        return None
+    if array.shape[-1] not in (1, 3, 4):
+        if array.shape[0] not in (1, 3, 4):
+            return None
+        array = np.moveaxis(array, 0, -1)
+    if min(array.shape[:2]) < 4:
+        return None
+    pixels = _as_uint8(array[..., :3])
+    return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+
+
+def _as_uint8(array: Any) -> Any:
+    """Scale a float image to 0 … 255, because its normalisation is unknown."""
+    if array.dtype == np.uint8:
+        return array
+    array = np.nan_to_num(array.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
+    low, high = float(array.min()), float(array.max())
+    return np.round((array - low) / max(high - low, 1e-12) * 255).astype(np.uint8)
+
+
+def _decoded(content: bytes) -> Any:
+    if content[:4] == b"RIFF" and content[8:12] != b"WEBP":
+        return None
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.draft("RGB", (2 * SIDE, 2 * SIDE))
+        image.thumbnail((2 * SIDE, 2 * SIDE))
+        return np.asarray(image.convert("RGB"))
+    except Exception:
+        return None
+
+
+def png(
+    pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Corners] = ()
+) -> str:
+    first, *others = [*masks.values()] or [None]
+    picture = painter.draw(Image.fromarray(pixels), first, boxes)
+    for mask in others:
+        picture = painter.draw(picture, mask)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _corners(box: Any, form: str) -> Corners:
+    x, y, a, b = map(float, box)
+    if form == "XYWH":
+        a, b = x + a, y + b
+    elif form == "CXCYWH":
+        x, y, a, b = x - a / 2, y - b / 2, x + a / 2, y + b / 2
+    return min(x, a), min(y, b), max(x, a), max(y, b)
+
+
+def _other(tile: Tile, name: str, value: Any) -> None:
+    array = _wav(value) if isinstance(value, bytes) else as_array(value)
+    kind, dims = (array.dtype.kind, array.ndim) if array is not None else ("", -1)
+    if isinstance(value, str):
+        tile.texts.append((f"{name}, {len(value)} characters", value[:MOST_TEXT]))
+    elif array is None:
+        tile.texts.append(
+            (name, f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)[:MOST_TEXT])
+        )
+    elif isinstance(value, bytes):
+        tile.waves.append((f"{name}, {len(array)} samples", points(array)))
+    elif kind == "f" and dims == 1 and len(array) >= LEAST_SOUND:
+        tile.waves.append((f"{name}, {len(array)} values", points(array)))
+    elif dims == 2 and kind in "iuf" and min(array.shape) >= 8:
+        # Time from left to right, as in a spectrogram.
+        grey = np.repeat(_as_uint8(array.T[::-1, :, None]), 3, axis=2)
+        tile.images.append((f"{name}, {times(array.shape)}", png(grey, Painter((), SIDE))))
+    elif dims == 0:
+        tile.texts.append((name, f"{array.item():g}" if kind in "iuf" else str(array.item())))
+    else:
+        numbers = ", ".join(f"{v:.4g}" for v in array.reshape(-1)[:MOST_NUMBERS].tolist())
+        more = ", …" if array.size > MOST_NUMBERS else ""
+        tile.texts.append((f"{name}, {times(array.shape)}", numbers + more))
+
+
+def _wav(content: bytes) -> Any:
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            kind = {1: "u1", 2: "<i2", 4: "<i4"}[file.getsampwidth()]
+            return np.frombuffer(file.readframes(file.getnframes()), kind)[:: file.getnchannels()]
+    except Exception:
+        return None
+
+
+def points(sound: Any) -> str:
+    """Outline of a sound: minimum and maximum per slice, as SVG points."""
+    sound = np.nan_to_num(np.asarray(sound, dtype=np.float64))
+    parts = np.array_split(sound, min(MOST_POINTS, len(sound)))
+    top = max(float(np.abs(sound).max(initial=0)), 1e-12)
+    ends = [(part.min(), part.max()) for part in parts if len(part)]
+    step = 160 / max(len(ends) - 1, 1)
+    return " ".join(
+        f"{i * step:.1f},{20 - 19 * float(v) / top:.1f}"
+        for i, pair in enumerate(ends)
+        for v in pair
+    )
+
+
+def page_at(out: Path | None) -> Path:
+    """The path of the page, checked before any work."""
+    target = out or Path(PAGE)
+    if target.is_dir():
+        target = target / PAGE
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {target}: {target.parent} does not exist")
+    return target
+
+
+def write_page(target: Path, **values: Any) -> None:
+    environment = Environment(
+        loader=PackageLoader("stoker_launcher.advise.peek", "."),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    text = environment.get_template(PAGE).render(written=written, **values)
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        draft.replace(target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,459 @@
+"""`submit.py size`: recommends hosts by the figures of a short run here, or of a finished run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from stoker.config.loading import Resolved, load
+from stoker.config.redaction import redact
+from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
+from stoker.config.values import Text, read_yaml
+from stoker.errors import UsageError, nearest
+from stoker.events import kinds, prices
+from stoker.events.bottleneck import MIN_STEPS
+from stoker.events.prices import price_list
+from stoker.events.runs import flat, flat_config
+from stoker.events.summary import Summary, read_summary
+from stoker.figures import count_of, dollars, duration, table
+from stoker.hosts.topology import has_gpu
+from stoker_launcher.advise.advice import (
+    BINDS,
+    MAX_CPU_HOSTS,
+    RUN_SPREAD,
+    Advice,
+    Candidate,
+    Measured,
+    Wanted,
+    advise,
+    table_name,
+)
+from stoker_launcher.job import Job, open_job
+from stoker_launcher.places.local import environment, started
+from stoker_launcher.places.remote import HostGroup, training_group
+from stoker_launcher.places.sagemaker.training_job import groups_of
+from stoker_launcher.run_directory import PastRun, is_lost
+
+DEFAULT_GPU = "ml.g5.xlarge"
+DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")
+SHOWN = 14
+RUN_SECONDS = 45.0
+"""Seconds of training; with the start of Ray and the end of the run, about a minute."""
+LONGEST_S = 900.0
+"""For a job whose steps take longer: until there are enough of them."""
+CLOSING_S = 120.0
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    gpu: list[str] = field(default_factory=list)
+    cpu: list[str] = field(default_factory=list)
+    gpu_samples_per_s: list[str] = field(default_factory=list)
+    max_cpu_hosts: int = MAX_CPU_HOSTS
+    cpu_speed: float = 1.0
+
+    def rates(self) -> dict[str, float]:
+        """Samples/s by GPU name, "" for all; empty if none was given."""
+        rates: dict[str, float] = {}
+        if problems := list(self._parsed(rates)):
+            raise UsageError(*problems)
+        return rates
+
+    def _parsed(self, rates: dict[str, float]) -> Iterator[str]:
+        """What is wrong; fills the rates."""
+        names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
+        for text in self.gpu_samples_per_s:
+            name, sign, number = text.rpartition("=")
+            if sign and name not in names:
+                yield f"--gpu-samples-per-s {text}: no GPU {name!r}; known: {', '.join(sorted(names))}"
+                continue
+            try:
+                rates[name] = float(number)
+            except ValueError:
+                rates[name] = 0.0
+            if not 0 < rates[name] < float("inf"):
+                how = "give samples per second of one GPU, such as 400 or A10G=400"
+                yield f"--gpu-samples-per-s {text}: {how}"
+        for flag, types, with_gpu in (("--gpu", self.gpu, True), ("--cpu", self.cpu, False)):
+            for name in types:
+                if prices.machine(name) is None:
+                    families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
+                    hint = nearest(
+                        name, prices.MACHINES, f"known are sizes of {', '.join(families)}"
+                    )
+                    yield f"{flag} {name}: unknown instance type{hint}"
+                elif has_gpu(name) != with_gpu:
+                    yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
+        if self.max_cpu_hosts < 0:
+            yield f"--max-cpu-hosts: must be at least 0 (got {self.max_cpu_hosts})"
+        if not 0 < self.cpu_speed <= 10:
+            yield f"--cpu-speed: must be between 0 and 10 (got {self.cpu_speed})"
+
+
+@dataclass(frozen=True)
+class SizeOptions(HostOptions):
+    from_run: Path | None = None
+    source_dir: Path | None = None
+    as_json: bool = False
+
+
+def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int:
+    """Print the table and the recommendation; 1 without one, because no GPU's rate is known."""
+    rates = options.rates()
+    if config is None:
+        raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
+    if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
+        raise UsageError("size: needs a recipe; for a script use `check`")
+    settings, google = resolved.config.sagemaker, resolved.config.vertex
+    wanted = wanted_of(resolved, options)
+    # The table knows machines by type; a type's own price goes before its group's.
+    types = {group.name: group.type for group in groups_of(resolved.config)}
+    own = sorted(settings.prices.items(), key=lambda item: item[0] not in types)
+    known = {kind: price for key, price in own if prices.machine(kind := types.get(key, key))}
+    with progress_lines(options.as_json) as tell:
+        if options.from_run is not None:
+            measured = from_run(options.from_run, resolved.config, rates)
+        else:
+            with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
+                measured = from_run(run_dir, resolved.config, rates, here=True)
+    if not types and any(hosts.machine_type for _, hosts in prices.google_groups(google)):
+        note = "the table has SageMaker's machines and prices alone, not those of vertex in the configuration"
+        measured.notes.insert(0, note)
+    advice = advise(measured, wanted, price_list(known))
+    if options.as_json:
+        print(json.dumps(as_json(advice), indent=1))
+    else:
+        show(advice)
+    return 0 if advice.best is not None else 1
+
+
+def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
+    """The instance types to evaluate: requested, else configured, else the defaults."""
+    train, others = _configured(resolved.config)
+    for group in [
+        *([train] if train and not options.gpu else []),
+        *(() if options.cpu else others),
+    ]:
+        if prices.machine(group.type) is None:
+            flag = "--gpu" if group is train else "--cpu"
+            raise UsageError(
+                f"{group.key}.type: {group.type} is not known here; name other types with {flag}"
+            )
+    cpu = (others[0].type, others[0].count) if others else (None, 0)
+    trains = train.name if train else resolved.config.cluster.gpu_group or "gpu"
+    listed = set(resolved.config.data.preprocess_on or [trains, "others"])
+    if trains not in listed and not options.max_cpu_hosts:
+        raise UsageError("data.preprocess_on: no host is left for it with --max-cpu-hosts 0")
+    return Wanted(
+        gpu_types=tuple(options.gpu or [train.type if train else DEFAULT_GPU]),
+        cpu_types=tuple(
+            options.cpu or dict.fromkeys([*(group.type for group in others), *DEFAULT_CPUS])
+        ),
+        gpu_hosts=max(train.count, 1) if train else 1,
+        max_cpu_hosts=options.max_cpu_hosts if listed != {trains} else 0,
+        # The table has one type of CPU hosts per cluster.
+        configured=(train.type, *cpu) if train and len(others) < 2 else None,
+        speed=options.cpu_speed,
+        train_workers=resolved.config.train.workers,
+        gpu_hosts_preprocess=trains in listed,
+    )
+
+
+def _configured(config: Config) -> tuple[HostGroup | None, list[HostGroup]]:
+    """The hosts with the GPUs that train, and the others."""
+    groups = groups_of(config)
+    trains = training_group(config, groups)
+    if groups and trains is None:
+        names = ", ".join(group.name for group in groups)
+        raise UsageError(f"cluster.gpu_group: cannot tell which group trains; name one of {names}")
+    train = next((group for group in groups if group.name == trains and group.gpus != 0), None)
+    return train, [group for group in groups if group is not train]
+
+
+@contextmanager
+def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
+    """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
+        run_dir, config = Path(scratch) / job.name, job.resolved.config
+        # Nothing of it is kept, or sent elsewhere.
+        changes = {
+            "output_dir": scratch,
+            "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
+            "tracking": TrackingConfig(
+                tensorboard=False, log_every_steps=config.tracking.log_every_steps
+            ),
+            "export": [],
+            "data": config.data.model_copy(
+                update={"preprocess_on": []}
+            ),  # groups that are not here
+        }
+        alone = replace(job.resolved, config=config.model_copy(update=changes))
+        replace(job, resolved=alone).stage(run_dir / "code")
+        with (Path(scratch) / "screen.txt").open("w+") as screen:
+            variables = environment(run_dir, job.source_dir)
+            process = started(run_dir / "code", variables, stdout=screen, stderr=subprocess.STDOUT)
+            try:
+                stopped = _train(process, run_dir, tell)
+            finally:
+                process.terminate()
+                process.wait()
+            screen.seek(0)
+            _refuse_failed(process.returncode, stopped, run_dir, screen.read())
+        yield run_dir
+
+
+def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: Callable[[str], None]) -> bool:
+    """Wait for enough steps, then end the run; whether it was ended, not by itself."""
+    run, began, first = PastRun(run_dir), time.monotonic(), 0.0
+    tell("a short run of the job on this machine: starting")
+    while process.poll() is None:
+        now, steps = time.monotonic(), int(run.summary().get("steps") or 0)
+        if steps and not first:
+            first = now
+            tell(f"a short run of the job on this machine: training for {RUN_SECONDS:.0f} s")
+        if (first and now > first + RUN_SECONDS and steps >= MIN_STEPS) or now > began + LONGEST_S:
+            process.terminate()
+            try:
+                process.wait(CLOSING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _refuse_failed(code: int, stopped: bool, run_dir: Path, screen: str) -> None:
+    errors = [
+        line.removeprefix("error: ") for line in screen.splitlines() if line.startswith("error: ")
+    ]
+    if code == 2:
+        raise UsageError(*errors or ["size: the short run was refused"])
+    # While it ends by itself, nothing handles the signal any more.
+    if code and not (stopped and code in (143, -signal.SIGTERM)):
+        summary = PastRun(run_dir).summary()
+        why = str(summary.get("error") or "") or "; ".join(errors) or f"exit code {code}"
+        raise UsageError(f"size: the short run failed: {why}")
+
+
+def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool = False) -> Measured:
+    """The figures of a run, or of a short run `here`.
+
+    `config`: the job to size, provides the epochs. `rates`: G by GPU name, "" for all; others are the run's.
+    """
+    name = "the short run" if here else f"--from {run}"
+    file = run if run.is_file() else run / "summary.json"
+    if not file.is_file():
+        raise UsageError(f"{name}: no run there (no summary.json)")
+    summary = read_summary(file)
+    speed, records = summary.speed, summary.records
+    if (steps := speed.steps or summary.steps) < MIN_STEPS or not speed.steady_samples_per_s:
+        elsewhere = "; run the job where it trains faster, or for more epochs, and pass --from RUN"
+        raise UsageError(
+            f"{name}: too short to judge ({steps} steps; at least {MIN_STEPS} are needed)"
+            + (elsewhere if here else "")
+        )
+    cpu_s = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000
+    if cpu_s <= 0:
+        raise UsageError(f"{name}: its summary.json has no cost of the chain")
+    found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
+    if not rates:
+        found, note = rate_of_run(summary, here)
+    passes = max(sum(epoch.get("passes", 1) for epoch in records.epochs if "trained" in epoch), 1)
+    source = (
+        f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
+    )
+    if here:
+        source = (
+            "chain and bytes: from a short run on this machine, on local data, without waiting for S3; one"
+            " vCPU counts as one core here, correct it with --cpu-speed"
+        )
+    more = [*_uncounted(file), *_cached(summary, passes, config.train.epochs)]
+    more += [] if here else _other_job(file, summary, config)
+    return Measured.received(
+        speed.bytes_per_sample,
+        [source, *([note] if note else []), *more],
+        cpu_s=cpu_s,
+        gpu_samples_per_s=found,
+        gpu_spread=0.0 if rates else RUN_SPREAD,
+        stages=list(summary.chain),
+        **job_samples(config, round((records.read - records.quarantined) / passes) or None),
+    )
+
+
+def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
+    """Notes on a run that failed, or whose recipe or parameters are others than the job's."""
+    if summary.status == "failed" or is_lost(file.parent):
+        yield f"the run failed: {summary.error or 'it ended without a result'}"
+    try:
+        run = flat_config(file.parent)
+    except UsageError:  # its summary alone was copied
+        return
+    texts = {name: value for name, value in config.params.items() if isinstance(value, Text)}
+    read = config.params | {name: _read(text) for name, text in texts.items()}
+    given, job = (
+        flat(to_jsonable_python({"recipe": config.recipe, "params": params}, bytes_mode="base64"))
+        for params in (config.params, read)
+    )
+    for key in sorted(
+        key for key in {**run, **job} if key == "recipe" or key.startswith("params.")
+    ):
+        shown = [
+            redact(values[key], key) if key in values else "not set" for values in (run, job, given)
+        ]
+        # The same folder may have another path elsewhere, and a place of its own in the container.
+        shown = [str(value).rpartition("/")[2] for value in shown] if key == "recipe" else shown
+        if shown[0] not in shown[1:] and "/" not in str(shown):
+            yield f"the run's job differs: {key} is {shown[0]} there, {shown[1]} here"
+
+
+def _read(text: str) -> Any:
+    """What a text means if its field is not of text, which only the recipe knows."""
+    try:
+        return read_yaml(text)
+    except ValueError:
+        return text
+
+
+def _uncounted(summary: Path) -> list[str]:
+    """A note if the run read a `ray.data.Dataset`, which its data plan names in place of a fingerprint."""
+    events = summary.with_name("events.jsonl")
+    attempts = kinds.json_lines(events, kinds.AttemptStarted)
+    starts = [attempt.get("start", {}) for attempt in attempts if attempt.get("event") == "attempt"]
+    plans = [start.get("plan") or {} for start in starts]
+    if not any(str(plan.get("fingerprint", "")).endswith("Dataset") for plan in plans):
+        return []
+    return [
+        "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are needed"
+    ]
+
+
+def _cached(summary: Summary, passes: int, epochs: int) -> list[str]:
+    """A note if the run had a cache, which it filled in its first epoch."""
+    if not summary.cache and all(stage["stage"] != "keep" for stage in summary.chain):
+        return []
+    hit = (summary.cache or {}).get("hit_pct", 0.0)
+    costs = (
+        "less CPU time than"
+        if epochs > passes
+        else "more CPU time than"
+        if epochs < passes
+        else "as"
+    )
+    return [
+        f"data.cache: the chain's cost is the mean of {count_of(passes, 'epoch')} of the run, of which the"
+        f" first fills the cache ({hit:.0f} % of the last whole one's records came from it); in the"
+        f" {count_of(epochs, 'epoch')} of the job, a sample costs {costs} counted here"
+    ]
+
+
+def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
+    """G of one GPU, under its name, and a note; empty if the run had no GPUs."""
+    gpus = sum(host.gpus for host in summary.cluster.at_once())
+    gpus = min(gpus, summary.train_workers or gpus)
+    if not gpus:
+        return {}, ""
+    terms = summary.speed.step_terms_ms
+    total = sum(terms.values())
+    waits = 1 - terms.get("compute", 0.0) / total if total else summary.speed.input_wait_pct / 100
+    rate = summary.speed.steady_samples_per_s / max(1 - waits, 0.02) / gpus
+    if here:
+        import torch
+
+        device = torch.cuda.get_device_name(0)
+        names, where = {table_name(device)}, f"this machine's {device}"
+    else:
+        types = {host.type or "unknown type" for host in summary.cluster.hosts if host.gpus}
+        names, where = (
+            set(map(gpu_of, types)),
+            f"a GPU of the run's hosts ({', '.join(sorted(types))})",
+        )
+    if len(names) == 1 and (name := names.pop()):
+        return {name: rate}, f"samples/s of the {name}: {rate:,.0f} on {where}, without waiting"
+    instead = "no instance type is known to have this GPU; if one has, --gpu-samples-per-s NAME=RATE says so"
+    return {}, f"the training step: {rate:,.0f} samples/s on {where}; {instead}"
+
+
+def gpu_of(instance_type: str) -> str | None:
+    """The price table's name of the GPUs of SageMaker's and Google's machines."""
+    known = prices.machine(instance_type)
+    accelerator = prices.built_in_accelerator(instance_type) or ""
+    return known.gpu_name if known else table_name(accelerator.replace("_", " "))
+
+
+def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
+    train = config.train
+    whole = records and records * train.epochs
+    # By default, each GPU has a train worker, and each of them a batch.
+    most = train.max_steps and train.max_steps * train.batch_size * train.accumulate_steps
+    if most and train.workers:
+        return {"samples": min(whole or most * train.workers, most * train.workers)}
+    return {"samples": whole, "most_per_gpu": most}
+
+
+@contextmanager
+def progress_lines(quiet: bool) -> Iterator[Callable[[str], None]]:
+    if quiet or not sys.stderr.isatty():
+        yield (
+            lambda text: (
+                None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)
+            )
+        )
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("measuring …") as status:
+        yield lambda text: status.update(f"measuring: {text} …")
+
+
+def show(advice: Advice) -> None:
+    known = advice.best is not None
+    print(
+        "hosts for this job, cheapest per sample first"
+        if known
+        else "capacity of the CPU side (no GPU's rate is known)"
+    )
+    head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
+    shown = advice.shown(SHOWN)
+    head += ["time", "$ job"] if shown and shown[0].hours is not None else []
+    print(table(head, [_cells(one, advice) for one in shown], left=("hosts",)))
+    print("\n".join([*advice.lines, *(f"  {note}" for note in advice.notes)]))
+
+
+def _cells(one: Candidate, advice: Advice) -> list[str]:
+    mark = "▶" if one == advice.best else "now" if advice.is_configured(one) else ""
+    spread = max(one.high - one.samples_per_s, one.samples_per_s - one.low) / one.samples_per_s
+    cells = [
+        mark,
+        one.hosts,
+        f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %",
+        BINDS[one.binds][0],
+    ]
+    cells += [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
+    if one.hours is not None and one.usd is not None:
+        cells += [duration(3600 * one.hours), dollars(one.usd)]
+    return cells
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    measured = asdict(advice.measured)
+    return {
+        "measured": measured,
+        "candidates": [asdict(one) for one in advice.table],
+        "recommended": asdict(advice.best) if advice.best else None,
+        "reasons": advice.lines,
+        "notes": advice.notes,
+        "prices_as_of": advice.prices.as_of,
+        "estimated": True,
+    }

@@ -1,0 +1,201 @@
+"""Laptop: `submit.py doctor [JOB]`: checks this machine and the job's AWS account. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from stoker import figures
+from stoker.config.loading import load
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.hosts import requirements
+from stoker_launcher.job import as_overrides, examples_root
+from stoker_launcher.run_directory import refuse_unwritable
+
+LEAST_SHM_BYTES = 512 * 2**20
+"""With less, as in a container with default settings, Ray spills its object store to disk."""
+LEAST_DISK_BYTES = 2 * 2**30
+FULLEST = 0.95
+"""Ray does not write objects to a fuller disk."""
+DRIVER_TIMEOUT_S = 5.0
+
+
+class Finding(NamedTuple):
+    mark: Literal["ok", "note", "FAIL"]
+    what: str
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        return f"{self.mark:<5} {self.what:<14} {self.found}{f': {self.remedy}' if self.remedy else ''}"
+
+
+def finding_of(what: str, found: str, remedy: str = "") -> Finding:
+    """A failure if there is something to do about it."""
+    return Finding("FAIL" if remedy else "ok", what, found, remedy)
+
+
+def doctor(job: Path | None, overrides: list[str]) -> int:
+    """Run the checks and print each finding as it arrives; 1 if something must be fixed first."""
+    file, own = as_overrides(job, None)
+    config = load(file, [*own, *overrides]).config
+    failed = False
+    for check in CHECKS:
+        for finding in check(config):
+            print(finding.line(), flush=True)
+            failed |= finding.mark == "FAIL"
+    return int(failed)
+
+
+def python(config: Config) -> Iterator[Finding]:
+    known = "{}.{}".format(*sys.version_info) in requirements.PYTHONS
+    remedy = f"install {requirements.SUPPORTED_PYTHONS} and recreate the environment"
+    yield finding_of("Python", ".".join(map(str, sys.version_info[:3])), "" if known else remedy)
+
+
+def packages(config: Config) -> Iterator[Finding]:
+    try:
+        lines = metadata.requires("stoker") or []
+    except metadata.PackageNotFoundError:  # an uninstalled checkout
+        lines = (examples_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    absent = requirements.unsatisfied("\n".join(line for line in lines if "extra ==" not in line))
+    ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
+    remedy = f"pip install '{ray[0]}'; all hosts of a job need the same version" if ray else ""
+    yield finding_of("Ray", requirements.image_pins().get("ray", "absent"), remedy)
+    if others := [line for line in absent if line not in ray]:
+        install = " ".join(f"'{line}'" for line in others)
+        yield finding_of("packages", f"{len(others)} missing or too old", f"pip install {install}")
+
+
+def torch(config: Config) -> Iterator[Finding]:
+    """Whether torch and torchvision were built for each other."""
+    pins = requirements.image_pins()
+    if not {"torch", "torchvision"} <= pins.keys():
+        return  # reported by `packages`
+    wants = [
+        line for line in metadata.requires("torchvision") or [] if re.match(r"torch\b(?!-)", line)
+    ]
+    builds = {pins[name].partition("+")[2] for name in ("torch", "torchvision")} - {""}
+    remedy = ""
+    if wrong := requirements.unsatisfied("\n".join(wants)):
+        remedy = f"torchvision needs {wrong[0]}; install both in one command"
+    elif len(builds) > 1:
+        remedy = "two builds; install both from one index in one command"
+    yield finding_of("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version of torch, read from a file because importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    cuda: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
+    return cuda
+
+
+def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
+    if shutil.which("nvidia-smi") is None:
+        if Path("/dev/nvidiactl").exists():
+            yield finding_of(
+                "GPU", "found, but nvidia-smi is missing", "install the driver's utilities"
+            )
+        else:
+            remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
+            yield Finding("note", "GPU", "none", remedy)
+        return
+    try:
+        names, whole = _said("--query-gpu=name,driver_version", "--format=csv,noheader"), _said()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stdout", "") or str(error)
+        yield finding_of(
+            "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver"
+        )
+        return
+    found = [line.strip() for line in names.splitlines() if line.strip()]
+    if not found:
+        yield Finding("note", "GPU", "nvidia-smi lists none", "start the container with --gpus all")
+        return
+    about = f"{len(found)} × {found[0].replace(', ', ', driver ')}"
+    runs_up_to, cuda = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole), built_for()
+    if cuda is None:
+        yield finding_of(
+            "GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch"
+        )
+    elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
+        remedy = f"update the driver, or install torch for CUDA {runs_up_to[1]}"
+        yield finding_of("GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
+    else:
+        yield finding_of("GPU", f"{about}, torch for CUDA {cuda}")
+
+
+def _said(*options: str) -> str:
+    command = ["nvidia-smi", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True
+    )
+    return done.stdout
+
+
+def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108 - only measured
+    """Its size on Linux, where it holds Ray's object store."""
+    if folder.is_dir():
+        size = shutil.disk_usage(folder).total
+        remedy = "" if size >= LEAST_SHM_BYTES else "start the container with --shm-size=2g or more"
+        yield finding_of(str(folder), figures.size(size), remedy)
+
+
+def disk(config: Config) -> Iterator[Finding]:
+    output = Path(config.output_dir).resolve()
+    ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    for what, key, folder in (
+        ("results", "output_dir=…", output),
+        ("Ray's files", "RAY_TMPDIR", ray),
+    ):
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        usage = shutil.disk_usage(there)
+        found, remedy = f"{figures.size(usage.free)} free in {folder}", ""
+        try:
+            refuse_unwritable(folder)
+        except UsageError as error:
+            found, remedy = (
+                str(error).removeprefix("output_dir: "),
+                f"choose another folder with {key}",
+            )
+        else:
+            if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
+                remedy = f"free up space, or choose another disk with {key}"
+        yield finding_of(what, found, remedy)
+
+
+def namespaces(config: Config) -> Iterator[Finding]:
+    from stoker_launcher.rehearsal.running import unshare_command
+
+    try:
+        yield finding_of(
+            "rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}"
+        )
+    except UsageError as error:
+        remedy = "run as root, or allow user namespaces"
+        yield Finding("note", "rehearsal", str(error).partition("; ")[0], remedy)
+
+
+def aws(config: Config) -> Iterator[Finding]:
+    from stoker_launcher.places.sagemaker import aws
+
+    yield from (Finding(*row) for row in aws.findings(config))
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    *(python, packages, torch, gpus, shared_memory, disk, namespaces, aws),
+)

@@ -1,0 +1,450 @@
+"""Laptop: a resolved and checked job: configuration, source to stage, and data.
+
+Every place runs `COMMAND` in a staged copy of the source. A laptop and SageMaker differ only in the
+location of that copy and of the data in `channels`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fnmatch
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stoker import figures
+from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
+from stoker.config.schema import Config, requirement_lines
+from stoker.errors import UsageError, nearest
+from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
+from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE
+from stoker.scripts.script_checks import SCRIPT_FOLDER, no_such_script, refuse_foreign_keys
+from stoker.storage.filesystems import Entry, walk
+
+COMMAND = ("python", "train.py", "--config", "job.yaml")
+"""The command that every place runs in the staged folder."""
+HIDING = ("stoker", "train.py", SECRETS_FILE)
+"""Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
+MOST_BYTES = 500_000_000
+MOST_FILES = 20_000
+IGNORED = shutil.ignore_patterns(
+    "__pycache__",
+    "*.pyc",
+    ".git",
+    ".venv",
+    ".data",
+    "runs",
+    ".*_cache",
+    "*.egg-info",
+    ".ipynb_checkpoints",
+)
+Ignore = Callable[[str, list[str]], set[str]]
+
+
+@dataclass(frozen=True)
+class Job:
+    resolved: Resolved
+    source_dir: Path | None = None
+    """The user's folder, staged next to `stoker`; None stages the examples."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Recipe parameters that name data on this machine: parameter → absolute path."""
+
+    @property
+    def name(self) -> str:
+        return self.resolved.config.name
+
+    def stage(
+        self, folder: Path, data_at: dict[str, str] | None = None, *, installs: bool = True
+    ) -> None:
+        """Write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
+
+        Args:
+            folder: an empty folder; created if missing.
+            data_at: paths of the `data` parameters on the hosts; default: the paths on this machine.
+            installs: whether hosts install the requirements: reading this machine's versions takes 0.5 s.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ORIGINS_FILE).write_text(
+            json.dumps(self.resolved.origins, indent=1)
+        )  # first: a mark
+        own, config = examples_root(), self.resolved.config
+        shutil.copytree(package_root() / "stoker", folder / "stoker", ignore=IGNORED)
+        for name in ("train.py", "requirements.txt"):
+            shutil.copy2(own / name, folder / name)
+        if extras := requirement_lines(config):
+            with (folder / "requirements.txt").open("a") as file:
+                file.write(
+                    "\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras)
+                )
+        self._stage_source(folder)
+        if (
+            installs
+        ):  # pin this machine's versions: hosts that install at different times get the same ones
+            wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
+            given = constraints.read_text() if constraints.is_file() else ""
+            lines = constraint_lines(wanted.read_text(), given)
+            constraints.write_text("".join(f"{line}\n" for line in lines))
+        params = {**config.params, **self.data, **(data_at or {})}
+        staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
+        (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
+        if (secrets := secrets_json(staged.config)) is not None:
+            write_private(folder / SECRETS_FILE, secrets.encode())
+        if commit := git_commit(self.source_dir or own):
+            (folder / COMMIT_FILE).write_text(commit + "\n")
+
+    def _stage_source(self, folder: Path) -> None:
+        config = self.resolved.config
+        left_out = [folder.resolve()]
+        if self.resolved.file is not None and secrets_json(config) is not None:
+            left_out.append(self.resolved.file.resolve())
+        ignored = ignoring(*outputs_of(config), *left_out)
+        copy = functools.partial(shutil.copytree, ignore=ignored, ignore_dangling_symlinks=True)
+        if self.source_dir is None:
+            for name in ("recipes", "configs"):
+                shutil.copytree(examples_root() / name, folder / name, ignore=IGNORED)
+        elif config.script is not None:
+            self._stage_requirements(folder, self.source_dir / "requirements.txt")
+            copy(self.source_dir, folder / SCRIPT_FOLDER)
+        else:
+            for item in sorted(self.source_dir.iterdir()):
+                if item.name in (
+                    "job.yaml",
+                    ORIGINS_FILE,
+                    *ignored(str(self.source_dir), [item.name]),
+                ):
+                    continue  # the staged job.yaml is the resolved one
+                if item.name == "requirements.txt":
+                    self._stage_requirements(folder, item)
+                elif item.is_dir():
+                    copy(item, folder / item.name)
+                elif item.exists():  # editors lock files by links that lead nowhere
+                    shutil.copy2(item, folder / item.name)
+
+    def _stage_requirements(self, folder: Path, own: Path) -> None:
+        if own.is_file():
+            with (folder / "requirements.txt").open("a") as file:
+                file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
+
+
+def write_private(file: Path, content: bytes) -> None:
+    if file.is_file():  # no device
+        file.chmod(0o600)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
+        output.write(content)
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out in a folder, with "-dirty" if files differ; None without git."""
+    git = ["git", "-C", str(folder)]
+    try:
+        done = [
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        ]
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if any(result.returncode for result in done):
+        return None
+    return done[0].stdout.strip() + ("-dirty" if done[1].stdout.strip() else "")
+
+
+def package_root() -> Path:
+    import stoker
+
+    return Path(stoker.__file__).parent.parent
+
+
+def examples_root() -> Path:
+    """The folder with `train.py` and the examples: in a clone `source_dir`; a wheel has a copy."""
+    own = package_root()
+    return own if (own / "train.py").is_file() else Path(__file__).parent / "examples"
+
+
+def example_file(word: str) -> str:
+    name = word.removeprefix("example:")
+    files = {path.stem: path for path in sorted((examples_root() / "configs").glob("*.yaml"))}
+    if name not in files:
+        known = f"available: {', '.join(files)}"
+        raise UsageError(f"{word}: no such example{nearest(name, files, known)}")
+    return str(files[name])
+
+
+def holds_recipe(folder: Path, recipe: str) -> bool:
+    module = recipe.partition(":")[0].split(".")[0]
+    return bool(module) and ((folder / f"{module}.py").is_file() or (folder / module).is_dir())
+
+
+def recipe_folder(resolved: Resolved) -> Path | None:
+    if resolved.file is None or ":" not in resolved.config.recipe:
+        return None
+    folder = resolved.file.resolve().parent
+    return (
+        folder
+        if holds_recipe(folder, resolved.config.recipe) and folder != examples_root()
+        else None
+    )
+
+
+def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
+    """Check the job and find the data that it reads from this machine.
+
+    A recipe parameter whose value is an existing path names local data. The path becomes absolute for
+    local runs; other places upload the data as an input channel. Without `source_dir`, the folder of the
+    job's file is staged if it contains the recipe or script.
+    """
+    config = resolved.config
+    if config.script is not None:
+        resolved, source_dir = located(resolved, source_dir)
+    elif (source_dir := source_dir or recipe_folder(resolved)) is not None and source_dir.is_dir():
+        refuse_too_much(source_dir, config.recipe, ignoring(*outputs_of(config)), "recipe")
+    if source_dir is not None:
+        source_dir = source_dir.resolve()
+        if not source_dir.is_dir():
+            raise UsageError(f"--source-dir {source_dir}: no such folder")
+        if hiding := [
+            name for name in HIDING[: 1 if config.script else None] if (source_dir / name).exists()
+        ]:
+            shadows = "would shadow Stoker's own; rename it"
+            raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in hiding))
+    prepare_data(resolved, source_dir)
+    data = {}
+    for name, value in config.params.items():
+        if not isinstance(value, str) or "://" in value or not value.strip():
+            continue
+        if os.path.exists(value):  # noqa: PTH110
+            at = Path(value)  # Of a link to a file, whose target may have no suffix, the link's.
+            data[name] = str(at.resolve() if at.is_dir() else at.parent.resolve() / at.name)
+    problems = [
+        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
+        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
+        for name, value in (config.params if config.script is not None else {}).items()
+        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
+    ]
+    if problems:
+        raise UsageError(*problems)
+    return Job(resolved, source_dir, data)
+
+
+def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
+    target = resolved.config.data.prepare
+    if not target:
+        return
+    from stoker.recipe import load_object
+
+    prepare = load_object(target, source_dir or examples_root(), "data.prepare")
+    try:
+        prepare()
+    except Exception as error:
+        raise UsageError(
+            f"data.prepare: {target} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Turn a YAML file or script, and the words after `--` if any, into (YAML file, key overrides)."""
+    words = [] if arguments is None else [f"args={json.dumps(arguments)}"]
+    if path is None or path.suffix != ".py":
+        return path, words
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-")[:63] or "job"
+    return None, [f"name={name}", f"script={path}", *words]
+
+
+def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:
+    """The job with its script's path relative to the staged folder, and that folder.
+
+    Without `source_dir` it is the script's folder, found here or next to the job's file.
+    """
+    refuse_foreign_keys(resolved)
+    named = str(resolved.config.script)
+    if source_dir is not None and not source_dir.is_dir():
+        raise UsageError(f"--source-dir {source_dir}: no such folder")
+    folders = [
+        Path(),
+        *filter(None, [source_dir or (resolved.file.parent if resolved.file else None)]),
+    ]
+    tried = [folder / named for folder in folders]
+    found = {path.resolve(): None for path in tried if path.is_file()}
+    if not found:
+        raise UsageError(no_such_script(named, tried[-1].absolute()))
+    if len(found) > 1 and source_dir is None:
+        both = " and ".join(map(str, found))
+        raise UsageError(f"script: {named} could be {both}; choose the folder with --source-dir")
+    folder = source_dir.resolve() if source_dir else next(iter(found)).parent
+    path = next((path for path in found if path.is_relative_to(folder)), None)
+    if path is None:
+        raise UsageError(f"script: {named} is not in --source-dir {source_dir}")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UsageError(
+            f"script: {named} is not Python: {getattr(error, 'msg', error)}{line}"
+        ) from None
+    refuse_too_much(folder, named, ignoring(*outputs_of(resolved.config)))
+    config = resolved.config.model_copy(update={"script": str(path.relative_to(folder))})
+    return replace(resolved, config=config), folder
+
+
+def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
+    size = files = 0
+    for entry in walk(str(folder), hidden=True, ignore=ignore):
+        files, size = files + entry.is_file, size + entry.size * entry.is_file
+        if size > MOST_BYTES or files > MOST_FILES:
+            raise UsageError(
+                f"{key}: {folder}, the folder of {script}, is staged with the job but holds more than"
+                f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; move the code to a separate folder (or"
+                " name one with --source-dir), and name data in params"
+            )
+
+
+def outputs_of(config: Config) -> list[Path]:
+    folder = config.checkpoint.dir
+    found = [
+        Path(config.output_dir),
+        *(Path(folder).glob("step-*") if folder and "://" not in folder else ()),
+    ]
+    return [path.resolve() for path in found]
+
+
+def ignoring(*paths: Path) -> Ignore:
+    """A filter of what not to stage: caches and the like, and folders of runs and staged copies."""
+
+    def ignore(at: str, names: list[str]) -> set[str]:
+        found = ((name, Path(at) / name) for name in names)
+        return {
+            *IGNORED(at, names),
+            *(n for n, path in found if path.resolve() in paths or _is_staged(path)),
+        }
+
+    return ignore
+
+
+def _is_staged(path: Path) -> bool:
+    """Whether a folder or archive is a staged copy, as `--request` writes them, with its token."""
+    if path.is_dir():
+        return (path / ORIGINS_FILE).is_file()
+    with contextlib.suppress(OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error):
+        if path.suffix == ".zip":
+            return ORIGINS_FILE in zipfile.ZipFile(path).namelist()
+        if path.name.endswith(".tar.gz"):
+            with tarfile.open(path) as archive:
+                first = archive.next()
+            return first is not None and Path(first.name).name == TOKEN_FILE
+    return False
+
+
+PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)
+NO_HISTORY = shutil.ignore_patterns(".git")
+LIMIT_BYTES = 500_000_000
+
+
+def is_private(file: Path) -> bool:
+    return any(fnmatch.fnmatch(file.name, pattern) for pattern in PRIVATE_FILES)
+
+
+def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
+    """(name relative to `source`, path, size and time) of a file, or of every file in a folder.
+
+    Without `.git`. A link that leads nowhere or to a folder above it is refused.
+    """
+    if source.is_file():
+        about = source.stat()
+        return [
+            (
+                source.name,
+                source,
+                Entry(str(source), source.name, True, about.st_size, about.st_mtime_ns),
+            )
+        ]
+    below = [entry for entry in walk(str(source), hidden=True, ignore=NO_HISTORY) if entry.is_file]
+    return sorted((Path(e.path).relative_to(source).as_posix(), Path(e.path), e) for e in below)
+
+
+@dataclass(frozen=True)
+class DataUpload:
+    """Local data that becomes an input channel.
+
+    The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
+    the same data uploads nothing. With a key of encryption, it is that of the data under this key.
+    """
+
+    parameter: str
+    source: Path
+    uri: str
+    files: int
+    bytes: int
+    private: tuple[str, ...] = ()
+    """Files that look private."""
+
+    def path_in(self, folder: str) -> str:
+        """Where hosts find the data if the target is this folder: a single file is placed in it."""
+        return folder if self.source.is_dir() else f"{folder}/{self.source.name}"
+
+
+def find_data_uploads(
+    data: Mapping[str, str], uri: str, kms_key: str | None = None
+) -> tuple[DataUpload, ...]:
+    found = []
+    for parameter, text in sorted(data.items()):
+        source = Path(text)
+        files = files_below(source)
+        lines = [f"{name}\0{about.size}\0{about.mtime_ns}" for name, _, about in files]
+        lines += [kms_key] if kms_key else []
+        fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
+        size = sum(about.size for _, _, about in files)
+        private = tuple(name for name, path, _ in files if is_private(path))
+        at = f"{uri}/data/{fingerprint}/"
+        found.append(DataUpload(parameter, source, at, len(files), size, private))
+    return tuple(found)
+
+
+def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
+    job.stage(folder, data_at)
+    write_private(folder / TOKEN_FILE, secrets.token_hex(32).encode())
+
+
+def pack_source(folder: Path, archive: Path) -> None:
+    """Pack the staged source as a `.tar.gz` that only its owner can read, with files at the root."""
+    write_private(archive, b"")
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, path, _ in files_below(folder):
+            tar.add(path, arcname=name)
+
+
+def measure(
+    job: Job, data_at: dict[str, str], instead: str, problems: list[str], limit: int = LIMIT_BYTES
+) -> tuple[int, int]:
+    """Stage the source once; number of files and bytes to upload. Adds to the problems.
+
+    `instead`: where data belongs that is too large for the source, for the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        folder = Path(scratch) / "code"
+        job.stage(folder, data_at)
+        found = files_below(folder)
+    problems += [
+        f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
+        for name, path, _ in found
+        if is_private(path)
+    ]
+    size = sum(about.size for _, _, about in found)
+    if size > limit:
+        largest = max(found, key=lambda item: item[2].size)[0]
+        problems.append(
+            f"--source-dir: {figures.size(size)} of source (largest: {largest}), more than"
+            f" {figures.size(limit)}; move data out and name it in {instead}"
+        )
+    return len(found), size

@@ -1,0 +1,205 @@
+"""Laptop: run the job on a one-machine Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stoker.errors import UsageError
+from stoker.hosts.raynode import end_with_parent
+from stoker.place import (
+    CHECK_VARIABLE,
+    LAUNCH_DIR_VARIABLE,
+    PLACE_VARIABLE,
+    PROCESS_FILE,
+    RUN_DIR_VARIABLE,
+    SOURCE_DIR_VARIABLE,
+    STOP_FILE,
+)
+from stoker.scripts.script_checks import script_command_line
+from stoker_launcher import run_directory
+from stoker_launcher.job import COMMAND, Job
+from stoker_launcher.places import Place
+from stoker_launcher.run_directory import MACHINE, PastRun, attach, written
+
+FORWARD_AFTER_S = 2.0
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class LocalRequest:
+    job: Job
+    run_dir: Path
+    new: bool = True
+
+    def render(self) -> str:
+        config = self.job.resolved.config
+        data = ", ".join(f"{name} = {value}" for name, value in self.job.data.items())
+        return "\n".join(
+            [
+                f"stage    {self.run_dir}/code",
+                f"run      {shlex.join(COMMAND)}",
+                f"script   {script_command_line(config)}"
+                if config.script
+                else f"recipe   {config.recipe}",
+                f"data     {data or ('set in the script' if config.script else 'set in the recipe')}",
+                f"results  {self.run_dir}",
+            ]
+        )
+
+    def check(self) -> int:
+        """Check the job as its run would, in a staged copy; prints what is wrong; the run's exit code."""
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            self.job.stage(Path(scratch) / "code", installs=False)
+            variables = environment(self.run_dir, self.job.source_dir) | {CHECK_VARIABLE: "1"}
+            command = [sys.executable, *COMMAND[1:]]
+            done = subprocess.run(
+                command,
+                cwd=f"{scratch}/code",
+                env=variables,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        sys.stderr.write(done.stderr.replace(scratch, str(self.run_dir)))
+        return done.returncode
+
+
+class LocalRun(PastRun):
+    def __init__(
+        self,
+        run_dir: Path,
+        process: subprocess.Popen[bytes],
+        new: bool = False,
+        latest: str | None = None,
+    ) -> None:
+        super().__init__(run_dir)
+        self.process, self.new, self.latest = process, new, latest
+        self._noticed_at = written(run_dir, STOP_FILE)
+
+    def process_id(self) -> int | None:
+        return self.process.pid if self.process.poll() is None else None
+
+    def status(self) -> str:
+        code = self.process.poll()
+        return (
+            "running" if code is None else "succeeded" if code == 0 else f"failed: exit code {code}"
+        )
+
+    def wait(self) -> int:
+        return outlast(self.process, self.process.wait, self._interrupt, self._concluded)
+
+    def _interrupt(self) -> None:
+        """Forward SIGINT unless the job has it: a terminal sends it to both, `kill` and IDEs do not."""
+        for forward in (
+            True,
+            False,
+        ):  # what the job writes of a forwarded one does not count for the next
+            until = time.monotonic() + FORWARD_AFTER_S
+            while self.process.poll() is None and time.monotonic() < until:
+                before, self._noticed_at = self._noticed_at, written(self.run_dir, STOP_FILE)
+                if self._noticed_at != before:
+                    return
+                time.sleep(0.1)
+            if forward and self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+
+    def _concluded(self, code: int) -> int:
+        (self.run_dir / STOP_FILE).unlink(missing_ok=True)
+        if code == 2 and self.new and not self.summary().get("steps"):
+            run_directory.remove_refused(self.run_dir, self.latest)
+        return code
+
+
+def outlast(
+    process: subprocess.Popen[bytes],
+    watch: Callable[[], object],
+    interrupt: Callable[[], None],
+    conclude: Callable[[int], Result],
+) -> Result:
+    """Watch a job's process until its end, which after Ctrl-C and SIGTERM comes with a checkpoint.
+
+    SIGTERM is forwarded: service managers, `timeout` and notebooks' services send it to this process only.
+    """
+    with handled(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM)):
+        while True:
+            try:
+                watch()
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                with contextlib.suppress(KeyboardInterrupt):
+                    interrupt()
+        with handled(signal.SIGINT, signal.SIG_IGN):  # half of the results would look like all
+            return conclude(128 - code if code < 0 else code)
+
+
+@contextlib.contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Handle a signal in this block; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
+    new = run_dir is None or not run_dir.exists()
+    return LocalRequest(job, run_dir or run_directory.new_run_dir(job), new)
+
+
+def submit(request: LocalRequest) -> LocalRun:
+    run_dir, new = request.run_dir, request.new
+    try:
+        if new:
+            run_dir = run_directory.create(run_dir)
+        request.job.stage(run_directory.replace_code(run_dir), installs=False)
+        latest = run_directory.point_latest(run_dir)
+    except OSError as error:
+        if new:
+            run_directory.remove_refused(run_dir, None)
+        # copytree raises a list of (source, copy, reason).
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
+    passed: dict[str, Any] = {}
+    if threading.current_thread() is not threading.main_thread():
+        passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
+    process = started(run_dir / "code", environment(run_dir, request.job.source_dir), **passed)
+    (run_dir / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
+    return LocalRun(run_dir, process, new, latest)
+
+
+def started(code: Path, variables: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """The process of a staged job; a killed launcher stops it like a SIGTERM."""
+    options = {"preexec_fn": end_with_parent, **options}
+    return subprocess.Popen([sys.executable, *COMMAND[1:]], cwd=code, env=variables, **options)
+
+
+def environment(run_dir: Path, source_dir: Path | None = None) -> dict[str, str]:
+    folders = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), SOURCE_DIR_VARIABLE: str(source_dir or "")}
+    return os.environ | folders | {PLACE_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir)}
+
+
+PLACE = Place(
+    name="local",
+    plan=lambda job, options, resume: plan(job, resume.run_dir),
+    submit=submit,
+    attach=attach,
+    options=("dashboard",),
+)

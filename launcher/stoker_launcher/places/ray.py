@@ -1,0 +1,421 @@
+"""Laptop: `--on ray`: run the job through Ray Jobs on an existing cluster.
+
+The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from stoker import figures
+from stoker.config.loading import leaves, secrets_json
+from stoker.config.redaction import redact
+from stoker.errors import UsageError
+from stoker.hosts import requirements
+from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
+from stoker_launcher.job import COMMAND, Job, files_below, measure, write_private
+from stoker_launcher.places import Place
+from stoker_launcher.places.remote import WatchedRun, collected, stamp
+
+POLL_S = 2.0
+STOP_WAIT_S = 7200
+"""Between SIGTERM and SIGKILL, for a run that hangs: others end by themselves. Ray's default of 3 s leaves no
+time for a checkpoint."""
+_WORDS = {
+    "PENDING": "running: waiting for the cluster",
+    "RUNNING": "running",
+    "SUCCEEDED": "succeeded",
+    "STOPPED": "interrupted",
+}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class RayRequest:
+    job: Job
+    server: JobServer
+    submission_id: str
+    run_dir: str
+    environment: dict[str, str]
+    pip: tuple[str, ...]
+    code_files: int
+    code_bytes: int
+    versions: str
+    warnings: tuple[str, ...]
+
+    def body(self, working_dir: str) -> dict[str, Any]:
+        runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
+        if self.pip:
+            runtime_env["pip"] = list(self.pip)
+        return {
+            "entrypoint": shlex.join(COMMAND),
+            "submission_id": self.submission_id,
+            "runtime_env": runtime_env,
+            "metadata": {"stoker_job": self.job.name},
+        }
+
+    def render(self) -> str:
+        rows = [
+            ("cluster", self.server.address),
+            ("versions", self.versions),
+            (
+                "upload",
+                f"{figures.count_of(self.code_files, 'file')}, {figures.size(self.code_bytes)}",
+            ),
+            ("results", f"{self.run_dir} on the cluster"),
+        ]
+        lines = [f"{name:<9} {value}" for name, value in rows]
+        lines += [f"note: {line}" for line in self.warnings]
+        content = json.dumps(redact(self.body("<uploaded source>")), indent=2)
+        return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
+
+    def package(self) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            folder = Path(scratch) / "code"
+            self.job.stage(folder)
+            return package(folder)
+
+    def write(self, path: Path) -> str:
+        """Write the source as a zip file; returns the lines for a RayJob manifest."""
+        write_private(path, self.package())
+        keys = [
+            key for key, _ in leaves(json.loads(secrets_json(self.job.resolved.config) or "{}"))
+        ]
+        note = f"; it contains secrets: {', '.join(keys)}" if keys else ""
+        variables = "".join(
+            f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items()
+        )
+        pip = (
+            "\n  pip:" + "".join(f"\n    - {json.dumps(line)}" for line in self.pip)
+            if self.pip
+            else ""
+        )
+        return (
+            f"# publish {path} where the cluster can fetch it{note}; for the RayJob (docs/ray-clusters.md):\n"
+            f"entrypoint: {shlex.join(COMMAND)}\n"
+            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}{pip}"
+        )
+
+
+class RayRun(WatchedRun):
+    def __init__(
+        self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
+    ) -> None:
+        run_id = f"ray:{server.address}/{submission_id}"
+        super().__init__(run_id, submission_id, poll_s, submitted, UnreachableError)
+        self.server, self.submission_id = server, submission_id
+        self._path = f"/api/jobs/{submission_id}"
+
+    def ask(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.server.get(self._path)
+        return found
+
+    def status_in(self, description: dict[str, Any]) -> str:
+        state = str(description.get("status"))
+        if state == "FAILED":
+            # Cut off the end of the log, which Ray appends; `logs` shows it better.
+            message = str(description.get("message") or "no reason given").partition(
+                ", last available"
+            )[0]
+            return f"failed: {' '.join(message.split())}"
+        return _WORDS.get(state, f"unknown: {state}")
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        shown = 0
+        while True:
+            ended = not self.status().startswith("running")
+            text = self.patiently(lambda: self.server.get(f"{self._path}/logs")).get("logs", "")
+            # Hold back an incomplete last line.
+            upto = len(text) if ended or not follow else text.rfind("\n") + 1
+            yield from text[shown:upto].splitlines()
+            shown = max(shown, upto)
+            if ended or not follow:
+                return
+            # The server sends the whole log each time, so poll less often as it grows.
+            time.sleep(self.poll_s + len(text) / 2e6)
+
+    def wait(self) -> int:
+        code = super().wait()
+        return int(self.describe().get("driver_exit_code") or 1) if code == 1 else code
+
+    def stop(self) -> None:
+        if not self.server.post(f"{self._path}/stop").get("stopped"):
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
+
+    def closing(self) -> str:
+        return f"{self.submission_id}: {self.status()}"
+
+
+def plan(
+    job: Job, *, address: str | None = None, offline: bool = False, install: bool = False
+) -> RayRequest:
+    problems: list[str] = []
+    name = f"{job.name}-{stamp()}"
+    output = job.resolved.config.output_dir
+    if not PurePosixPath(output).is_absolute():
+        problems.append(
+            f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
+            " a relative one is deleted with the job's working directory"
+        )
+    instead = "params, on storage that the hosts share"
+    count, size = measure(job, {}, instead, problems, PACKAGE_LIMIT_BYTES)
+    pip = _pip(job) if install else ()
+    found = collected(problems, lambda: _cluster(address, offline), None)
+    if problems:
+        raise UsageError(*problems)
+    server, versions, warnings = found
+    warnings += [
+        f"params.{parameter} = {path} must exist on the cluster's hosts too"
+        for parameter, path in job.data.items()
+    ]
+    run_dir = f"{output.rstrip('/')}/{name}"
+    environment = {
+        PLACE_VARIABLE: "ray",
+        RUN_DIR_VARIABLE: run_dir,
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+    }
+    return RayRequest(
+        job, server, name, run_dir, environment, pip, count, size, versions, tuple(warnings)
+    )
+
+
+def submit(request: RayRequest) -> RayRun:
+    uri = request.server.upload(request.package())
+    request.server.post("/api/jobs/", request.body(uri))
+    return RayRun(request.server, request.submission_id, submitted=True)
+
+
+def attach(run_id: str) -> RayRun:
+    """Find a run by `ray:http://head:8265/name`."""
+    address, _, name = run_id.removeprefix("ray:").rpartition("/")
+    if not address or not name:
+        raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
+    return RayRun(job_server(address), name)
+
+
+PLACE = Place(
+    name="ray",
+    plan=lambda job, options, resume: plan(
+        job, address=options.address, offline=options.offline, install=options.install
+    ),
+    submit=submit,
+    attach=attach,
+    ids=("ray:",),
+    options=("address", "offline", "request", "install"),
+    scales=True,
+    checkpoints="shared",
+)
+
+
+def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[str]]:
+    server, warnings = job_server(address), []
+    place = urlsplit(server.address)
+    if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
+        warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
+    if not server.token:
+        warnings.append("no token: anyone who can reach this cluster can run code on it")
+    if offline:
+        return server, "not checked (--offline)", warnings
+    ray, python = server.versions()
+    ours, here = importlib.metadata.version("ray"), platform.python_version()
+    problems = []
+    if not requirements.at_least(ray, requirements.OLDEST_RAY):
+        problems.append(
+            f"--address {server.address}: Ray {ray} there; Stoker needs {requirements.OLDEST_RAY} or newer;"
+            f" use a newer cluster (image rayproject/ray:{ours})"
+        )
+    elif ray != ours:
+        warnings.append(f"Ray {ray} there and {ours} here: the job uses the cluster's")
+    if python and _minor(python) not in requirements.PYTHONS:
+        problems.append(
+            f"--address {server.address}: Python {python} there; Stoker needs"
+            f" {requirements.SUPPORTED_PYTHONS}; choose another image"
+        )
+    if problems:
+        raise UsageError(*problems)
+    if python and _minor(python) != _minor(here):
+        warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")
+    return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+_RAY = re.compile(r"#|ray(?![\w.-])", re.I)
+"""Lines of comments, and of Ray itself, whatever follows its name."""
+
+
+def _pip(job: Job) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        folder = Path(scratch) / "code"
+        job.stage(folder)
+        lines = (folder / "requirements.txt").read_text().splitlines()
+    # Keep the cluster's Ray: another version could not join it.
+    return tuple(found for line in lines if (found := line.strip()) and not _RAY.match(found))
+
+
+PACKAGE_LIMIT_BYTES = 100 * 2**20
+"""Ray stores packages in the head's memory and refuses larger ones."""
+TIMEOUT_S = 30
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
+
+
+class UnreachableError(UsageError):
+    """The server did not answer, or failed itself; it may do so later."""
+
+
+@dataclass(frozen=True)
+class JobServer:
+    """The dashboard's address and token.
+
+    Ray's own `JobSubmissionClient` needs `ray[default]` on the laptop, imports ray (a second or more) and
+    honours the package's `.gitignore` when uploading. The requests are the same.
+    """
+
+    address: str
+    token: str | None = field(repr=False)
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path).json()
+
+    def post(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        return self._ask("POST", path, json=content).json()
+
+    def upload(self, package: bytes) -> str:
+        name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
+        path = f"/api/packages/gcs/{name}"
+        if self._ask("GET", path, missing_ok=True).status_code == 404:
+            self._ask("PUT", path, data=package)
+        return f"gcs://{name}"
+
+    def versions(self) -> tuple[str, str | None]:
+        ray = str(self.get("/api/version")["ray_version"])
+        answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
+        if answer.status_code == 404:
+            return ray, None
+        return ray, answer.json().get("data", {}).get("pythonVersion")
+
+    def _ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
+        import requests
+
+        def signed(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {self.token}"
+            return request
+
+        host = urlsplit(self.address).hostname
+        content |= {"proxies": {"no_proxy": host}} if host in _LOOPBACK else {}
+        # As a header alone, `.netrc` would replace the token.
+        content |= {"auth": signed} if self.token else {}
+        try:
+            answer = requests.request(method, self.address + path, timeout=TIMEOUT_S, **content)
+        except requests.exceptions.SSLError as error:
+            raise UsageError(
+                f"--address {self.address}: certificate verification failed: {error}"
+            ) from None
+        except requests.exceptions.ConnectionError as error:
+            raise UnreachableError(
+                f"--address {self.address}: cannot connect ({_root_cause(error)});"
+                " the dashboard's default port is 8265, and it may need a port-forward"
+            ) from None
+        except requests.exceptions.Timeout:
+            raise UnreachableError(
+                f"--address {self.address}: no answer within {TIMEOUT_S} s"
+            ) from None
+        except requests.exceptions.RequestException as error:
+            raise UnreachableError(f"--address {self.address}: {error}") from None
+        if answer.status_code == 401:
+            raise UsageError(
+                f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}"
+            )
+        if answer.status_code == 403:
+            raise UsageError(
+                f"--address {self.address}: the cluster rejected the token; {_TOKEN_HINT}"
+            )
+        if answer.status_code == 404 and missing_ok:
+            return answer
+        if not answer.ok:
+            last = (answer.text.strip().splitlines() or [answer.reason])[-1]
+            kind = (
+                UnreachableError
+                if answer.status_code >= 500 or answer.status_code == 429
+                else UsageError
+            )
+            raise kind(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
+        if (
+            "json" not in answer.headers.get("content-type", "json")
+            and method == "GET"
+            and not missing_ok
+        ):
+            raise UnreachableError(
+                f"--address {self.address}: not a Ray dashboard: the answer is not JSON"
+            )
+        return answer
+
+
+def job_server(address: str | None) -> JobServer:
+    found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if not found:
+        raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
+    if not found.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
+            " address of Ray Client or GCS"
+        )
+    return JobServer(found.rstrip("/"), find_token())
+
+
+def package(folder: Path) -> bytes:
+    """Zip a staged folder, with the same bytes for the same content."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path, _ in files_below(folder):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (path.stat().st_mode & 0xFFFF) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+    return buffer.getvalue()
+
+
+def find_token() -> str | None:
+    """The cluster's token as Ray finds it: in a variable or a file; None without one."""
+    if text := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return text
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip() or None
+    except OSError as error:
+        if named:
+            raise UsageError(f"RAY_AUTH_TOKEN_PATH {named}: {error.strerror}") from None
+        return None
+
+
+def _root_cause(error: BaseException) -> str:
+    """Unwrap requests and urllib3 errors down to the operating system's reason."""
+    reason: Any = error
+    while True:
+        inner = getattr(reason, "reason", None) or next(
+            (item for item in getattr(reason, "args", ()) if isinstance(item, BaseException)), None
+        )
+        if not isinstance(inner, BaseException) or inner is reason:
+            break
+        reason = inner
+    text = str(reason).rpartition(": ")[2]
+    return text.removeprefix("[Errno ").partition("] ")[2] or text

@@ -1,0 +1,298 @@
+"""Laptop: AWS through boto3: clients, errors as one-line messages, uploads, and an account's quotas."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, groups_of
+
+ATTEMPTS = 9
+"""boto3's attempts per call; a watcher continues for ten minutes besides."""
+NO_CREDENTIALS = (
+    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none, but"
+    " sagemaker.s3_uri)"
+)
+
+
+@cache
+def client(service: str, region: str, timeout_s: float | None = None) -> Any:
+    """A cached boto3 client that retries throttled calls; honours `AWS_ENDPOINT_URL`."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": 1 if timeout_s else ATTEMPTS},
+        connect_timeout=timeout_s or 10,
+        read_timeout=timeout_s or 60,
+    )
+    with readable_errors(service):
+        session: Any = boto3.session.Session()  # Any: its stubs have one overload per service
+        return session.client(service, region_name=region, config=config)
+
+
+def region_of(configured: str | None) -> str | None:
+    """The region from the configuration, else the environment, else the AWS profile."""
+    found = configured or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if found:
+        return found
+    import botocore.session
+
+    with readable_errors("configuration"):
+        profile: str | None = botocore.session.Session().get_config_variable("region")
+    return profile
+
+
+@cache
+def regions() -> frozenset[str]:
+    """The regions in which SageMaker exists, as far as the installed botocore knows."""
+    import botocore.session
+
+    session = botocore.session.Session()
+    return frozenset(
+        region
+        for partition in session.get_available_partitions()
+        for region in session.get_available_regions("sagemaker", partition)
+    )
+
+
+def account_id(region: str) -> str:
+    sts = client("sts", region)
+    with readable_errors("credentials"):
+        return str(sts.get_caller_identity()["Account"])
+
+
+def refuse_without_credentials() -> None:
+    import boto3
+
+    with readable_errors("credentials"):
+        if boto3.session.Session().get_credentials() is None:
+            raise UsageError(NO_CREDENTIALS)
+
+
+def existence_problems(request: SageMakerRequest) -> Iterator[str]:
+    s3 = client("s3", request.region)
+    bucket, _ = split_uri(request.root_uri)
+    with readable_errors("S3"):
+        yield from _bucket_problem(s3, bucket, request.region)
+        for name, channel in request.settings.channels.items():
+            if channel.uri.startswith("s3://"):
+                yield from _prefix_problem(s3, channel.uri, f"sagemaker.channels.{name}.uri")
+
+
+class PassingError(UsageError):
+    """An error that may pass by itself, or once somebody has signed in again."""
+
+
+@contextmanager
+def readable_errors(what: str) -> Iterator[None]:
+    from boto3.exceptions import S3UploadFailedError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        NoCredentialsError,
+        NoRegionError,
+        PartialCredentialsError,
+        ProfileNotFound,
+    )
+
+    try:
+        yield
+    except (NoCredentialsError, PartialCredentialsError):
+        raise UsageError(NO_CREDENTIALS) from None
+    except NoRegionError:
+        raise UsageError("sagemaker.region: not set, and the AWS profile has none") from None
+    except ProfileNotFound as error:
+        raise UsageError(f"AWS_PROFILE: {error}") from None
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        message = error.response.get("Error", {}).get("Message", str(error))
+        kind = UsageError if "AccessDenied" in code else PassingError
+        remedy = next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
+        raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{remedy}") from None
+    except BotoCoreError as error:
+        raise PassingError(f"AWS {what}: {error}") from None
+    except S3UploadFailedError as error:  # wraps the actual error
+        raise UsageError(f"AWS {what}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{what}: {error.filename}: {error.strerror}") from None
+
+
+_SIGN_IN = "sign in again (`aws sso login`) or check AWS_PROFILE"
+_REMEDIES = {
+    "AccessDenied": "docs/iam/launcher.json lists the permissions that the launcher needs",
+    "Expired": _SIGN_IN,
+    "InvalidClientToken": _SIGN_IN,
+    "UnrecognizedClient": _SIGN_IN,
+    "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
+    "ResourceInUse": "a job with this name exists; submit again to get a new name",
+}
+
+
+def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
+    from botocore.exceptions import ClientError
+
+    try:
+        found = s3.head_bucket(Bucket=bucket).get("BucketRegion")
+    except ClientError as error:
+        about = error.response.get("ResponseMetadata", {})
+        found = about.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        if about.get("HTTPStatusCode") == 404:
+            create = f"create it (`aws s3 mb s3://{bucket} --region {region}`) or name another"
+            yield f"sagemaker.s3_uri: bucket {bucket!r} does not exist; {create}"
+            return
+        if about.get("HTTPStatusCode") == 403:
+            remedy = "see docs/iam/launcher.json for the policy"
+            yield f"sagemaker.s3_uri: no access to bucket {bucket!r}; {remedy}"
+            return
+        if about.get("HTTPStatusCode") != 301:
+            raise
+    if found and found != region:
+        remedy = "use a bucket in the job's region"
+        yield f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; {remedy}"
+
+
+def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
+    from botocore.exceptions import ClientError
+
+    bucket, prefix = split_uri(uri)
+    try:
+        found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount", 0)
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        if code not in ("NoSuchBucket", "404", "AccessDenied", "403", "AllAccessDisabled"):
+            raise
+        reason = (
+            "the bucket does not exist"
+            if code in ("NoSuchBucket", "404")
+            else "no access to the bucket"
+        )
+        yield f"{key}: {reason} (got {uri!r})"
+        return
+    if not found:
+        yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
+
+
+class S3Store:
+    """Where a job's uploads go: only a bucket of the account that must own it, and under the key, if any."""
+
+    def __init__(self, request: SageMakerRequest) -> None:
+        settings = request.settings
+        self.s3 = client("s3", request.region)
+        self.owner = "".join(settings.bucket_owner or (settings.role or "").split(":")[4:5])
+        self.protection = {"ExpectedBucketOwner": self.owner}
+        if settings.kms_key is not None:
+            self.protection |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
+
+    def exists(self, uri: str) -> bool:
+        bucket, key = split_uri(uri)
+        owner = self.owner
+        there = self.s3.list_objects_v2(
+            Bucket=bucket, Prefix=key, MaxKeys=1, ExpectedBucketOwner=owner
+        )
+        return bool(there.get("KeyCount"))
+
+    def send(self, file: Path, uri: str) -> None:
+        self.s3.upload_file(str(file), *split_uri(uri), ExtraArgs=self.protection)
+
+    def put(self, content: bytes, uri: str) -> None:
+        bucket, key = split_uri(uri)
+        self.s3.put_object(Bucket=bucket, Key=key, Body=content, **self.protection)
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """`s3://bucket/some/key` → (bucket, some/key)."""
+    parts = urlsplit(uri)
+    return parts.netloc, parts.path.lstrip("/")
+
+
+TIMEOUT_S = 4.0
+"""For one answer of AWS."""
+LISTING_S = 15.0
+"""SageMaker has some thousand quotas, a hundred to a page."""
+CheckRow = tuple[Literal["ok", "note", "FAIL"], str, str, str]
+
+
+def findings(config: Config) -> Iterator[CheckRow]:
+    """(mark, what, found, remedy) of identity and quotas; nothing where no job asks for AWS.
+
+    Without a job that names instance types, only the identity is looked at, if there are credentials.
+    """
+    groups = groups_of(config)
+    if not groups and not has_credentials():
+        yield "note", "AWS", "no credentials", "run `aws configure` before --on sagemaker"
+        return
+    bad: Literal["note", "FAIL"] = "FAIL" if groups else "note"
+    try:
+        region = region_of(config.sagemaker.region)
+        if region is None:
+            yield bad, "AWS", "no region", "set sagemaker.region or AWS_REGION"
+            return
+        with readable_errors("credentials"):
+            who = client("sts", region, TIMEOUT_S).get_caller_identity()["Arn"]
+    except UsageError as error:
+        yield bad, "AWS", str(error).removeprefix("AWS: "), ""
+        return
+    yield "ok", "AWS", f"{who} in {region}", ""
+    wanted: Counter[str] = Counter()
+    for group in groups:
+        wanted[group.type] += group.count
+    if wanted:
+        yield from _quotas(wanted, region, config.sagemaker.spot)
+
+
+def has_credentials() -> bool:
+    """Whether this machine names any, without asking the network whether it is one of Amazon's."""
+    names = (
+        "ACCESS_KEY_ID",
+        "PROFILE",
+        "WEB_IDENTITY_TOKEN_FILE",
+        "CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
+    return any(os.environ.get(f"AWS_{name}") for name in names) or any(
+        Path(os.environ.get(variable) or Path.home() / ".aws" / file).is_file()
+        for variable, file in files
+    )
+
+
+def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[CheckRow]:
+    kind = "spot training job" if spot else "training job"
+    names = {f"{instance} for {kind} usage": instance for instance in wanted}
+    deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
+    try:
+        with readable_errors("quotas"):
+            pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
+            for page in pages.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}):
+                rows = [row for row in page["Quotas"] if row["QuotaName"] in names]
+                found |= {row["QuotaName"]: row["Value"] for row in rows}
+                if found.keys() == names.keys():
+                    break
+                if time.monotonic() > deadline:
+                    raise UsageError(f"AWS quotas: not all listed within {LISTING_S:.0f} s")
+    except UsageError as error:
+        yield "note", "quotas", f"unknown ({error})", ""
+        return
+    for name, instance in names.items():
+        have, need = found.get(name), wanted[instance]
+        about = f"{name}: {have:g}, the job needs {need}" if have is not None else ""
+        if have is None:
+            yield (
+                "note",
+                "quotas",
+                f"{name}: AWS lists none in {region}",
+                "look at Service Quotas, SageMaker",
+            )
+        elif have < need:
+            yield "FAIL", "quotas", about, f"ask for it in Service Quotas, SageMaker, {region}"
+        else:
+            yield "ok", "quotas", about, ""

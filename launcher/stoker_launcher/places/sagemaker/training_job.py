@@ -1,0 +1,384 @@
+"""Laptop: a job's instance groups and its CreateTrainingJob request. Pure: no calls to AWS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.config.loading import TYPED
+from stoker.config.places import ChannelConfig, SageMakerConfig
+from stoker.config.schema import Config
+from stoker.events import prices
+from stoker.hosts.topology import has_gpu
+from stoker.recipe import ALIASES, Recipe, load_object, load_recipe, metric_names
+from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
+from stoker_launcher.places.remote import (
+    CloudRequest,
+    HostGroup,
+    Keyed,
+    cost_table,
+    pruned,
+    texts_in,
+    training_group,
+    with_training_group,
+)
+
+INPUT = "/opt/ml/input/data"
+CODE_CHANNEL = "code"
+ARCHIVE = "sourcedir.tar.gz"
+CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
+
+ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
+"""`exec` makes Python process 1, so that SIGTERM reaches it."""
+
+IMAGE_ACCOUNT = "763104351884"
+IMAGE_TAG = "pytorch:2.13-cu133-amzn2023-sagemaker"
+_OTHER_ACCOUNTS = re.compile(
+    r"^(cn-|us-gov-|us-iso|af-|me-|il-|mx-|eu-south-|eu-central-2|ap-east-|ap-southeast-[3-9]|ap-south-2|ca-west-)"
+)
+
+REMEDIES = {
+    "TrainingJobName": "letters, digits and single hyphens, at most 63",
+    "RoleArn": "give the ARN of the job's role, arn:aws:iam::<account>:role/<name> (docs/iam/job-role.json)",
+    "AlgorithmSpecification.TrainingImage": "an ECR image of at most 255 characters",
+    "InputDataConfig": "put several prefixes under one channel",
+    "InputDataConfig.ChannelName": "letters, digits, '.', '-' and '_' only",
+    "InputDataConfig.DataSource.S3DataSource.S3Uri": "s3://bucket/prefix",
+    "OutputDataConfig.S3OutputPath": "s3://bucket/prefix",
+    "OutputDataConfig.KmsKeyId": "a key id, key ARN or alias/<name>",
+    "CheckpointConfig.S3Uri": "s3://bucket/prefix",
+    "HyperParameters": "leave the rest in the configuration file",
+    "Environment": "names of letters, digits and '_'; put long values in a file",
+    "ResourceConfig.InstanceGroups": "merge groups of one type",
+    "ResourceConfig.VolumeSizeInGB": "a number of gigabytes",
+    "ResourceConfig.VolumeKmsKeyId": "a key id, key ARN or alias/<name>",
+    "ResourceConfig.KeepAlivePeriodInSeconds": "six hours at most",
+    "StoppingCondition.MaxRuntimeInSeconds": "a number of seconds",
+    "StoppingCondition.MaxWaitTimeInSeconds": "a number of seconds",
+    "VpcConfig.Subnets": "name subnets and security groups together: subnet-…",
+    "VpcConfig.SecurityGroupIds": "name subnets and security groups together: sg-…",
+    "RetryStrategy.MaximumRetryAttempts": "1 to 30",
+    "Tags": "letters, digits, spaces and _.:/=+-@",
+}
+"""Request path without indices → form of a valid value or remedy; a configuration key sets each of them."""
+
+METRICS = {
+    "train:loss": r"step [0-9]+  loss ([0-9.eE+-]+)",
+    "train:samples_per_s": r"([0-9.]+) samples/s  input wait",
+    "train:input_wait_pct": r"input wait ([0-9.]+) %",
+    "val:loss": r"val/loss ([0-9.eE+-]+)",
+}
+"""CloudWatch graph → pattern of its value in the head's log lines (`tracking.console`)."""
+MOST_METRICS = 40
+
+
+def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
+    known = prices.machine(type_)
+    if known is None:
+        return HostGroup(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
+    return HostGroup(
+        name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps
+    )
+
+
+def groups_of(config: Config) -> tuple[HostGroup, ...]:
+    settings = config.sagemaker
+    found = [
+        group(name, hosts.type, hosts.count, f"sagemaker.{name}")
+        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
+        if hosts.type
+    ]
+    found += [
+        group(one.name, one.type, one.count, f"sagemaker.groups.{index}")
+        for index, one in enumerate(settings.groups)
+    ]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class SageMakerRequest(CloudRequest):
+    taken: tuple[str, ...] = ()
+    """Parts of `sagemaker.request` that other keys set."""
+
+    @property
+    def code_uri(self) -> str:
+        return f"{self.base_uri}/code/{ARCHIVE if self.settings.entry == 'script-mode' else ''}"
+
+    @property
+    def settings(self) -> SageMakerConfig:
+        return self.job.resolved.config.sagemaker
+
+    def title(self) -> str:
+        return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
+
+    def costs(self) -> str:
+        settings, known = self.settings, prices.price_list(self.settings.prices, self.settings.spot)
+        warm_s = settings.keep_alive_s  # billed, too
+        limits = "sagemaker.max_runtime_s" + (" + sagemaker.keep_alive_s" if warm_s else "")
+        return cost_table(self.groups, limits, settings.max_runtime_s + warm_s, known)
+
+    def copy_command(self, source: Path, target: str) -> list[str]:
+        kms_key = self.settings.kms_key
+        encrypted = ["--sse", "aws:kms", "--sse-kms-key-id", kms_key] if kms_key else []
+        folder = ["--recursive"] if source.is_dir() else []
+        return ["aws", "s3", "cp", *folder, *encrypted, str(source), target]
+
+    def create_command(self, file: Path) -> list[str]:
+        create = ["aws", "sagemaker", "create-training-job", "--region", self.region]
+        return [*create, "--cli-input-json", f"file://{file}"]
+
+
+def default_image(region: str) -> str | None:
+    """AWS's PyTorch training image; None for regions whose images belong to another account."""
+    if not region or _OTHER_ACCOUNTS.match(region):
+        return None
+    return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
+
+
+def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerRequest:
+    """Build the whole request, valid or not, with all objects below `s3_uri`; `sagemaker_rules` checks it."""
+    config = job.resolved.config
+    settings = config.sagemaker
+    groups = groups_of(config)
+    trains = training_group(config, groups)
+    if trains is not None:
+        job = with_training_group(job, trains if len(groups) > 1 else None)
+    s3_uri = s3_uri.rstrip("/")
+    data = find_data_uploads(
+        {name: path for name, path in job.data.items() if name not in settings.channels},
+        s3_uri,
+        settings.kms_key,
+    )
+    keys: dict[str, str] = {}
+    code_uri, max_wait_s = f"{s3_uri}/{name}/code", settings.max_wait_s
+    if settings.spot and max_wait_s is None:
+        max_wait_s = 2 * settings.max_runtime_s
+    body = {
+        "TrainingJobName": Keyed(name, "name"),
+        "RoleArn": Keyed(settings.role, "sagemaker.role"),
+        "AlgorithmSpecification": {
+            "TrainingImage": Keyed(settings.image or default_image(region), "sagemaker.image"),
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": list(ENTRYPOINT) if settings.entry == "container" else None,
+            "EnableSageMakerMetricsTimeSeries": True,
+            "MetricDefinitions": [
+                {"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()
+            ],
+        },
+        "HyperParameters": Keyed(_hyperparameters(job, code_uri), "sagemaker.hyperparameters"),
+        "Environment": Keyed(
+            {
+                key: Keyed(value, f"sagemaker.environment.{key}")
+                for key, value in settings.environment.items()
+            },
+            "sagemaker.environment",
+        ),
+        "InputDataConfig": Keyed(
+            _channels(settings, data, code_uri, groups) or None, "sagemaker.channels"
+        ),
+        "OutputDataConfig": {
+            "S3OutputPath": Keyed(s3_uri, "sagemaker.s3_uri"),
+            "KmsKeyId": Keyed(settings.kms_key, "sagemaker.kms_key"),
+        },
+        "CheckpointConfig": {
+            "S3Uri": Keyed(f"{s3_uri}/{name}/checkpoints", "sagemaker.s3_uri"),
+            "LocalPath": "/opt/ml/checkpoints",
+        },
+        "ResourceConfig": {
+            "VolumeSizeInGB": Keyed(settings.volume_gb, "sagemaker.volume_gb"),
+            "VolumeKmsKeyId": Keyed(settings.volume_kms_key, "sagemaker.volume_kms_key"),
+            "KeepAlivePeriodInSeconds": Keyed(
+                settings.keep_alive_s or None, "sagemaker.keep_alive_s"
+            ),
+            **_instances(groups),
+        },
+        "StoppingCondition": {
+            "MaxRuntimeInSeconds": Keyed(settings.max_runtime_s, "sagemaker.max_runtime_s"),
+            "MaxWaitTimeInSeconds": Keyed(max_wait_s, "sagemaker.max_wait_s"),
+        },
+        "VpcConfig": {
+            "Subnets": Keyed(list(settings.subnets) or None, "sagemaker.subnets"),
+            "SecurityGroupIds": Keyed(
+                list(settings.security_groups) or None, "sagemaker.security_groups"
+            ),
+        },
+        "EnableManagedSpotTraining": settings.spot,
+        "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
+        "EnableNetworkIsolation": settings.network_isolation,
+        "RetryStrategy": {
+            "MaximumRetryAttempts": Keyed(settings.max_retries, "sagemaker.max_retries")
+        },
+        "Tags": Keyed(
+            [
+                Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
+                for name, value in {"stoker-job": config.name, **settings.tags}.items()
+            ],
+            "sagemaker.tags",
+        ),
+    }
+    taken: list[str] = []
+    body = overlaid(pruned(body, keys), settings.request, keys, taken)
+    data_at = _data_at(job, data)
+    return SageMakerRequest(
+        job, name, region, s3_uri, groups, body, keys, data, data_at, taken=tuple(taken)
+    )
+
+
+def metrics_of(job: Job) -> dict[str, str]:
+    found, config = dict(METRICS), job.resolved.config
+    names: list[str] = []
+    if config.script is None:
+        with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+            source = job.source_dir or examples_root()
+            recipe = load_recipe(config.recipe, config.params, source)
+            names = metric_names(recipe)
+    for name in names[: MOST_METRICS - len(METRICS)]:
+        if name.endswith("acc1"):
+            found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"
+        else:
+            found[f"val:{name}"] = rf"val/{re.escape(name)} ([0-9.eE+-]+)"
+    return found
+
+
+def recipe_fields(job: Job) -> set[str]:
+    """The parameters that a recipe is known to have."""
+    config, source = job.resolved.config, job.source_dir or examples_root()
+    if config.script is not None:
+        return set()
+    with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+        cls = load_object(
+            ALIASES.get(config.recipe, config.recipe), source, "recipe", offers=Recipe
+        )
+        return {info.alias or name for name, info in cls.model_fields.items()}
+    return set()
+
+
+def given_hyperparameters(job: Job) -> dict[str, str | int | float | bool]:
+    """`sagemaker.hyperparameters` without keys that the command line sets, which hosts would overwrite."""
+    given, origins = job.resolved.config.sagemaker.hyperparameters, job.resolved.origins
+    typed = [key for key, origin in origins.items() if origin in TYPED]
+
+    def is_typed(name: str) -> bool:
+        key = name.replace("__", ".")
+        return any(key == one or key.startswith(f"{one}.") for one in typed)
+
+    return {name: value for name, value in given.items() if not is_typed(name)}
+
+
+def _hyperparameters(job: Job, code_uri: str) -> dict[str, Any]:
+    settings = job.resolved.config.sagemaker
+    found: dict[str, Any] = {"config": COMMAND[-1]}
+    if settings.entry == "script-mode":
+        found["sagemaker_program"] = COMMAND[1]
+        found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
+    for key, value in given_hyperparameters(job).items():
+        text = json.dumps(value)
+        if isinstance(value, str):
+            try:
+                json.loads(value)  # must be quoted to stay text
+            except ValueError:
+                text = value
+        # SageMaker's tuning takes no dots in names; `__` is equivalent.
+        found[key.replace(".", "__")] = Keyed(text, f"sagemaker.hyperparameters.{key}")
+    return found
+
+
+def _channels(
+    settings: SageMakerConfig,
+    data: tuple[DataUpload, ...],
+    code_uri: str,
+    groups: tuple[HostGroup, ...],
+) -> list[Keyed]:
+    asked = dict(settings.channels)
+    origins = {name: f"sagemaker.channels.{name}" for name in asked}
+    if settings.entry == "container":
+        asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **asked}
+        origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
+    for item in data:
+        asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
+        origins[item.parameter] = f"params.{item.parameter}"
+    # SageMaker requires groups on all channels or on none, and takes none of a single group.
+    some = len(groups) > 1 and any(one.groups for one in asked.values())
+    by_group = [group.name for group in groups] if some else None
+    found = []
+    for name, channel in asked.items():
+        key, own = origins[name], name in settings.channels
+        in_groups = by_group and (channel.groups or by_group)
+        source = {
+            "S3DataType": "S3Prefix",
+            "S3Uri": Keyed(channel.uri, f"{key}.uri" if own else key),
+            "S3DataDistributionType": "FullyReplicated",
+            "InstanceGroupNames": Keyed(in_groups, f"{key}.groups" if own else key),
+        }
+        mode = Keyed(channel.input_mode, f"{key}.input_mode" if own else key)
+        content = {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
+        found.append(Keyed(content, key))
+    return found
+
+
+def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
+    def instances(one: HostGroup) -> dict[str, Any]:
+        return {
+            "InstanceType": Keyed(one.type, f"{one.key}.type"),
+            "InstanceCount": Keyed(one.count, f"{one.key}.count"),
+        }
+
+    if len(groups) == 1:
+        return {"InstanceGroups": Keyed(None, "sagemaker.groups"), **instances(groups[0])}
+    listed = [
+        {"InstanceGroupName": Keyed(one.name, f"{one.key}.name"), **instances(one)}
+        for one in groups
+    ]
+    return {"InstanceGroups": Keyed(listed, "sagemaker.groups")}
+
+
+def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
+    config = job.resolved.config
+    found = {item.parameter: item.path_in(f"{INPUT}/{item.parameter}") for item in data}
+    for name in config.sagemaker.channels:
+        value = config.params.get(name)
+        in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
+        known = name in config.params or (name in recipe_fields(job) and not is_read(config, name))
+        if known and not in_place:
+            found[name] = f"{INPUT}/{name}"
+    return found
+
+
+def is_read(config: Config, channel: str) -> bool:
+    """Whether a parameter's value, or an argument of the script, points into a channel."""
+    given = [config.params, config.sagemaker.hyperparameters, config.args]
+    return any(f"{INPUT}/{channel}/" in f"{text}/" for text in texts_in(given))
+
+
+def overlaid(
+    body: dict[str, Any],
+    more: Mapping[str, Any],
+    keys: dict[str, str],
+    taken: list[str],
+    path: str = "",
+) -> dict[str, Any]:
+    """The request with `sagemaker.request`, which adds to it: members, and elements of lists."""
+    found = dict(body)
+    for name, value in more.items():
+        where = f"{path}.{name}" if path else name
+        here = found.get(name)
+        own_key = where in REMEDIES and where != "InputDataConfig"
+        if own_key or (here is not None and type(here) is not type(value)):
+            taken.append(where)
+        elif isinstance(value, dict):
+            found[name] = overlaid(here or {}, value, keys, taken, where)
+        elif isinstance(here, list):
+            for index in range(len(here), len(here) + len(value)):
+                keys[f"{where}[{index}]"] = f"sagemaker.request.{where}"
+            found[name] = [*here, *value]
+        elif here is not None:
+            taken.append(where)
+        else:
+            found[name] = value
+            keys[where] = f"sagemaker.request.{where}"
+    return found

@@ -1,0 +1,177 @@
+"""Laptop: Slurm's commands, each with a deadline, and what they say of partitions and jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.errors import UsageError
+
+TIMEOUT_S = 60
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "LAUNCH_FAILED",
+    "REVOKED",
+)
+"""States in which a job does not continue, as far as Slurm itself is concerned."""
+_HELD = ("SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+_GONE = ("Invalid job id", "already completing or completed", "Job/step already")
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    up: bool
+    limit_s: int | None
+    """The longest time limit; None: unlimited."""
+    nodes: int
+    cpus: int
+    """CPUs of its largest node."""
+    gpus: int
+    """GPUs of the node with most."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a job: PENDING, RUNNING, … and why; "" if Slurm no longer knows the job."""
+
+    word: str
+    reason: str = ""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.word) and not self.word.startswith(ENDED)
+
+
+class NoAnswerError(UsageError):
+    """The command may have had its effect."""
+
+
+def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool = False) -> str:
+    if shutil.which(command[0]) is None:
+        raise UsageError(
+            f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
+            " or look at the script anywhere with --dry-run --offline"
+        )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        words = "; ".join(re.sub(rf"^{command[0]}: (error: )?", "", line) for line in lines[-3:])
+        if gone_ok and any(word in words for word in _GONE):
+            return ""
+        raise UsageError(f"{command[0]}: {words or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def partitions() -> dict[str, Partition]:
+    """The cluster's partitions; the default one also as ""."""
+    found: dict[str, Partition] = {}
+    for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%G").splitlines():
+        name, up, limit, nodes, cpus, gres = line.split("|")
+        name, default = name.strip().removesuffix("*"), name.strip().endswith("*")
+        before = found.get(name, Partition(name, False, 0, 0, 0, 0))
+        # `gpu:a100:4(S:0-1),nvme:1` → 4
+        gpus = sum(map(int, re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)))
+        found[name] = Partition(
+            name,
+            up.strip() == "up",
+            seconds_of(limit),
+            before.nodes + _number(nodes),
+            max(before.cpus, _number(cpus)),
+            max(before.gpus, gpus),
+        )
+        if default:
+            found[""] = found[name]
+    return found
+
+
+def seconds_of(limit: str) -> int | None:
+    """A time limit as Slurm prints it, `1-04:00:00`, in seconds; None: unlimited."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit.strip())
+    if parts is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def state_of(job_id: str) -> State:
+    """The state of a job, from the queue, else from what the controller or accounting remember."""
+    rows = ask(
+        "squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r", gone_ok=True
+    ).splitlines()
+    # A heterogeneous job has a row for each component; it runs when its first one does.
+    found = sorted(tuple(row.split("|")) for row in rows if row.count("|") == 2)
+    if found:
+        word, reason = found[0][1].strip(), found[0][2].strip()
+        if word in _HELD or reason.startswith("JobHeld"):
+            held = word if word in _HELD else reason
+            return State("PENDING", f"{held}, held until scontrol release {job_id}")
+        return State(word, "" if reason == "None" else reason)
+    return State(job_fields(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
+
+
+def job_fields(job_id: str) -> dict[str, str]:
+    """The fields of `scontrol show job`; empty some minutes after the job's end."""
+    text = ask("scontrol", "--oneliner", "show", "job", job_id, gone_ok=True)
+    return dict(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0]))
+
+
+def accounted(job_id: str, field: str) -> str:
+    """A field of a job from the accounting database; "" on clusters that have none."""
+    command = (
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={job_id}",
+        f"--format={field}",
+    )
+    try:
+        lines = ask(*command).splitlines()
+    except UsageError:
+        return ""
+    return lines[0].strip() if lines else ""
+
+
+def submitted(script: Path) -> str:
+    # SBATCH_ variables precede the script's lines, and SLURM_ ones may describe the job around this shell.
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_"))
+    }
+    told = ask("sbatch", "--parsable", str(script), variables=own)
+    # A site's own sbatch may print more.
+    if ids := re.findall(r"^(\d+)(?:;\S+)?\s*$", told, re.MULTILINE):
+        return str(ids[-1])
+    raise NoAnswerError(f"sbatch: no job id in its answer ({' '.join(told.split())[-200:]!r})")
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\s*(\d+)", text)
+    return int(digits[1]) if digits else 0

@@ -1,0 +1,395 @@
+"""Laptop: a job's worker pools and its CustomJob request, with what is checked before anything is uploaded.
+
+Pure: no calls to Google Cloud. All rules run, so that the user sees every problem at once; the last one reads
+the request into the client library's own types.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stoker.config.places import VertexConfig
+from stoker.errors import UsageError
+from stoker.events import prices
+from stoker.events.prices import google_prices
+from stoker.figures import count_of
+from stoker.hosts import requirements
+from stoker.hosts.services.vertex import POOLS_VARIABLE, gcs_folder
+from stoker.place import PLACE_VARIABLE
+from stoker_launcher.job import COMMAND, Job, find_data_uploads
+from stoker_launcher.places.remote import (
+    CloudRequest,
+    HostGroup,
+    Keyed,
+    cost_table,
+    lost_data,
+    nearest_of,
+    pruned,
+    shared_problems,
+    training_group,
+    with_training_group,
+)
+from stoker_launcher.places.vertex import google_cloud
+
+CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
+ARCHIVE = "code.tar.gz"
+One = TypeVar("One")
+PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
+"""Part of the names of Google's prebuilt training containers."""
+MOST_POOLS = 4
+RESERVED_VARIABLES = (
+    "AIP_",
+    "CLOUD_ML_",
+    "CLUSTER_SPEC",
+    "TF_CONFIG",
+    "RAY_AUTH_",
+    "RAY_ADDRESS",
+    "STOKER_",
+)
+
+
+@dataclass(frozen=True)
+class WorkerPool(HostGroup):
+    accelerator: str | None = None
+    asked: int | None = None
+    """GPUs per host, as configured."""
+
+
+def pools_of(settings: VertexConfig) -> Iterator[WorkerPool]:
+    listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
+    listed += [
+        (pool.name, pool, f"vertex.pools.{index}") for index, pool in enumerate(settings.pools)
+    ]
+    for name, hosts, key in listed:
+        kind, accelerator, asked = hosts.machine_type, hosts.accelerator, hosts.count
+        if not kind:
+            continue
+        attached = accelerator is not None and kind.startswith(prices.ATTACHES)
+        gpus = asked if asked is not None else prices.built_in_gpus(kind) or int(attached)
+        gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
+        known = prices.GOOGLE_MACHINES.get(kind)
+        vcpus = known.vcpus if known else None
+        yield WorkerPool(
+            name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, asked
+        )
+
+
+def replicas_by_pool(sizes: Sequence[tuple[One, int]]) -> list[tuple[One, int]]:
+    """Groups with their number of hosts as worker pools: the first pool has exactly one replica.
+
+    >>> replicas_by_pool([("gpu", 3), ("cpu", 4)])
+    [('gpu', 1), ('gpu', 2), ('cpu', 4)]
+    """
+    (first, count), *others = sizes
+    rest = [(first, count - 1)] if count > 1 else []
+    return [(first, 1), *rest, *others]
+
+
+def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+    """The environment variable that tells hosts group, machine type and GPUs of every worker pool."""
+    told = {
+        f"workerpool{number}": {"group": group, "type": kind, "gpus": gpus}
+        for number, (group, kind, gpus) in enumerate(pools)
+    }
+    return {POOLS_VARIABLE: json.dumps(told)}
+
+
+@dataclass(frozen=True)
+class VertexRequest(CloudRequest):
+    groups: tuple[WorkerPool, ...]
+    project: str = ""
+
+    @property
+    def code_uri(self) -> str:
+        return f"{self.base_uri}/{ARCHIVE}"
+
+    @property
+    def parent(self) -> str:
+        return f"projects/{self.project}/locations/{self.region}"
+
+    @property
+    def settings(self) -> VertexConfig:
+        return self.job.resolved.config.vertex
+
+    def title(self) -> str:
+        return f"Vertex AI custom job {self.name} in {self.parent}"
+
+    def costs(self) -> str:
+        settings, pools = self.settings, self.groups
+        prices, seconds = google_prices(settings), settings.max_runtime_s
+        return cost_table(pools, "vertex.max_runtime_s", seconds, prices) + "; without disks"
+
+    def for_command_line(self) -> dict[str, Any]:
+        spec: dict[str, Any] = self.body["jobSpec"]
+        return spec
+
+    def copy_command(self, source: Path, target: str) -> list[str]:
+        # It can follow links to files, but not to folders.
+        links = (path for path in source.rglob("*") if path.is_symlink() and path.is_dir())
+        if link := next(links, None):
+            raise UsageError(
+                f"--request: {link} is a link to a folder, which gcloud leaves out; copy it"
+            )
+        how = ["rsync", "-r", "--no-ignore-symlinks"] if source.is_dir() else ["cp"]
+        return ["gcloud", "storage", *how, str(source), target]
+
+    def create_command(self, file: Path) -> list[str]:
+        create = ["gcloud", "ai", "custom-jobs", "create", f"--project={self.project}"]
+        create += [f"--region={self.region}", f"--display-name={self.name}", f"--config={file}"]
+        create += [f"--labels={','.join(f'{k}={v}' for k, v in self.body['labels'].items())}"]
+        return [*create, *([f"--kms-key={self.settings.kms_key}"] if self.settings.kms_key else [])]
+
+
+def container_command(code_uri: str) -> list[str]:
+    """The command of a container: unpack the code from the mounted bucket and run it.
+
+    `exec` makes Python process 1, so that SIGTERM reaches it. The service may restart a container where it
+    was, with the code of its first start.
+    """
+    archive = shlex.quote(str(gcs_folder(code_uri)))
+    unpack = f"rm -rf {CODE_ON_HOST} && python -m tarfile -e {archive} {CODE_ON_HOST}"
+    return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
+
+
+def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest:
+    """Build the whole request, valid or not, with all objects below `gcs_uri`; `problems` checks it."""
+    config = job.resolved.config
+    pools, region = tuple(pools_of(config.vertex)), config.vertex.region
+    if trains := training_group(config, pools):
+        job = with_training_group(job, trains)
+    data = find_data_uploads(job.data, gcs_uri)
+    data_at = {item.parameter: item.path_in(str(gcs_folder(item.uri))) for item in data}
+    made = VertexRequest(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project=project)
+    made.body.update(pruned(_body(made), made.keys))
+    return made
+
+
+def _body(made: VertexRequest) -> dict[str, Any]:
+    settings = made.settings
+
+    def own(key: str) -> Keyed:
+        return Keyed(getattr(settings, key), f"vertex.{key}")
+
+    # A label value allows lower-case letters, digits, `_` and `-`.
+    label = "".join(
+        sign if sign.isalnum() or sign in "_-" else "-" for sign in made.job.name.lower()
+    )[:63]
+    scheduling = {
+        "timeout": Keyed(f"{settings.max_runtime_s}s", "vertex.max_runtime_s"),
+        "restartJobOnWorkerRestart": settings.restart,
+        "strategy": "SPOT" if settings.spot else "STANDARD",
+    }
+    return {
+        "displayName": Keyed(made.name, "name"),
+        "jobSpec": {
+            "workerPoolSpecs": _pool_specs(made),
+            "scheduling": scheduling,
+            "serviceAccount": own("service_account"),
+            "network": own("network"),
+            "persistentResourceId": own("persistent_resource"),
+            "tensorboard": own("tensorboard"),
+            "baseOutputDirectory": Keyed({"outputUriPrefix": made.base_uri}, "vertex.gcs_uri"),
+        },
+        "labels": Keyed({"stoker-job": label, **settings.labels}, "vertex.labels"),
+        "encryptionSpec": Keyed({"kmsKeyName": settings.kms_key}, "vertex.kms_key"),
+    }
+
+
+def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
+    settings = made.settings
+    if not made.groups:
+        return []
+    listed = replicas_by_pool([(pool, pool.count) for pool in made.groups])
+    told = pools_variable([(pool.name, pool.type, pool.gpus or 0) for pool, _ in listed])
+    variables = {PLACE_VARIABLE: "vertex", **told, **settings.environment}
+    env = [{"name": name, "value": value} for name, value in variables.items()]
+    image = Keyed(settings.image, "vertex.image")
+    program = {"imageUri": image, "command": container_command(made.code_uri), "env": env}
+    disk = {"bootDiskType": settings.boot_disk_type, "bootDiskSizeGb": settings.boot_disk_gb}
+    return [
+        {
+            "machineSpec": {
+                "machineType": Keyed(pool.type, f"{pool.key}.machine_type"),
+                "acceleratorType": Keyed(pool.gpu_name or None, f"{pool.key}.accelerator"),
+                "acceleratorCount": Keyed(pool.gpus or None, f"{pool.key}.count"),
+            },
+            "replicaCount": Keyed(replicas, f"{pool.key}.replicas"),
+            "diskSpec": Keyed(disk, "vertex.boot_disk_gb"),
+            "containerSpec": program,
+        }
+        for pool, replicas in listed
+    ]
+
+
+def problems(request: VertexRequest) -> list[str]:
+    rules = (_pools, _accelerators, _shared, _places, _image)
+    found = [line for rule in rules for line in rule(request)]
+    if not any(line.startswith("--on vertex") for line in found):
+        named = {line.partition(": ")[0] for line in found}
+        for path, message in google_cloud.rejected(request.body):
+            if (key := nearest_of(path, request.keys) or path) not in named:
+                found.append(f"{key}: {message}")
+    return list(dict.fromkeys(found))
+
+
+def warnings(request: VertexRequest) -> list[str]:
+    settings = request.settings
+    notes = []
+    first, trains = request.groups[0].name, request.job.resolved.config.cluster.gpu_group
+    if first != trains:
+        notes.append(
+            f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
+            " with the head's code"
+        )
+    if settings.service_account is None:
+        notes.append(
+            "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
+            " project; set vertex.service_account to limit that"
+        )
+    if not settings.network:
+        notes.append("no VPC: hosts can reach the internet; set vertex.network to control that")
+    if settings.spot:
+        notes.append("spot: hosts get 30 s notice, and the job restarts from its last checkpoint")
+    if settings.spot and not settings.restart:
+        notes.append(
+            "vertex.restart=false: a restarted host that trains waits for a head that does not come"
+        )
+    if settings.kms_key is None:
+        notes.append(
+            "no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that"
+        )
+    return notes
+
+
+def _pools(request: VertexRequest) -> Iterator[str]:
+    settings, pools = request.settings, request.groups
+    if not pools:
+        yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
+        return
+    if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
+        yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
+    for pool in pools:
+        if pool.count < 1:
+            yield f"{pool.key}.replicas: at least 1 (got {pool.count}); to have none, remove the pool"
+        if wrong := _wrong_type(pool.type):
+            yield f"{pool.key}.machine_type: {wrong} (got {pool.type!r}); for example g2-standard-8"
+    most = MOST_POOLS if pools[0].count <= 1 else MOST_POOLS - 1
+    if len(pools) > most:
+        why = (
+            "" if most == MOST_POOLS else "; the first host of the first pool is a pool of its own"
+        )
+        yield f"vertex.pools: at most {most} pools (got {len(pools)}){why}; merge pools of one type"
+    for name in dict.fromkeys(pool.name for pool in pools):
+        kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
+        if len(kinds) > 1:
+            yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
+
+
+def _wrong_type(machine_type: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", machine_type):
+        return "no Google Cloud machine type"
+    if machine_type.startswith(("ct", "cloud-tpu")):
+        return "TPUs have no CUDA"
+    return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
+
+
+def _accelerators(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    for pool in request.groups:
+        built_in, there = prices.built_in_accelerator(pool.type), prices.built_in_gpus(pool.type)
+        if pool.asked is not None and pool.asked < 0:
+            yield f"{pool.key}.count: at least 0 (got {pool.asked})"
+        elif built_in and pool.accelerator not in (None, built_in):
+            yield (
+                f"{pool.key}.accelerator: {pool.type} has {built_in} built in (got"
+                f" {pool.accelerator!r}); remove the key or choose another machine type"
+            )
+        elif built_in and pool.asked not in (None, there) and pool.type in prices.GOOGLE_MACHINES:
+            yield (
+                f"{pool.key}.count: {pool.type} has {count_of(there, 'GPU')} (got {pool.asked});"
+                " remove the key or choose another machine type"
+            )
+        elif pool.accelerator and not built_in and not pool.type.startswith(prices.ATTACHES):
+            yield (
+                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.type});"
+                " use n1-standard-8, or g2-standard-8 with GPUs built in"
+            )
+        elif pool.asked and not pool.accelerator and not built_in:
+            yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
+    trains = next((pool for pool in request.groups if pool.key == "vertex.gpu"), None)
+    if trains and not trains.gpus and not _wrong_type(trains.type):
+        yield (
+            f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
+            " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
+        )
+    if settings.gpu.machine_type and any(p.gpus for p in request.groups if p.key == "vertex.cpu"):
+        kind = settings.cpu.machine_type
+        yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
+
+
+def _shared(request: VertexRequest) -> Iterator[str]:
+    settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
+    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
+    shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
+    more, secrets = "vertex.cpu.replicas", ("Secret Manager", shown)
+    yield from shared_problems(request, "vertex", trains, more, types, secrets)
+    yield from lost_data(request, "/gcs/", "a gs:// URI or /gcs/<bucket>/…")
+
+
+def _places(request: VertexRequest) -> Iterator[str]:
+    settings = request.settings
+    if not request.project:
+        yield (
+            "vertex.project: not set, and the credentials name none; set it, or run"
+            " `gcloud auth application-default login`"
+        )
+    if not re.fullmatch(r"[a-z]+-[a-z]+\d+", settings.region):
+        yield f"vertex.region: not a region (got {settings.region!r}); for example us-central1"
+    if settings.gcs_uri is None:
+        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
+    elif not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", settings.gcs_uri):
+        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
+    if settings.spot and settings.persistent_resource:
+        yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
+        elif not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield f"vertex.environment.{name}: names have letters, digits and _ only; rename it"
+    for name in ("tensorboard", "kms_key"):
+        value = getattr(settings, name)
+        if value and f"/locations/{settings.region}/" not in value:
+            yield f"vertex.{name}: must be in the job's region, {settings.region} (got {value!r})"
+    if settings.tensorboard and not settings.service_account:
+        yield "vertex.tensorboard: requires vertex.service_account, which may write to it; set it"
+    for name, value in settings.labels.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}", f"{name}={value}"):
+            yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
+
+
+def _image(request: VertexRequest) -> Iterator[str]:
+    image = request.settings.image
+    if not image:
+        yield (
+            "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
+            " Artifact Registry or Docker Hub (docs/vertex.md)"
+        )
+        return
+    if ".dkr.ecr." in image:
+        yield f"vertex.image: Vertex AI cannot read ECR (got {image!r}); push it to Artifact Registry"
+    if (
+        PREBUILT in image
+        and re.search(r"(-cpu|-xla)\.", image)
+        and any(p.gpus for p in request.groups)
+    ):
+        yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
+    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
+    torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
+    if why := requirements.unfit(python, torch):
+        yield f"vertex.image: {why}"

@@ -1,0 +1,488 @@
+"""Laptop: run directories on this machine: new ones, those of refused runs, and the runs found in them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.config.redaction import redact
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.figures import count_of
+from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
+from stoker.storage.checkpoint_store import complete, open_store
+from stoker.storage.filesystems import deepest_there
+from stoker_launcher import places
+from stoker_launcher.places import EXIT_CODES, Place, Resume
+
+if TYPE_CHECKING:
+    from stoker_launcher.job import Job
+
+_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+MACHINE = ""
+if _BOOT.exists():
+    MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
+"""Containers of one host may have its name, and boot with it, but count processes of their own."""
+SILENT_S = 60.0
+"""A run on another machine that gives no sign for so long has ended, as one that was killed; see LIFE_S."""
+LEAST_FREE_BYTES = 20 * 2**20
+"""Less does not even fit a run's logs."""
+
+
+def new_run_dir(job: Job) -> Path:
+    """The path of a new run directory below `output_dir`; does not create it."""
+    root = Path(job.resolved.config.output_dir).resolve()
+    refuse_unwritable(root)
+    return new_run_path(job, root)
+
+
+def new_run_path(job: Job, root: Path) -> Path:
+    name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return run_dir
+
+
+def create(run_dir: Path) -> Path:
+    """Create a planned run directory, under the next free number if another run took its name meanwhile."""
+    base = re.sub(r"(-\d{6})-\d+$", r"\1", run_dir.name)
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            run_dir.mkdir(parents=True)
+            break
+        run_dir = run_dir.with_name(f"{base}-{number}")
+    return run_dir
+
+
+def replace_code(run_dir: Path) -> Path:
+    """Remove the code of a run's earlier start, and nothing else of that name; where to stage it now."""
+    code = run_dir / "code"
+    if code.exists() and not (code / ORIGINS_FILE).is_file():
+        raise UsageError(f"--resume: {code} was not staged by Stoker and stays; move it elsewhere")
+    shutil.rmtree(code, ignore_errors=True)
+    return code
+
+
+def written(run_dir: Path, name: str = "summary.json") -> int:
+    """When a run's file was last written, in ns; 0 if it has none."""
+    with contextlib.suppress(OSError):
+        opened = os.open(run_dir / name, os.O_RDONLY)  # NFS answers a mere `stat` from memory
+        try:
+            return os.fstat(opened).st_mtime_ns
+        finally:
+            os.close(opened)
+    return 0
+
+
+def refuse_unwritable(folder: Path) -> None:
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise UsageError(
+            f"output_dir: {folder} cannot be written: {there}: {error.strerror}"
+        ) from None
+    if free < LEAST_FREE_BYTES:
+        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB free)")
+
+
+def point_latest(run_dir: Path) -> str | None:
+    """Point `latest` atomically at a run directory; returns the previous target."""
+    latest, draft = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
+    before = str(latest.readlink()) if latest.is_symlink() else None
+    if before is None and latest.exists():
+        print(
+            f"note: {latest} is not a link, so it stays and does not name this run", file=sys.stderr
+        )
+        return None
+    draft.symlink_to(run_dir.name)
+    draft.replace(latest)
+    return before
+
+
+def remove_refused(run_dir: Path, latest: str | None) -> None:
+    """Remove the directory of a refused run; `latest` is what the link of that name pointed at before."""
+    link = run_dir.parent / "latest"
+    if link.is_symlink() and str(link.readlink()) == run_dir.name:
+        link.unlink()
+        if latest and (run_dir.parent / latest).is_dir():
+            link.symlink_to(latest)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        run_dir.parent.rmdir()  # only if empty
+
+
+class PastRun:
+    """A run that another process started, found by its directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.id = str(run_dir)
+        self.run_dir = run_dir
+        self._signs, self._since = [0], 0.0
+        """When its files were last written, by the clock of their server; since when that is known here."""
+
+    def summary(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {"status": "starting"}
+        return found if isinstance(found, dict) else {}
+
+    def began(self) -> tuple[float, int, str]:
+        """Sorts runs by the time of their first start, and those of the same second by their number."""
+        at = written(self.run_dir, "") / 1e9
+        with contextlib.suppress(ValueError):
+            at = datetime.fromisoformat(str(self.summary().get("started"))).timestamp()
+        return at, len(self.run_dir.name), self.run_dir.name
+
+    def process_id(self) -> int | None:
+        """The process id of the run on this machine; None after its end."""
+        own = variables = os.fsencode(f"{RUN_DIR_VARIABLE}={self.run_dir}")
+        try:
+            text, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
+            os.kill(number := int(text), 0)
+            if Path("/proc/self").exists():  # process ids are reused
+                variables = Path(f"/proc/{number}/environ").read_bytes()
+        except (OSError, ValueError) as error:
+            if not isinstance(error, PermissionError) or not self._is_owners(number, machine):
+                return None
+        return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
+
+    def is_copy(self) -> bool:
+        """Whether its process lives, and writes to the folder that this one is a copy of, or was before."""
+        name = os.fsencode(f"{RUN_DIR_VARIABLE}=")
+        with contextlib.suppress(OSError, ValueError):
+            number, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
+            variables = Path(f"/proc/{int(number)}/environ").read_bytes().split(b"\0")
+            folders = [
+                Path(os.fsdecode(v.removeprefix(name))) for v in variables if v.startswith(name)
+            ]
+            started = [
+                PastRun(folder).summary().get("started") for folder in folders if folder.exists()
+            ]
+            return (
+                bool(folders)
+                and machine in ("", MACHINE)
+                and {*started} <= {self.summary().get("started")}
+            )
+        return False
+
+    def _is_owners(self, number: int, machine: str) -> bool:
+        """Whether a process of another user is the run's, as far as that can be told."""
+        with contextlib.suppress(OSError):
+            return (
+                bool(machine)
+                and Path(f"/proc/{number}").stat().st_uid == self.run_dir.stat().st_uid
+            )
+        return False
+
+    def elsewhere(self) -> str | None:
+        """Where the run is, as far as its files say; None after its end, and if it was started here.
+
+        Its end may be that nothing was written for SILENT_S, which shows if this is asked again and again.
+        """
+        signs = [
+            written(self.run_dir, name) for name in ("summary.json", "events.jsonl", PROCESS_FILE)
+        ]
+        if signs != self._signs:
+            self._signs, self._since = signs, time.monotonic()
+        summary, file = self.summary(), self.run_dir / PROCESS_FILE
+        machine = file.read_text().partition(" ")[2] if file.exists() else ""
+        if not file.exists() and summary.get("place") == "ray":
+            machine = "a Ray cluster"
+        under_way = summary.get("status") in ("running", "starting")
+        under_way &= time.monotonic() - self._since < SILENT_S
+        host = machine if machine.startswith("a ") else machine.partition(" ")[0]
+        return host if under_way and machine not in ("", MACHINE) else None
+
+    def writes_elsewhere(self) -> bool:
+        """Whether a run of another machine goes on; without a sign of that, only after a wait."""
+        if host := self.elsewhere():
+            print(
+                f"note: {self.id} ran on {host}; looking whether it still writes", file=sys.stderr
+            )
+        before = self._signs
+        while self.elsewhere() and self._signs == before:
+            time.sleep(0.5)
+        return self._signs != before
+
+    def status(self) -> str:
+        from stoker.events.console import metrics_text
+        from stoker.events.summary import finite
+
+        found = self.summary()
+        status = str(found.get("status", "unknown"))
+        host = self.elsewhere()
+        if not host and status in ("running", "starting") and self.process_id() is None:
+            last = found.get("steps", 0)
+            return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
+        at = datetime.fromtimestamp(max(self._signs) / 1e9).astimezone().isoformat(" ", "seconds")
+        parts = [
+            f"running on {host}, as far as its files say (last sign at {at})" if host else status
+        ]
+        if found.get("error"):
+            parts.append(str(found["error"]))
+        if found.get("steps"):
+            done = (
+                ""
+                if found.get("script")
+                else f", {count_of(found.get('epochs') or 0, 'epoch')} done"
+            )
+            parts.append(f"step {found['steps']}{done}")
+        metrics = found.get("metrics")
+        last = metrics.get("last") if isinstance(metrics, dict) else None
+        known = finite(last) if isinstance(last, dict) else {}
+        if found.get("script"):
+            parts += [f"{name} {value:.6g}" for name, value in known.items()]
+        elif known:  # without the speed of the last epoch: `standing` has that of the run
+            parts.append(
+                metrics_text({n: v for n, v in known.items() if not n.startswith("perf/")})
+            )
+        return "  ".join(parts)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        path = self.run_dir / "logs" / "console.log"
+        while follow and not path.exists() and (self.process_id() or self.elsewhere()):
+            time.sleep(0.2)
+        if not path.exists():
+            return
+        with path.open() as file:
+            while True:
+                running = follow and (self.process_id() or self.elsewhere())
+                yield from (line.rstrip("\n") for line in file)
+                if not running:
+                    return
+                time.sleep(0.3)
+
+    def wait(self) -> int:
+        while self.process_id() or self.elsewhere():
+            time.sleep(0.5)
+        return EXIT_CODES.get(str(self.summary().get("status")), 1)
+
+    def stop(self) -> str | None:
+        if (number := self.process_id()) is None:
+            where = "is not of this machine" if self.elsewhere() else "has already ended"
+            raise UsageError(f"{self.id}: this run {where}: {self.status()}")
+        try:
+            os.kill(number, signal.SIGTERM)
+        except PermissionError:
+            raise UsageError(f"{self.id}: this run is another user's, who has to stop it") from None
+        return None
+
+
+def is_lost(run_dir: Path) -> bool:
+    """Whether a run's process on this machine is gone, although its summary says that it runs."""
+    run = PastRun(run_dir.resolve())
+    if (
+        not (run.run_dir / PROCESS_FILE).is_file()
+        or run.process_id()
+        or run.elsewhere()
+        or run.is_copy()
+    ):
+        return False
+    return run.summary().get("status") == "running"  # read last, as it may have ended meanwhile
+
+
+def attach(run_id: str) -> PastRun:
+    run_dir = Path(run_id).resolve()
+    if not is_run(run_dir):
+        if run_dir.name == "latest" and not run_dir.exists():
+            raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
+        raise UsageError(
+            f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…"
+        )
+    return PastRun(run_dir)
+
+
+_STEP = re.compile(r"step-\d{8,}")
+
+
+def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
+    """Resolve `--resume`: auto, never, a path or an `s3://` URI; None if it was not given."""
+    if asked is None:
+        refuse_others(place, config)
+        return Resume()
+    own = config.script is not None
+    if own and (asked == "never" or "://" in asked or _STEP.fullmatch(Path(asked).name)):
+        raise UsageError(
+            f"--resume {asked}: a script resumes from stoker.checkpoint_dir() itself; name a run, or"
+            " use auto for the last one"
+        )
+    if asked == "never" or "://" in asked:
+        return Resume(asked)
+    if place.checkpoints in ("shared", "s3", "gs"):
+        return _elsewhere(asked, place, config)
+    if asked == "auto":
+        kept = kept_outside(config, place)
+        found = newest_unfinished(config, kept)
+        if found is None:
+            where = f"{config.name} in {config.output_dir}/"
+            begin = f", from {config.checkpoint.dir}/{kept}" if kept.startswith("step-") else ""
+            print(f"no unfinished run of {where} has a checkpoint; starting a new one{begin}")
+            return Resume("auto")
+        return _run(found, place, config)
+    copied = place.checkpoints == "copies"
+    path = Path(asked)
+    if not path.exists():
+        raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
+    path = path.resolve()
+    if own and not is_run(path):
+        raise UsageError(f"--resume {asked}: not a run directory")
+    if _STEP.fullmatch(path.name):
+        return Resume(checkpoints=(path,)) if copied else Resume(str(path))
+    if path.name == "checkpoints" and is_run(path.parent):
+        path = path.parent
+    if is_run(path):
+        return _run(path, place, config)
+    steps = steps_in(path)
+    if not steps:
+        raise UsageError(
+            f"--resume {asked}: neither a run directory nor a folder with step-… folders"
+        )
+    return Resume(checkpoints=tuple(steps)) if copied else Resume(str(path))
+
+
+def refuse_others(place: Place, config: Config) -> None:
+    """A new run directory on this machine is a new run; a service starts the same run again.
+
+    On Slurm, a relative folder is that of all launches from here.
+    """
+    given, newest = config.checkpoint, ""
+    where = given.dir or ""
+    relative = place.name == "slurm" and "://" not in where and not where.startswith("/")
+    if config.script is None and (place.checkpoints in ("folders", "copies") or relative):
+        newest = kept_outside(config, place)
+    if newest.startswith("step-") and given.resume not in ("never", given.dir):
+        raise UsageError(
+            f"checkpoint.dir: {given.dir} has checkpoints of another run ({newest}), which this new run"
+            " would continue; set another folder, or continue that run with --resume auto or --resume RUN"
+        )
+
+
+def newest_unfinished(config: Config, outside: str) -> Path | None:
+    """The newest run of the job in `output_dir` that did not succeed and has a checkpoint."""
+    # The second and later runs of the same second have a number, those of notebooks and of Ray Jobs a token.
+    form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-[0-9a-f]+)*")
+    found = [
+        path.resolve() for path in Path(config.output_dir).glob("*") if form.fullmatch(path.name)
+    ]
+    for run in sorted(map(PastRun, found), key=PastRun.began, reverse=True):
+        kept = outside or kept_in(run.run_dir, config)
+        if kept and run.summary().get("status") != "succeeded":
+            return run.run_dir
+    return None
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder or its `checkpoints/`, newest first."""
+    for at in (folder, folder / "checkpoints"):
+        if at.is_dir():
+            found = [path for path in at.iterdir() if _STEP.fullmatch(path.name)]
+            if found:
+                return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    return []
+
+
+def kept_in(run_dir: Path, config: Config) -> list[Path]:
+    """A run's checkpoints; for a script, everything in its checkpoint folder."""
+    if config.script is None:
+        return steps_in(run_dir)
+    folder = run_dir / "checkpoints"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+PRIVATE = ("/tmp/", "/dev/shm/", "/opt/ml/", "/gcs/")  # noqa: S108 - names them only
+"""Folders of which each rehearsed host has its own; others are this machine's, read-only."""
+
+
+def kept_outside(config: Config, place: Place | None = None) -> str:
+    """The newest complete one of `checkpoint.dir`; of a script, or if it is unreadable, the folder; or ""."""
+    where = config.checkpoint.dir or ""
+    private = not where.startswith("/") or where.startswith(PRIVATE)
+    if place and place.checkpoints == "copies" and "://" not in where and private:
+        return ""
+    with contextlib.suppress(OSError, UsageError, ValueError):
+        if where and config.script is None:
+            return next(complete(open_store(where)), "")
+    return where
+
+
+def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
+    """The command that continues a run which has stopped; empty without a checkpoint."""
+    if not (kept_in(run_dir, config) or kept_outside(config)):
+        return ""
+    end = words.index("--") if "--" in words else len(words)
+    options, rest = words[1:end], words[end:]
+    if "--resume" in options:
+        at = options.index("--resume")
+        options = options[:at] + options[at + 2 :]
+    options = [word for word in options if not word.startswith("--resume=")]
+    here = Path.cwd()
+    where = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    program = ["stoker"] if Path(words[0]).name == "stoker" else ["python", words[0]]
+    halves = (word.partition("=") for word in options)
+    shown = [f"{key}={redact(value, key)}" if sign else key for key, sign, value in halves]
+    return shlex.join([*program, *shown, "--resume", str(where), *redact(rest, "args")])
+
+
+def _run(run_dir: Path, place: Place, config: Config) -> Resume:
+    run = places.attach(str(run_dir))  # asks Slurm about a run of its own
+    if isinstance(run, PastRun) and (run.process_id() or run.writes_elsewhere()):
+        here = f"first: stoker stop {shlex.quote(str(run_dir))}"
+        on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
+        raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
+    steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
+    if not steps and not kept_outside(config, place):
+        on = " on its hosts" if copied else ""
+        nor = (
+            f", nor does checkpoint.dir{on}: {config.checkpoint.dir}"
+            if config.checkpoint.dir
+            else ""
+        )
+        raise UsageError(f"--resume: {run_dir} holds no checkpoint{nor}")
+    if copied:
+        return Resume("auto", checkpoints=tuple(steps))
+    print(f"resuming in {run_dir}", file=sys.stderr)
+    return Resume("auto", run_dir=run_dir)
+
+
+def _elsewhere(asked: str, place: Place, config: Config) -> Resume:
+    scheme = "gs" if place.checkpoints == "gs" else "s3"
+    if asked == "auto":
+        if config.checkpoint.dir is None:
+            raise UsageError(
+                f"--resume auto: with --on {place.name} each launch writes its own checkpoints; set"
+                f" checkpoint.dir={scheme}://… for all launches, or name an earlier run's with --resume"
+            )
+        return Resume("auto")
+    only_uri = place.checkpoints in ("s3", "gs")
+    if only_uri or not Path(asked).is_absolute():
+        remedy = (
+            f"{scheme}://"
+            if only_uri
+            else "an absolute folder shared by the cluster's hosts, or s3://"
+        )
+        raise UsageError(
+            f"--resume {asked}: the hosts cannot read a folder of this machine; name {remedy}"
+        )
+    return Resume(asked)
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / "code" / ORIGINS_FILE).is_file()
