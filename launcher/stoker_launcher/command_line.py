@@ -338,7 +338,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:
-        problems = error.problems
+        problems: tuple[str, ...] = error.problems
     except OSError as error:
         if error.errno not in EXPECTED:
             raise

@@ -55,7 +55,7 @@ def run(
     refuse_meaningless(options, place)
     if config is None:
         raise UsageError(
-            "no configuration file or script given; try source_dir/configs/digits.yaml"
+            "CONFIG: no configuration file or script given; try source_dir/configs/digits.yaml"
         )
     if "=" in str(config) and not config.exists():
         raise UsageError(

@@ -33,7 +33,7 @@ from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
 from stoker.config.schema import Config, refuse_missing
-from stoker.errors import UsageError
+from stoker.errors import StokerError, UsageError
 from stoker.hosts.output import Copies
 from stoker.place import (
     LASTING_DIR_VARIABLE,
@@ -101,7 +101,7 @@ class RunResult:
         return dict(self.summary.get("metrics", {}).get("best", {}))
 
 
-class RunError(RuntimeError):
+class RunError(StokerError):
     """Notebook: a run ended with an exit code other than 0; `result` has the code and the run directory."""
 
     def __init__(self, result: RunResult) -> None:

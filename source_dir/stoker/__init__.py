@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stoker.errors import DataError, StokerError, UsageError
     from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "DataError",
     "DataLoader",
     "Recipe",
     "RunError",
     "RunInterrupt",
     "RunResult",
+    "StokerError",
+    "UsageError",
     "checkpoint_dir",
     "log",
     "replace_torch_loader",
@@ -27,6 +31,7 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    **dict.fromkeys(("DataError", "StokerError", "UsageError"), "stoker.errors"),
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
     **dict.fromkeys(("RunError", "RunInterrupt", "RunResult", "run"), "stoker_launcher.notebook"),

@@ -1,25 +1,150 @@
-"""Every host: errors that end a run, and their one-line explanations. Imports neither ray nor torch."""
+"""Every host: errors that end a run, and what they say. Imports neither ray nor torch.
+
+An error whose message is meant for users is a `StokerError`. What fails somewhere travels as a `Failure`: from
+the chain worker to the service, to the train workers, to the driver, to the screen.
+"""
 
 from __future__ import annotations
 
 import difflib
-import re
 import shlex
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-class UsageError(Exception):
-    """Invalid usage, configuration or data; exit code 2, one line per problem.
+class ErrorLine(str):
+    """One line for users: what, where, what to do."""
+
+    key: str
+    """The configuration key, option or file that it is about."""
+
+    def __new__(cls, text: str, key: str = "") -> ErrorLine:
+        """A text begins with its key and a colon, unless `key` is given."""
+        problem = super().__new__(cls, text)
+        about, colon, _ = text.partition(": ")
+        problem.key = key or (about.split()[0].rstrip(",") if colon and about.strip() else "")
+        return problem
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why work, an attempt or a run failed; the same value on every host that it passes."""
+
+    kind: str
+    """Class of the exception; pickled itself, it would lose its traceback."""
+    where: str = ""
+    """File and line, unless the text is complete without."""
+    text: str = ""
+    record: str = ""
+    """Key of the record that was in progress, if one was."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """From any exception, also one that Ray or Ray Train wraps."""
+        error = cause_of(error)
+        return error.failure if isinstance(error, StokerError) else cls.raised(error)
+
+    @classmethod
+    def raised(cls, error: BaseException) -> Failure:
+        """From an exception of code that is not Stoker's, with its place: the user's frames first."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [
+            f for f in frames if "site-packages" not in f.filename and "importlib" not in f.filename
+        ]
+        frame = (own or frames)[-1] if frames else None
+        where = f"{Path(frame.filename).name}:{frame.lineno}" if frame else ""
+        kind, text = type(error).__name__, " ".join(str(error).split())
+        return cls(kind, where, f"{kind}: {text}" if text else kind)
+
+    def error(self) -> DataError:
+        """To raise on another host."""
+        error = DataError(str(self))
+        error.failure = self
+        return error
+
+    def __str__(self) -> str:
+        text = f"record {self.record}: {self.text}" if self.record else self.text
+        return f"{text} ({self.where})" if self.where else text
+
+
+class StokerError(Exception):
+    """Root of the errors whose message is meant for users, one line per problem."""
+
+    exit_code = 1
+    failure: Failure
+
+    def __init__(self, *problems: str, record: str = "") -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(p if isinstance(p, ErrorLine) else ErrorLine(p) for p in problems)
+        lines = [problem.partition("\n")[0] for problem in problems]
+        self.failure = Failure(type(self).__name__, text="; ".join(lines), record=record)
+
+    @property
+    def key(self) -> str:
+        return self.problems[0].key if self.problems else ""
+
+
+class UsageError(StokerError):
+    """Invalid usage, configuration or data; exit code 2.
 
     Whatever checks what a user gives may raise it, so docstrings do not repeat it.
     """
 
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    exit_code = 2
+
+
+class DataError(StokerError):
+    """Head and train worker: the data of this run is inconsistent or has stopped arriving."""
+
+
+class ScriptError(StokerError):
+    """Train worker: the user's script failed; the message says how, and names its log."""
+
+
+class ChainError(StokerError):
+    """Chain worker: a stage failed for a whole batch, which ends the run."""
+
+
+class SchemaError(ChainError):
+    """Chain worker and train worker: rows do not match the schema of their split."""
+
+
+class CacheError(StokerError):
+    """Chain worker: the configured cache cannot be used on this host."""
+
+
+class CheckpointError(StokerError, OSError):
+    """Train worker: a checkpoint or the model cannot be written or read."""
+
+
+class NotFiniteError(StokerError, FloatingPointError):
+    """Train worker: the loss or the weights are not finite."""
+
+
+class FlakyReadError(StokerError, OSError):
+    """Chain worker: a record could not be read, but perhaps can be on another host."""
+
+
+_INNER = ("cause", "_base_exc", "health_check_failure", "controller_failure")
+"""Attributes of Ray's and Ray Train's exceptions that hold the one that they wrap."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception that those of Ray wrap."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        inner = next((inner for name in _INNER if (inner := getattr(error, name, None))), None)
+        error = inner if isinstance(inner, BaseException) else error
+    return error
+
+
+def where_raised(error: BaseException) -> str:
+    """Format an exception as `Type: message (file.py:12)`, preferring the user's frames."""
+    return str(Failure.raised(error))
 
 
 class Problems:
@@ -32,22 +157,22 @@ class Problems:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, None] = {}
+        self._problems: dict[ErrorLine, None] = {}
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, UsageError):
-            self._found |= dict.fromkeys(error.problems)
+            self._problems |= dict.fromkeys(error.problems)
             return True
         # What fails otherwise after a refusal is probably its consequence.
-        return bool(self._found) and isinstance(error, Exception)
+        return bool(self._problems) and isinstance(error, Exception)
 
     def refuse(self) -> None:
         """Raise one UsageError with all problems, each once."""
-        if self._found:
-            raise UsageError(*self._found)
+        if self._problems:
+            raise UsageError(*self._problems)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
@@ -63,71 +188,3 @@ def nearest_file(name: str, folder: Path, pattern: str, shown: Path | None = Non
         name, [path.name for path in folder.glob(pattern)], n=1, cutoff=0.5
     )
     return f"; did you mean {shlex.quote(str((shown or folder) / hint[0]))}?" if hint else ""
-
-
-class DataError(RuntimeError):
-    """Head and train worker: the data of this run is inconsistent or has stopped arriving."""
-
-
-class ScriptError(RuntimeError):
-    """Train worker: the user's script failed; the message says how, and names its log."""
-
-
-class ChainError(RuntimeError):
-    """Chain worker: a stage failed for a whole batch, which ends the run."""
-
-
-class SchemaError(ChainError):
-    """Chain worker and train worker: rows do not match the schema of their split."""
-
-
-class CacheError(RuntimeError):
-    """Chain worker: the configured cache cannot be used on this host."""
-
-
-class FlakyReadError(OSError):
-    """Chain worker: a transient read error; the head reschedules the shard on another host."""
-
-
-class OverError(Exception):
-    """Chain worker: its blocks are no longer needed."""
-
-
-STATED = (CacheError, ChainError, DataError, ScriptError, UsageError)
-"""Errors whose message is meant for users."""
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Unwrap an error from Ray: the first cause written for users, or else the deepest."""
-    cause: BaseException = error
-    seen = {id(cause)}
-    while not isinstance(cause, STATED):
-        below = getattr(cause, "cause", None) or cause.__cause__
-        if not isinstance(below, BaseException) or id(below) in seen:
-            break
-        seen.add(id(below))
-        cause = below
-    return cause
-
-
-_BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause", re.MULTILINE)
-
-
-def explain(error: BaseException) -> str:
-    """An error from Ray in one line."""
-    cause = root_cause(error)
-    if isinstance(cause, STATED):
-        return str(cause).splitlines()[0]
-    # Ray Data's UserCodeException only counts attempts; the user's own error is in its text.
-    behind = _BEHIND.search(str(error)) if type(cause).__name__ == "UserCodeException" else None
-    return behind[1] if behind else where_raised(cause)
-
-
-def where_raised(error: BaseException) -> str:
-    """Format an exception as `Type: message (file.py:12)`, preferring the user's frames."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "importlib" not in f.filename]
-    frame = (own or frames)[-1] if frames else None
-    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"

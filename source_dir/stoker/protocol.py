@@ -270,16 +270,6 @@ class Made(NamedTuple):
     """Size and limit of the host's cache in bytes."""
 
 
-class Failure(NamedTuple):
-    """Chain worker → head: why it failed. Pickling an exception would lose its traceback."""
-
-    text: str
-    may_pass: bool = False
-    """Whether to retry on another host."""
-    tries: int = 0
-    """Maximum number of further retries for this kind of error."""
-
-
 # What a train worker is given
 
 

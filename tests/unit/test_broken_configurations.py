@@ -286,7 +286,7 @@ TYPED = {
         ["check", "jobs/job.yaml"],
         "is a job's configuration; measure it with `size jobs/job.yaml`",
     ),
-    "checking nothing": (["check"], "no script given"),
+    "checking nothing": (["check"], "SCRIPT: none given"),
     "too few steps": (["check", "fine.py", "--steps", "0"], "--steps: must be at least 10 (got 0)"),
     "a GPU host without one": (
         ["check", "fine.py", "--gpu", "ml.c5.xlarge"],

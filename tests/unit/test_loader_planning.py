@@ -15,13 +15,13 @@ import pytest
 from torch.utils.data import IterableDataset, default_collate
 
 from stoker.config.schema import Config
+from stoker.errors import Failure
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderService
 from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
 from stoker.protocol import (
     BlockReport,
     Care,
     Claim,
-    Failure,
     Made,
     PassPlan,
     Process,
@@ -275,7 +275,7 @@ def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_
         claim = head.given("a")
         head.made("a", claim, 0)
         head.planner.failed(
-            Process("a", "a", "1"), claim.number, Failure("OSError: no space", True, 3)
+            Process("a", "a", "1"), claim.number, Failure("OSError", text="OSError: no space"), 3
         )
         for item in head.planner.again:
             item.not_before = 0.0

@@ -532,7 +532,7 @@ def test_the_exit_code_of_a_stop_says_whether_training_had_finished(
 ) -> None:
     monkeypatch.setattr(driver, "_stop_reason", "SIGTERM")
     fit: Any = object.__new__(driver.Fit)
-    fit.error, fit.reason, fit.complete = "", "", complete
+    fit.failure, fit.reason, fit.complete = None, "", complete
     summary = Summary()
     assert driver.conclude(fit, summary) == code
     assert summary.status == ("succeeded" if complete else "interrupted")
@@ -550,7 +550,7 @@ def test_what_failed_never_ends_with_exit_code_0(
     error: str, reason: str, exported: str, said: str
 ) -> None:
     fit: Any = object.__new__(driver.Fit)
-    fit.error, fit.reason, fit.complete = error, reason, True
+    fit.failure, fit.reason, fit.complete = error, reason, True
     summary = Summary(
         exports=[{"format": "safetensors", "error": ""}, {"format": "onnx", "error": exported}]
     )

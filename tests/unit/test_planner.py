@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
-from stoker.errors import DataError
-from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Failure, Made, Process
+from stoker.errors import DataError, Failure
+from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Passes, Shared
@@ -225,7 +225,7 @@ def test_every_block_once_and_in_order(
                 workers[at] = worker.again()
             elif kind == "fails" and worker.claim:
                 head.planner.failed(
-                    worker.me, worker.claim.number, Failure("cannot be read", True, tries=9)
+                    worker.me, worker.claim.number, Failure("OSError", text="cannot be read"), 9
                 )
                 worker.todo = []
             elif kind == "hangs" and worker.me.worker in head.planner.active:
@@ -441,18 +441,18 @@ def test_a_lost_block_that_is_not_made_again_ends_the_run() -> None:
 def test_work_that_cannot_be_read_is_tried_again_and_then_ends_the_run() -> None:
     head = Head([3], "any", 1, 10_000)
     look(head)
-    failure = Failure("OSError: Input/output error", True, tries=3)
+    failure = Failure("OSError", text="OSError: Input/output error")
     worker = Worker(head, "h0")
     for _ in range(3):
         assert worker.ask() and worker.claim is not None
-        head.planner.failed(worker.me, worker.claim.number, failure)
+        head.planner.failed(worker.me, worker.claim.number, failure, 3)
         assert not worker.ask(), "not at once"
         head.planner.again[0].not_before = 0.0
     assert worker.ask() and worker.claim is not None
     with pytest.raises(
         DataError, match="train shard s0: failed 4 times, on h0: OSError: Input/output error"
     ):
-        head.planner.failed(worker.me, worker.claim.number, failure)
+        head.planner.failed(worker.me, worker.claim.number, failure, 3)
 
 
 @pytest.mark.parametrize("order", ["any", "exact"])

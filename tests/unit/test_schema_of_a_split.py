@@ -22,7 +22,7 @@ from stoker.chain.columns import schema_of
 from stoker.chain.entries import as_stages
 from stoker.chain.transforms import Drop
 from stoker.data import Pad, read_torch, read_webdataset
-from stoker.errors import STATED, SchemaError, UsageError
+from stoker.errors import SchemaError, StokerError, UsageError
 from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
@@ -203,7 +203,7 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
             ),
             pad={name: PADS[name] for name in PADS.keys() & set(kinds)},
         )
-    except STATED as error:
+    except StokerError as error:
         OUTCOMES["refused"] += 1
         too_few = count < workers and "data.remainder" in str(error)
         assert defects or too_few, f"nothing is wrong with these records: {error}"

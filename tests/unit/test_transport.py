@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from stoker.chain.columns import schema_of
-from stoker.errors import DataError
+from stoker.errors import DataError, Failure
 from stoker.protocol import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
@@ -263,10 +263,12 @@ def transport(far: Setting, moved: Any, timeout_s: float) -> Transport:
 
 def test_a_block_that_will_not_come_is_an_error_that_says_why(far: Setting) -> None:
     lost, schema = far.block(4)._replace(node=""), schema_of(columns_of(1))
+
+    def refuses(part: BlockSlice, missing: bool) -> BlockSlice:
+        raise Failure("DataError", text="too many records are bad").error()
+
     with pytest.raises(DataError, match="too many records are bad"):
-        transport(far, lambda part, missing: "too many records are bad", timeout_s=120).fetch(
-            [lost], schema
-        )
+        transport(far, refuses, timeout_s=120).fetch([lost], schema)
     with pytest.raises(DataError, match=r"did not come within 1 s .*: being made again"):
         transport(far, lambda part, missing: part, timeout_s=1).fetch([lost], schema)
 

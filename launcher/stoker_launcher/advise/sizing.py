@@ -113,7 +113,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     """Print the table and the recommendation; 1 without one, because no GPU's rate is known."""
     rates = options.rates()
     if config is None:
-        raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
+        raise UsageError("CONFIG: no configuration file given; try source_dir/configs/digits.yaml")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("size: needs a recipe; for a script use `check`")
     settings, google = resolved.config.sagemaker, resolved.config.vertex

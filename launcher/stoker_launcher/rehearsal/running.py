@@ -37,12 +37,12 @@ def unshare_command() -> list[str]:
     instead = "; `--on local` runs the same job without emulated hosts"
     if not sys.platform.startswith("linux"):
         raise UsageError(
-            f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}"
+            f"--on rehearsal: needs Linux namespaces, but this is {sys.platform}{instead}"
         )
     needed = [(tool, package) for package, tools in PACKAGES.items() for tool in tools]
     absent = [f"{tool} (package {package})" for tool, package in needed if not shutil.which(tool)]
     if absent:
-        raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
+        raise UsageError(f"--on rehearsal: needs {', '.join(absent)}{instead}")
     reason = ""
     as_user = ["--user", "--map-root-user"]
     for options in [[], as_user] if os.geteuid() == 0 else [as_user]:

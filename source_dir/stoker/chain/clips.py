@@ -49,7 +49,7 @@ class DecodeVideo(RecordTransform):
     ) -> None:
         if importlib.util.find_spec("av") is None:
             raise UsageError(
-                "DecodeVideo needs the package av; pip install 'stoker[video]', or add av to requirements.txt"
+                "DecodeVideo: needs the package av; pip install 'stoker[video]', or add av to requirements.txt"
             )
         if frames < 1 or (rate is not None and rate <= 0) or start not in ("random", "centre"):
             raise UsageError(

@@ -174,8 +174,8 @@ def refuse_nothing_to_keep(stages: list[Stage]) -> None:
     first = stages[0]
     why = "is random" if first.random else "works on batches"
     raise UsageError(
-        f"cannot cache: the first stage {first.name} {why}; put deterministic stages (random = False) first"
-        " or set data.cache=none"
+        f"data.cache: the first stage {first.name} {why}, so nothing can be cached; put deterministic stages"
+        " (random = False) first, or use none"
     )
 
 

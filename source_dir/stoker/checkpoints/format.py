@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from stoker.errors import UsageError
+from stoker.errors import CheckpointError, UsageError
 from stoker.storage.checkpoint_store import (
     FULL,
     INCOMPLETE,
@@ -104,7 +104,7 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
         parts = [disk, cause] if disk.endswith(FULL) else [cause, disk]
-        raise OSError(
+        raise CheckpointError(
             f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"
         ) from error
     return Checkpoint(store, name, content.meta, len(history))
@@ -150,7 +150,7 @@ def load_meta(store: CheckpointStore, name: str, with_history: bool = True) -> C
     try:
         meta = json.loads(store.content(f"{name}/{META}"))
     except FileNotFoundError:
-        raise OSError(
+        raise CheckpointError(
             f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
             " a folder that they share, or s3://"
         ) from None
@@ -178,7 +178,7 @@ def read_plain(file: Any, where: str) -> Any:
         return torch.load(file, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         found = re.search(r"GLOBAL (\w+\.[\w.]+)", str(error))
-        raise OSError(
+        raise CheckpointError(
             f"{where}: contains {found[1] if found else 'more'} besides plain values and tensors, which"
             " could run code; not loaded. Remove this checkpoint, and check who may write there"
         ) from None
@@ -381,7 +381,7 @@ class Writer:
             self.thread.join(min(POLL_S, still_s))
             if progress.still_s() > still_s and self.thread.is_alive():
                 self.thread = None  # nobody waits for it a second time
-                raise OSError(
+                raise CheckpointError(
                     f"{self.what}: not written, and no progress for {progress.still_s():.0f} s:"
                     f" {self.where} is stuck; check its disk or connection, then resume from the checkpoint"
                     " before"
@@ -407,4 +407,4 @@ class Writer:
         except (OSError, UsageError) as error:
             self.failure = error
         except BaseException as error:
-            self.failure = OSError(f"{self.what}: {type(error).__name__}: {error}")
+            self.failure = CheckpointError(f"{self.what}: {type(error).__name__}: {error}")

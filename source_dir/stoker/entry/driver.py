@@ -21,7 +21,7 @@ from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
 from stoker.entry.fit import Fit, open_log
 from stoker.entry.job_checks import Opened, open_all, own_sinks
-from stoker.errors import DataError, UsageError, where_raised
+from stoker.errors import Failure, StokerError, UsageError
 from stoker.events import kinds
 from stoker.events.console import Console, report
 from stoker.events.kinds import HostChanged, HostJoined, HostLost, HostReleased
@@ -133,12 +133,9 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         code = conclude(fit, summary)
         if code == 0 and work.leaves_model():
             summary.model = str(place.model_dir)
-    except (UsageError, DataError) as error:
-        summary.status, summary.error = "failed", str(error)
-        code = 2 if isinstance(error, UsageError) else 1
-        log.info("refused: %s", error)
     except Exception as error:
-        summary.status, summary.error = "failed", where_raised(error)
+        summary.status, summary.error = "failed", str(Failure.of(error))
+        code = error.exit_code if isinstance(error, StokerError) else 1
         log.error("%s", traceback.format_exc())
     finally:
         recorder.figures = last_figures(coordinator, tracking, place.run_dir)
@@ -244,8 +241,8 @@ def follow(
 
 
 def conclude(fit: Fit, summary: Summary) -> int:
-    if fit.error or fit.reason:
-        summary.status, summary.error = "failed", fit.reason or fit.error
+    if fit.failure or fit.reason:
+        summary.status, summary.error = "failed", fit.reason or str(fit.failure)
         return 1
     if _stop_reason and not fit.complete:
         summary.status, summary.error = "interrupted", _stop_reason

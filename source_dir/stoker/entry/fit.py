@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import redaction
 from stoker.config.schema import Config
-from stoker.errors import explain
+from stoker.errors import Failure
 from stoker.hosts.topology import TRAIN_RESOURCE
 from stoker.place import RunPlace
 
@@ -32,7 +32,8 @@ class Fit:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.error = self.reason = ""
+        self.failure: Failure | None = None
+        self.reason = ""
         self.complete = False
         settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
         parts = (work.loop, work.torch_config)
@@ -44,7 +45,7 @@ class Fit:
 
     @property
     def alive(self) -> bool:
-        """Afterwards `error` holds the cause of a failure."""
+        """Afterwards `failure` says why training failed; None: it did not."""
         return self.wait(0.0)
 
     def wait(self, seconds: float) -> bool:
@@ -54,14 +55,16 @@ class Fit:
         if not self._ended and ray.wait([self._call], timeout=seconds)[0]:
             self._ended = True
             try:
-                self.error = ray.get(self._call)
+                self.failure = ray.get(self._call)
             except Exception as error:
-                self.error = explain(error)
+                self.failure = Failure.of(error)
         return not self._ended
 
 
-def fit(settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
-    """Ray task on the head: train to the end; returns the cause of a failure in one line.
+def fit(
+    settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any
+) -> Failure | None:
+    """Ray task on the head: train to the end; returns why it failed.
 
     Args:
         settings: passed to the loop in every train worker, with the job as `config`.
@@ -71,7 +74,7 @@ def fit(settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: A
     """
     from stoker.hosts.cluster import set_ray_train
     from stoker.ray_compat import end_at_once
-    from stoker.train.trainer import cause_of, make_trainer
+    from stoker.train.trainer import failure_of, make_trainer
 
     set_ray_train()
     config: Config = settings["config"]
@@ -87,8 +90,8 @@ def fit(settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: A
         trainer.fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
-        return cause_of(error) or type(error).__name__  # an empty string means success
-    return ""
+        return failure_of(error)
+    return None
 
 
 class LogFormatter(logging.Formatter):

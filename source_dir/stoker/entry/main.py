@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.errors import StokerError, UsageError
 from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import Service, services
@@ -52,11 +53,9 @@ def run(arguments: list[str]) -> int:
                 return 2
             if resource is not None:
                 return run_on_host(service, resource, arguments)
-    from stoker.hosts.raynode import ClusterError
-
     try:
         return run_locally(arguments)
-    except ClusterError as error:
+    except StokerError as error:
         return _refused(error)
     except KeyboardInterrupt:
         return 130
@@ -64,7 +63,6 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster."""
-    from stoker.errors import DataError, UsageError
     from stoker.hosts import cluster, forks
     from stoker.place import CHECK_VARIABLE, PROCESS_FILE, local_place
 
@@ -87,13 +85,11 @@ def run_locally(arguments: list[str]) -> int:
         if check_only:
             return 0
         from stoker.entry import driver
-    except BaseException as error:
+    except BaseException:
         if starting is not None:
             # The launcher repeats the signal if the job does not end within two seconds.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             starting.stop()
-        if isinstance(error, UsageError | DataError):
-            return _refused(error)
         raise
     with starting or cluster.connected():
         # After ray.init, which installs its own handlers.
@@ -116,12 +112,12 @@ def _show_life(file: Path) -> None:
         time.sleep(LIFE_S)
 
 
-def _refused(error: Exception) -> int:
+def _refused(error: StokerError) -> int:
     from stoker.config.redaction import scrub
 
-    for problem in getattr(error, "problems", [str(error)]):
+    for problem in error.problems:
         print(f"error: {scrub(problem)}", file=sys.stderr)
-    return 2 if hasattr(error, "problems") else 1
+    return error.exit_code
 
 
 def _stop_locally(number: int, frame: Any) -> None:
@@ -153,7 +149,7 @@ def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[s
     except requirements.InstallError as error:
         say(str(error))
         write_failure(failure, str(error))
-        return 2 if isinstance(error, requirements.ConflictError) else 1
+        return error.exit_code
     except Exception as error:  # anything: show it in the job's console
         import traceback
 
@@ -182,7 +178,6 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
         [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     from stoker.entry import roles
-    from stoker.errors import UsageError
     from stoker.place import Outcome
 
     place = service.place()
@@ -191,8 +186,8 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
     try:
         resolved = read_configuration(arguments, service.given())
         topology = resolve(resource, resolved.config.cluster.gpu_group)
-    except (UsageError, TopologyError) as error:
-        return Outcome(2, "; ".join(getattr(error, "problems", [str(error)])))
+    except UsageError as error:
+        return Outcome(2, "; ".join(error.problems))
     prefix_output(topology.group, topology.host, topology.role)
     say(f"hosts: {topology.describe(topology.hosts)}; head: {topology.head}")
     if topology.role == "head":

@@ -20,7 +20,7 @@ from typing import Any
 from stoker.config.loading import Resolved
 from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
-from stoker.errors import DataError, UsageError
+from stoker.errors import StokerError
 from stoker.hosts import cluster, forks, raynode, requirements
 from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
@@ -139,7 +139,7 @@ def run_head(
         outcome = Copies(place.copies).during(lambda: drive(resolved, place, stop, opened))
     except StoppedBySignal:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
-    except (ClusterError, DataError, OSError) as error:
+    except OSError as error:
         outcome = Outcome(1, scrub(str(error)))
     except (Exception, SystemExit) as error:
         outcome = _failure(error)
@@ -306,8 +306,8 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
 
 def _failure(error: BaseException) -> Outcome:
     """An exception of user code or the driver, with where it was raised."""
-    if isinstance(error, UsageError):
-        return Outcome(2, scrub("; ".join(error.problems)))
+    if isinstance(error, StokerError):
+        return Outcome(error.exit_code, scrub(str(error.failure)))
     frames, origin = traceback.extract_tb(error.__traceback__), "unknown place"
     if frames:
         origin = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.errors import StokerError
 from stoker.hosts import machine
 from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
 from stoker.hosts.output import say
@@ -60,7 +61,7 @@ def private_folder() -> Path:
     return folder
 
 
-class ClusterError(RuntimeError):
+class ClusterError(StokerError):
     """The cluster could not be formed or was lost. One line."""
 
 

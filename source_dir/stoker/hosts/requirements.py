@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from stoker.errors import StokerError
+
 INSTALL_TIMEOUT_S = 900
 OLDEST_RAY, OLDEST_TORCH = "2.52", "2.6"
 """Ray's is the first release with token authentication."""
@@ -29,12 +31,14 @@ OF_THE_IMAGE = (*OF_TORCH, "ray")
 """Must match the image's CUDA and drivers, or all other hosts; requirements must not replace them."""
 
 
-class InstallError(RuntimeError):
+class InstallError(StokerError):
     """A missing requirement cannot be installed."""
 
 
 class ConflictError(InstallError):
     """The user must change the requirements or the image."""
+
+    exit_code = 2
 
 
 def ensure(folder: Path, install: bool = True) -> list[str]:

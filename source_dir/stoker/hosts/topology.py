@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.errors import UsageError
+
 HOMOGENEOUS = "homogeneousCluster"
 """SageMaker's name for the single group of a job without instance groups."""
 
@@ -15,7 +17,7 @@ _GPU_TYPES = re.compile(r"^(ml\.)?(p\d|g\d|gr\d)")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-class TopologyError(ValueError):
+class TopologyError(UsageError):
     """The job's hosts do not match the configuration."""
 
 

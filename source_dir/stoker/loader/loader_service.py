@@ -23,6 +23,7 @@ import ray
 from stoker import ray_compat
 from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import ClusterConfig, Config
+from stoker.errors import Failure
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.pass_timer import PassProgress
 from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard, Work
@@ -152,8 +153,8 @@ class LoaderAttempt(Attempt):
     def all_produced(self) -> bool:
         return self.idle
 
-    def fail(self, reason: str) -> None:
-        super().fail(self._named(reason))
+    def fail(self, failure: Failure) -> None:
+        super().fail(replace(failure, text=self._named(failure.text)))
 
     def stalled(self, pass_: Pass, reason: str) -> None:
         """As the base's, but this pass alone fails: others may have longer deadlines."""
@@ -408,7 +409,8 @@ class LoaderService(DataService):
         attempt = self.attempt
         pass_ = attempt.passes.get(key) if attempt else None
         if attempt is None or attempt.failure or pass_ is None:
-            return [("failed", (attempt and attempt.failure) or "this pass was closed")]
+            failure = attempt.failure if attempt else None
+            return [("failed", str(failure or "this pass was closed"))]
         given: list[tuple[str, Any]] = []
         for place in places:
             pass_.next = place

@@ -33,7 +33,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from stoker.errors import where_raised
+from stoker.errors import Failure
 from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
@@ -279,7 +279,7 @@ def _errors_for_the_script() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        raise RuntimeError(f"DataLoader: {where_raised(error)}") from None
+        raise RuntimeError(f"DataLoader: {Failure.of(error)}") from None
 
 
 @dataclass

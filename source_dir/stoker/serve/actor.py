@@ -11,7 +11,7 @@ import contextlib
 import time
 from typing import Any
 
-from stoker.errors import DataError, UsageError
+from stoker.errors import DataError, Failure, UsageError
 from stoker.events import kinds
 from stoker.events.kinds import Event
 from stoker.protocol import BlockSlice, DataCursor, Plan, StepAssignment
@@ -99,7 +99,7 @@ class Coordinator(DataService):
             lost_at = before.lost_at or lost_at
             before.replace()
         self.restart = beginning
-        problem, start = "", fresh(beginning.epoch, self.plan, self.by_row)
+        problem, start = None, fresh(beginning.epoch, self.plan, self.by_row)
         try:
             start, note = start_at(beginning.position, start)
             if note:
@@ -110,7 +110,7 @@ class Coordinator(DataService):
                 source = self.passes.sources["train"]
                 deadly |= {item_name(source, key): reason for key, reason in start.deadly.items()}
         except UsageError as error:
-            problem = str(error)
+            problem = error
         self.attempt = RecipeAttempt(
             attempt, beginning.workers, self.passes, self.totals, start, self.shared
         )
@@ -119,9 +119,9 @@ class Coordinator(DataService):
         self.event(kinds.AttemptStarted(**known, ahead=ahead))
         if self.stop_reason:
             self.attempt.stop.request()
-        if problem:
-            self.attempt.fail(problem)
-            raise UsageError(problem)
+        if problem is not None:
+            self.attempt.fail(problem.failure)
+            raise problem
         used = before.planner if before is not None else None
         if used is not None and before is not None and before.failure:
             used.hand_over()
@@ -130,31 +130,26 @@ class Coordinator(DataService):
         self.has_work.notify_all()
         self.ready.notify_all()
 
-    def _current(self, number: int) -> RecipeAttempt | None:
+    def _current(self, number: int) -> RecipeAttempt:
+        """The attempt of a train worker; raises why it is over."""
         attempt = self.attempt
-        return (
-            attempt
-            if attempt is not None and attempt.number == number and not attempt.over
-            else None
-        )
-
-    def _why_over(self, number: int) -> str:
-        attempt = self.attempt
-        return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
+        if attempt is None or attempt.number != number or attempt.over:
+            failure = attempt.failure if attempt and attempt.number == number else None
+            raise (failure or Failure("Over", text="this attempt is over")).error()
+        return attempt
 
     def next(
         self, attempt: int, split: str, epoch: int, rank: int, step: int
-    ) -> StepAssignment | str | None:
-        """Train worker's call: its rows of a step, once ready; None after the last, a text on failure."""
+    ) -> StepAssignment | None:
+        """Train worker's call: its rows of a step, once ready; None after the last."""
         asked = time.monotonic()
         with self.changed:
-            while (current := self._current(attempt)) is not None:
+            while True:
+                current = self._current(attempt)
                 pass_ = current.open.get((split, epoch))
                 if pass_ is not None and pass_.splitter.ready(step):
                     break
                 self.ready.wait(1.0)
-            else:
-                return self._why_over(attempt)
             portion = pass_.portion(step, rank)
             val = split == "val"
             # Stop only between optimizer steps: accumulated gradients are not saved.
@@ -168,22 +163,20 @@ class Coordinator(DataService):
 
     def ahead(
         self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int, fetched: int
-    ) -> list[StepAssignment] | str:
+    ) -> list[StepAssignment]:
         """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
         with self.changed:
             self._asked = time.monotonic()
-            current = self._current(attempt)
-            if current is not None and (pass_ := current.open.get((split, epoch))) is not None:
+            if (pass_ := self._current(attempt).open.get((split, epoch))) is not None:
                 pass_.fetched[rank] = fetched
             for at in range(step, step + most):
-                current = self._current(attempt)
-                pass_ = current.open.get((split, epoch)) if current else None
+                pass_ = self._current(attempt).open.get((split, epoch))
                 if given and (pass_ is None or not pass_.splitter.ready(at)):
                     break
                 portion = self.next(attempt, split, epoch, rank, at)
-                if not isinstance(portion, StepAssignment):
-                    return given if portion is None else portion
+                if portion is None:
+                    break
                 given.append(portion)
         return given
 
@@ -199,10 +192,7 @@ class Coordinator(DataService):
         epoch is closed: the start of the next one.
         """
         with self.changed:
-            current = self._current(attempt)
-            if current is None:
-                raise ValueError(self._why_over(attempt))
-            pass_ = current.open.get(("train", epoch))
+            pass_ = self._current(attempt).open.get(("train", epoch))
             new = fresh(epoch + 1, self.plan, self.by_row)
             place = new if pass_ is None else pass_.position(steps, id_sum)
             deadly = dict(self.suspects.of("train"))
@@ -210,20 +200,17 @@ class Coordinator(DataService):
 
     def epoch_done(
         self, attempt: int, split: str, epoch: int, rank: int, used: Used, steps: int | None = None
-    ) -> dict[str, Any] | str:
+    ) -> dict[str, Any]:
         """Train worker's call at the end of a pass: waits for all ranks, then reconciles the account.
 
         `steps`: if a limit ends training here, the steps of this attempt's pass that were used. Returns the
-        counts, or a text if records were lost.
+        counts; raises if records were lost.
         """
         with self.changed:
             current = self._current(attempt)
-            if current is None:
-                return self._why_over(attempt)
             pass_ = current.open[split, epoch]
             while steps is not None and not pass_.splitter.ready(steps):
-                if current.over:
-                    return current.why_over
+                self._current(attempt)
                 self.ready.wait(1.0)
             cut_at = steps if steps is not None and pass_.splitter.has(steps) else None
             pass_.finished[rank] = used
@@ -233,8 +220,7 @@ class Coordinator(DataService):
             self._reconcile(current, pass_, unused, cut_at)
         with self.changed:
             while not pass_.reconciled:
-                if current.over:
-                    return current.why_over
+                self._current(attempt)
                 self.ready.wait(1.0)
             return pass_.account.counts(pass_.total)
 
@@ -245,7 +231,7 @@ class Coordinator(DataService):
         try:
             remaining = ids_of(unused, self.transport)
         except DataError as error:
-            attempt.fail(str(error))
+            attempt.fail(Failure.of(error))
             return
         with self.changed:
             if not attempt.over:
@@ -296,7 +282,6 @@ class Coordinator(DataService):
     def figures(self) -> dict[str, Any]:
         with self.changed:
             return {
-                "failure": self.attempt.failure if self.attempt else "",
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_per_sample,
                 "tasks_by_node": dict(

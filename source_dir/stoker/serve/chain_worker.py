@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from stoker.errors import FlakyReadError, OverError, root_cause
+from stoker.errors import Failure, FlakyReadError
 from stoker.protocol import BlockReport, Claim, Made, Process, Reply, SplitSetup, Work
 from stoker.ray_compat import look_at_tasks_every
 from stoker.read.sources import IndexedSource, Source
 from stoker.serve.blocks.folder import here
-from stoker.serve.shards import Guard, LoadedSplit, blocks_of, failure_of, let_wait, open_split
+from stoker.serve.shards import Guard, LoadedSplit, blocks_of, let_wait, open_split, retries
 
 if TYPE_CHECKING:
     from stoker.serve.pool import Pool
@@ -64,7 +64,7 @@ class ChainWorker:
             while tasks and (reply := self._next(last)).go_on:
                 last = self._work(reply, reply.claim) if reply.claim is not None else None
                 time.sleep(reply.wait_s)
-        except (OverError, ray.exceptions.RayActorError):
+        except ray.exceptions.RayActorError:
             pass  # the run is over
         made, self._made = self._made, dict.fromkeys(MADE, 0.0)
         return pa.Table.from_pylist(
@@ -82,12 +82,10 @@ class ChainWorker:
         try:
             time.sleep(claim.wait_s)
             return self._make(reply, claim)
-        except (OverError, ray.exceptions.RayActorError):
+        except ray.exceptions.RayActorError:
             raise
         except Exception as error:
-            if isinstance(root_cause(error), ray.exceptions.RayActorError):
-                raise root_cause(error) from error
-            self._ask("item_failed", self._me, claim.number, failure_of(error))
+            self._ask("item_failed", self._me, claim.number, Failure.of(error), retries(error))
         return None
 
     def _make(self, reply: Reply, claim: Claim) -> LastBlock:
@@ -114,7 +112,7 @@ class ChainWorker:
                 if far and nth == 0 and not short:
                     self._prepare(loaded.source, claim.work[number:])
                 if not care.last_try and (passing := [bad for bad in report.bad if bad.passing]):
-                    raise FlakyReadError(f"record {passing[0].key} {passing[0].reason}")
+                    raise FlakyReadError(passing[0].reason, record=passing[0].key)
                 made = self._written(columns, report, loaded)
                 if report.last and number == len(claim.work):
                     last = claim.number, made  # what follows it may still fail

@@ -229,7 +229,7 @@ def refuse_other_classes(data: Data) -> None:
     train, val = of.get("train"), of.get("val")
     if train is not None and val is not None and train != val:
         raise UsageError(
-            f"the splits have different classes, so their labels differ: {', '.join(train)} in train,"
+            f"classes: the splits differ, and so would their labels: {', '.join(train)} in train,"
             f" {', '.join(val)} in val"
         )
 

@@ -13,7 +13,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from stoker.config.schema import Config
-from stoker.errors import DataError, SchemaError
+from stoker.errors import DataError, Failure, SchemaError
 from stoker.events import kinds
 from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
@@ -246,16 +246,12 @@ class Attempt(ABC):
         self.number, self.shared = number, shared
         self.event, self.suspects = shared.event, shared.suspects
         self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
-        self.failure = ""
+        self.failure: Failure | None = None
         self.replaced = False
 
     @property
     def over(self) -> bool:
-        return self.replaced or bool(self.failure)
-
-    @property
-    def why_over(self) -> str:
-        return self.failure or "this attempt is over"
+        return self.replaced or self.failure is not None
 
     @property
     @abstractmethod
@@ -286,9 +282,9 @@ class Attempt(ABC):
         with self.changed:
             self.event(kinds.Note(text=text))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         with self.changed:
-            self.failure = self.failure or reason
+            self.failure = self.failure or failure
             self.changed.notify_all()
             self.ready.notify_all()
 
@@ -307,7 +303,7 @@ class Attempt(ABC):
             start = self.suspects.starts(task, split, retry)
             self.refuse_deadly(split)
         except DataError as error:
-            self.fail(str(error))
+            self.fail(error.failure)
             return None
         return start
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from weakref import WeakValueDictionary
 
-from stoker.errors import DataError
-from stoker.protocol import Care, Claim, Failure, Made, PassPlan, Process, Shard, Work
+from stoker.errors import DataError, Failure
+from stoker.protocol import Care, Claim, Made, PassPlan, Process, Shard, Work
 from stoker.read.sources import reread_wait_s
 from stoker.serve import items
 from stoker.serve.items import Held, Item, ReadyBlock
@@ -336,10 +336,10 @@ class Planner:
         seconds = item.seconds / item.count
         self.shard_s[alike] = max(0.8 * self.shard_s.get(alike, seconds) + 0.2 * seconds, 1e-6)
 
-    def failed(self, by: Process, number: int, failure: Failure) -> None:
+    def failed(self, by: Process, number: int, failure: Failure, retries: int) -> None:
         item = self.active.get(by.worker)
         if item is not None and item.number == number:
-            self._take_back(by.worker, self.recovery.failed(item, failure))
+            self._take_back(by.worker, self.recovery.failed(item, failure, retries))
 
     def _take_back(self, worker: str, wait_s: float) -> None:
         item = self.active[worker]

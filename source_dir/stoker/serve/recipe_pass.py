@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stoker.errors import DataError, explain
+from stoker.errors import DataError, Failure
 from stoker.events import kinds
 from stoker.protocol import (
     ID_COLUMN,
@@ -400,7 +400,7 @@ class RecipeAttempt(Attempt):
             counts = pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at)
             self.event(kinds.RecordsCounted(**counts))
         except DataError as error:
-            self.fail(str(error))
+            self.fail(error.failure)
             return
         if cut_at is not None:
             return
@@ -445,7 +445,7 @@ class RecipeAttempt(Attempt):
                     if self.over:
                         return
         except Exception as error:
-            self.fail(explain(error))
+            self.fail(Failure.of(error))
         with self.changed:
             pass_.listing = False
             self.has_work.notify_all()

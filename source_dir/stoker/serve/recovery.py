@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from stoker.errors import DataError
-from stoker.protocol import Failure, Work
+from stoker.errors import DataError, Failure
+from stoker.protocol import Work
 from stoker.read.sources import reread_wait_s
 from stoker.serve.items import Item
 from stoker.serve.pool import Pool, others
@@ -192,17 +192,19 @@ class Recovery:
         )
         return f"{split} shard {first}" if len(shards) == 1 else f"{split} shards {first} … {last}"
 
-    def failed(self, item: Item, failure: Failure) -> float:
+    def failed(self, item: Item, failure: Failure, retries: int) -> float:
+        """Seconds until work is tried again; raises its failure after the last of its `retries`."""
         item.failures += 1
-        if not failure.may_pass:
-            raise DataError(failure.text)
+        if not retries:
+            raise failure.error()
         what = self.what(item.pass_.plan.split, item.shards)
-        if item.failures > failure.tries:
+        if item.failures > retries:
             names = ", ".join(sorted(map(self.pool.name, {*item.tried, item.node})))
-            raise DataError(f"{what}: failed {item.failures} times, on {names}: {failure.text}")
+            text = f"{what}: failed {item.failures} times, on {names}: {failure.text}"
+            raise replace(failure, text=text).error()
         wait_s, how = reread_wait_s(OSError(), item.failures - 1) or 0.0, self._elsewhere(item)
         host = self.pool.name(item.node)
-        self.attempt.note(f"host {host}: {what}: {failure.text}; {how} in {wait_s:.0f} s")
+        self.attempt.note(f"host {host}: {what}: {failure}; {how} in {wait_s:.0f} s")
         return wait_s
 
     def overdue(

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from stoker.config.schema import Config
-from stoker.errors import DataError, explain
+from stoker.errors import DataError, Failure
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.hosts.topology import NODE_LABEL
-from stoker.protocol import BlockSlice, Directory, Failure, Made, Process, Reply, Shard, SplitSetup
+from stoker.protocol import BlockSlice, Directory, Made, Process, Reply, Shard, SplitSetup
 from stoker.ray_compat import HostRequest, draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts
@@ -46,7 +46,6 @@ SILENT_S = 60.0
 PAUSE_S = 5.0
 """Looks that are further apart tell that this machine stood still."""
 MOVED_S = 5.0
-NOT_NEEDED = "the work that a block belongs to is over"
 LEASES_END_S = 3.0
 NO_HOST_DEADLINE_S = 180.0
 BUFFER_SHARE = 0.25
@@ -137,8 +136,8 @@ class DataService(ABC):
         """Consumer's call, as of an agent."""
         return rows_of(self.agents.folder, *request)
 
-    def moved(self, part: BlockSlice, missing: bool) -> BlockSlice | str:
-        """Consumer's call about rows that it could not fetch: where they are now, or why they will not come.
+    def moved(self, part: BlockSlice, missing: bool) -> BlockSlice:
+        """Consumer's call about rows that it could not fetch: where they are now; DataError if they are lost.
 
         Waits a moment for a lost block. `missing`: its host answers, but does not have it.
         """
@@ -155,9 +154,8 @@ class DataService(ABC):
                     return block.part(part.start, part.stop)
                 self.changed.wait(0.5)
                 del block  # what nobody else needs must not stay because of this call
-            attempt = self.attempt
-            return attempt.failure if attempt is not None and attempt.failure else NOT_NEEDED
-        return NOT_NEEDED
+        failure = self.attempt.failure if self.attempt is not None else None
+        raise (failure or Failure("Over", text="the work that a block belongs to is over")).error()
 
     def begin_lease(self, by: Process, handle: Any) -> None:
         """Chain worker's call: from now on, its process is this one."""
@@ -242,10 +240,10 @@ class DataService(ABC):
         self.holdings.discard(by.node, made.file)
         return False
 
-    def item_failed(self, by: Process, number: int, failure: Failure) -> None:
+    def item_failed(self, by: Process, number: int, failure: Failure, retries: int) -> None:
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
-                planner.failed(by, number, failure)
+                planner.failed(by, number, failure, retries)
 
     def _planner(self) -> Planner | None:
         attempt = self.attempt
@@ -257,7 +255,7 @@ class DataService(ABC):
             yield
         except Exception as error:
             if self.attempt is not None:
-                self.attempt.fail(explain(error))
+                self.attempt.fail(Failure.of(error))
 
     def emptied(self) -> set[str]:
         """Nodes of hosts that are about to leave and hold nothing that is needed."""
@@ -355,7 +353,7 @@ class DataService(ABC):
 
     def _lease_failed(self, error: BaseException) -> None:
         if not self.over and self.attempt is not None:
-            self.attempt.fail(explain(error))
+            self.attempt.fail(Failure.of(error))
 
     def _rescue(self, draining: set[str]) -> None:
         """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""

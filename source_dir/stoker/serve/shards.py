@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.columns import columns_of
-from stoker.errors import STATED, root_cause, where_raised
-from stoker.protocol import BadRecord, BlockReport, Failure, PassPlan, Record, Shard, Work
+from stoker.errors import StokerError, cause_of
+from stoker.protocol import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.arrow import content_of_struct, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
 from stoker.read.sources import Source, listing_of, one_by_one, record_id, reread_wait_s, seeded
@@ -88,6 +88,7 @@ def let_wait(dataset: Any) -> None:
     context = dataset.context
     context.enable_progress_bars = False
     context.execution_no_progress_timeout_s = -1
+    context.raise_original_map_exception = True
     if (detectors := getattr(context, "issue_detectors_config", None)) is not None:
         detectors.detectors = []
 
@@ -315,10 +316,11 @@ def order_of(seed: int, epoch: int, what: str = "") -> Any:
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
 
 
-def failure_of(error: BaseException) -> Failure:
-    cause = root_cause(error)
-    if isinstance(cause, STATED):
-        return Failure(str(cause).splitlines()[0])
-    may_pass = isinstance(cause, OSError)
-    tries = next(n for n in range(100) if reread_wait_s(cause, n) is None) if may_pass else 0
-    return Failure(where_raised(cause), may_pass, tries)
+def retries(error: BaseException) -> int:
+    """How often to try work again that ended with this error."""
+    cause: BaseException | None = cause_of(error)
+    while cause is not None and not isinstance(cause, OSError | StokerError):
+        cause = cause.__cause__
+    if not isinstance(cause, OSError):
+        return 0
+    return next(n for n in range(100) if reread_wait_s(cause, n) is None)

@@ -137,15 +137,12 @@ class Feed:
         which = (self.attempt, self.split, self.epoch, self.rank)
         call = self.coordinator.ahead.remote(*which, step, most, fetched)
         try:
-            answer: list[StepAssignment] | str = ray.get(call, timeout=self.data.stall_timeout_s)
+            return ray.get(call, timeout=self.data.stall_timeout_s) or None
         except ray.exceptions.GetTimeoutError:
             raise DataError(
                 f"step {step}: no {self.split} data for {self.data.stall_timeout_s:.0f} s"
                 " (data.stall_timeout_s)"
             ) from None
-        if isinstance(answer, str):
-            raise DataError(answer)
-        return answer or None
 
     def _fetch(self, portion: StepAssignment, produced: float) -> HostBatch:
         began, cpu = time.perf_counter(), time.thread_time()

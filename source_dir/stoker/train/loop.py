@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stoker.config.schema import Config
-from stoker.errors import where_raised
+from stoker.errors import Failure
 from stoker.events import kinds
 from stoker.events.summary import number
 from stoker.hosts import machine
@@ -34,16 +34,12 @@ from stoker.train.state import (
 )
 from stoker.train.step import Step, windows
 
-WHERE = "stoker_where"
-
 
 def train_worker(settings: dict[str, Any]) -> None:
     try:
         train(settings)
     except Exception as error:
-        # Pickling drops the traceback, so attach a summary of it.
-        setattr(error, WHERE, where_raised(error))
-        raise
+        raise Failure.of(error).error() from error
 
 
 def train(settings: dict[str, Any]) -> None:

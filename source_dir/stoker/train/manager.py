@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
 from stoker.config.redaction import learn_job, redact, scrubbed
-from stoker.errors import UsageError
+from stoker.errors import CheckpointError, UsageError
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
 from stoker.events.summary import finite
 from stoker.serve.accounting import ID_MODULUS
@@ -285,9 +285,11 @@ class CheckpointManager:
         best = checkpoint.newest_valid(self.store, self._note, names)
         chosen = best or self.newest() or self.resumed
         if chosen is None:
-            raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
+            raise CheckpointError(
+                f"{self.store.where}: no complete checkpoint to take the model from"
+            )
         if chosen is not self.resumed and not self._is_own(chosen.meta):
-            raise OSError(
+            raise CheckpointError(
                 f"{chosen.path}: another run has written this checkpoint; its weights are not exported. Give"
                 " each run a checkpoint.dir of its own"
             )
@@ -475,7 +477,7 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
     if not last or (found is not None and step_of(found.name) >= step_of(last)):
         return
     instead = f"it has only {found.name}" if found else "it has no checkpoint"
-    raise OSError(
+    raise CheckpointError(
         f"{published}, the last checkpoint of this run, is absent or damaged on {platform.node()}, where"
         f" training restarts ({instead}); an earlier one would silently lose training. With several hosts"
         " that train, checkpoint.dir must be s3:// or a folder that they share"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from stoker.checkpoints.format import Content
 from stoker.config.schema import Config
-from stoker.errors import DataError
+from stoker.errors import DataError, NotFiniteError
 from stoker.events.kinds import Event, Printed, RecordIds
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
@@ -109,10 +109,7 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
                 f"{feed.split} epoch {feed.epoch + 1}: other train workers have neither ended it nor asked"
                 f" for rows for {silent_s:.0f} s"
             )
-    answer = ray.get(call)
-    if isinstance(answer, str):
-        raise DataError(answer)
-    return {"split": feed.split, **answer}
+    return {"split": feed.split, **ray.get(call)}
 
 
 def loss_value(result: Any) -> Any:
@@ -136,12 +133,12 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
         raise not_finite(f"the loss is {value}", worker, epoch)
 
 
-def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
+def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> NotFiniteError:
     kept = (
         f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
     )
     remedy = remedy or "lower train.lr or look at the records of the steps before"
-    return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
+    return NotFiniteError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
 
 
 def reached(worker: Worker) -> bool:

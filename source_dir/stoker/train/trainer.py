@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from ray.util import get_node_ip_address
 
 from stoker.config.schema import Config
-from stoker.errors import DataError, ScriptError, UsageError, where_raised
+from stoker.errors import Failure, ScriptError, StokerError, cause_of
 from stoker.events.kinds import TrainWorkerLost
 from stoker.hosts.raynode import free_port
 from stoker.session import ATTEMPT_VARIABLE
-from stoker.train.loop import WHERE
 
 WORKER_MEMORY = 2**20
 """Bytes claimed per train worker on hosts without GPUs. A placement group needs some resource, and a
@@ -61,7 +60,7 @@ def make_trainer(
             counts = not any(getattr(cause, "preempted", False) for cause in causes)
             if self.left > 0 or not counts:
                 try:
-                    cause = first_cause(worker_exceptions)
+                    cause = str(failure_of_first(worker_exceptions))
                 except Exception as error:  # of a user's exception; here, it would end the run
                     cause = f"a train worker failed ({type(error).__name__})"
                 lost = TrainWorkerLost(cause=cause, restarts_left=self.left - counts)
@@ -91,49 +90,26 @@ def make_trainer(
     )
 
 
-def cause_of(error: BaseException) -> str:
+def failure_of(error: BaseException) -> Failure:
     if isinstance(error, WorkerGroupError) and error.worker_failures:
-        return first_cause(error.worker_failures)
+        return failure_of_first(error.worker_failures)
+    failure = Failure.of(error)
     if isinstance(error, ControllerError):
-        return f"Ray Train could not start the train workers: {unwrap(error.controller_failure)}"
-    return unwrap(error)
+        return replace(failure, text=f"Ray Train could not start the train workers: {failure.text}")
+    return failure
 
 
-def first_cause(failures: Mapping[int, BaseException]) -> str:
-    rank, failure = min(failures.items())
-    text = unwrap(failure)
-    for kind in ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError"):
-        if text.startswith(f"{kind}: "):
-            return text.removeprefix(f"{kind}: ")
-    return f"train worker {rank}: {text}"
-
-
-def unwrap(error: BaseException) -> str:
-    """The innermost error wrapped by Ray, as `Type: message (file:line)`."""
-    inner: BaseException = error
-    seen: set[int] = set()
-    kinds = ("cause", "_base_exc", "health_check_failure")
-    while id(inner) not in seen:
-        seen.add(id(inner))
-        below = next((found for kind in kinds if (found := getattr(inner, kind, None))), None)
-        if isinstance(below, BaseException):
-            inner = below
-    # One with a place was raised in a train worker, about another actor.
-    if isinstance(inner, ActorDiedError) and not (inner.actor_init_failed or hasattr(inner, WHERE)):
-        return died(str(inner))
-    if isinstance(inner, DataError | ScriptError | UsageError):
-        return f"{type(inner).__name__}: {(str(inner).splitlines() or [''])[0]}"
-    return str(getattr(inner, WHERE, "")) or where_raised(inner)
-
-
-def died(text: str) -> str:
-    pid, address = (re.search(rf"\b{name}: (\S+)", text) for name in ("pid", "ip"))
-    which = f" (process {pid[1]} on {address[1]})" if pid and address else ""
-    if "node has died" in text or "node was terminated" in text:
-        return f"died{which}: its host is gone"
-    if "OUT_OF_MEMORY" in text:
-        return f"died{which}: Ray ended it because its host is short of memory"
-    return f"died{which}: out of memory, killed or crashed"
+def failure_of_first(failures: Mapping[int, BaseException]) -> Failure:
+    """Of the first rank that failed; a text that does not say what it is about gets the rank."""
+    rank, error = min(failures.items())
+    failure, cause = Failure.of(error), cause_of(error)
+    if isinstance(cause, ActorDiedError) and not cause.actor_init_failed:
+        # Ray's own words, without the indented lines that name the actor.
+        lines = [line for line in str(cause).splitlines() if not line.startswith("\t")]
+        failure = replace(failure, where="", text=" ".join(lines))
+    elif isinstance(cause, StokerError) and not failure.where:
+        return failure
+    return replace(failure, text=f"train worker {rank}: {failure.text}")
 
 
 LOOPBACK = "127.0.0.1"

@@ -62,7 +62,7 @@ def check(script: Path | None, options: CheckOptions) -> int:
 
 def existing(script: Path | None) -> Path:
     if script is None:
-        raise UsageError("no script given; run: check train.py")
+        raise UsageError("SCRIPT: none given; run: check train.py")
     if script.suffix in (".yaml", ".yml"):
         raise UsageError(
             f"{script}: is a job's configuration; measure it with `size {shlex.quote(str(script))}`"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from stoker.chain.columns import schema_of
 from stoker.config.schema import DataConfig
-from stoker.errors import DataError, SchemaError, where_raised
+from stoker.errors import DataError, Failure, SchemaError
 from stoker.protocol import TEXT, BlockSlice, Column, Directory, Schema, Server
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool, refuse_other_block
@@ -45,9 +45,9 @@ AVOID_S = 30.0
 """How long to avoid it; meanwhile its agent answers through Ray."""
 
 Value = TypeVar("Value")
-Moved = Callable[[BlockSlice, bool], BlockSlice | str]
-"""Where a block is now, after some seconds at most, or why it will not come. The flag tells that its host
-does not have it."""
+Moved = Callable[[BlockSlice, bool], BlockSlice]
+"""Where a block is now, after some seconds at most; DataError if it is lost. The flag says that its host does
+not have it."""
 
 
 @dataclass
@@ -390,7 +390,7 @@ class Transport:
         except ray.exceptions.RayError as error:
             self.hosts.done(part.node, done)
             self._ask_after = 0.0  # it may have been started again
-            raise OSError(where_raised(error)) from error
+            raise OSError(str(Failure.of(error))) from error
         return columns, 0, part.stop - part.start, length
 
     def _mapped(self, name: str) -> dict[str, Any]:
@@ -414,8 +414,6 @@ class Transport:
             )
         began = time.monotonic()
         found = self._moved(part, missing)
-        if isinstance(found, str):
-            raise DataError(found)
         if found[:1] == part[:1] and found.node == part.node:
             time.sleep(max(0.0, AGAIN_S - (time.monotonic() - began)))
         return found

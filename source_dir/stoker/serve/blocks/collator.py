@@ -11,13 +11,13 @@ import math
 import threading
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from stoker.chain.chain import use_one_thread
 from stoker.chain.collating import CollateFn, all_of, collate_of, collated, seed_of
 from stoker.chain.columns import schema_of
 from stoker.config.schema import Config
-from stoker.errors import DataError, SchemaError, root_cause
+from stoker.errors import DataError, Failure, StokerError, cause_of
 from stoker.hosts.topology import GROUP_LABEL, label
 from stoker.protocol import BlockSlice, Schema
 from stoker.recipe import Batch
@@ -38,11 +38,10 @@ class CollateSpec(NamedTuple):
 
 
 class Collated(NamedTuple):
-    pages: BlockSlice | None = None
-    ids: Any = None
-    keys: tuple[str, ...] = ()
-    cpu_s: float = 0.0
-    failure: str = ""
+    pages: BlockSlice
+    ids: Any
+    keys: tuple[str, ...]
+    cpu_s: float
 
 
 class Arrived(NamedTuple):
@@ -80,19 +79,19 @@ class Collator:
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
         for last_try in (False, False, True):
-            made, pages = self._made(parts, schema)
+            made = self._made(parts, schema)
             produced = time.perf_counter()
             try:
-                (content,), arrived = self._transport.objects(pages)
+                (content,), arrived = self._transport.objects(made.pages)
                 break
             except DataError:  # its host was lost with it
                 if last_try:
                     raise
-        self._transport.drop(pages)
-        size = pages.of * PAGE
+        self._transport.drop(made.pages)
+        size = made.pages.of * PAGE
         return Arrived(content, made.ids, list(made.keys), size, produced, arrived, made.cpu_s)
 
-    def _made(self, parts: list[BlockSlice], schema: Schema) -> tuple[Collated, BlockSlice]:
+    def _made(self, parts: list[BlockSlice], schema: Schema) -> Collated:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -101,18 +100,17 @@ class Collator:
         task = self._task.options(name="collate", scheduling_strategy=place)
         try:
             answer = task.remote(self._job, schema, parts, self._service, self._timeout_s)
-            made: Collated = ray.get(answer, timeout=self._timeout_s)
+            return cast(Collated, ray.get(answer, timeout=self._timeout_s))
         except ray.exceptions.GetTimeoutError:
             raise DataError(
                 f"collate: no batch within {self._timeout_s:.0f} s (data.stall_timeout_s)"
             ) from None
         except ray.exceptions.RayError as error:
-            raise DataError(f"collate: {root_cause(error)}") from error
+            if isinstance(cause := cause_of(error), StokerError):
+                raise cause from None
+            raise DataError(f"collate: {Failure.of(error)}") from error
         finally:
             self._hosts.done(node)
-        if made.pages is None:
-            raise SchemaError(made.failure)
-        return made, made.pages
 
 
 def collate_on_host(
@@ -123,14 +121,11 @@ def collate_on_host(
     began = time.process_time()
     transport = _transport(service, timeout_s)
     found = [transport.rows(part) for part in parts]
-    try:
-        for part, (columns, _, _, length) in zip(parts, found, strict=True):
-            refuse_other_block(part, schema, schema_of(columns), length)
-        records, ids, keys = all_of([(columns, start, stop) for columns, start, stop, _ in found])
-        seed = seed_of(job.seed, job.split, job.epoch, ids)
-        pages = pack([collated(job.collate, records, seed)])
-    except SchemaError as error:
-        return Collated(failure=str(error))
+    for part, (columns, _, _, length) in zip(parts, found, strict=True):
+        refuse_other_block(part, schema, schema_of(columns), length)
+    records, ids, keys = all_of([(columns, start, stop) for columns, start, stop, _ in found])
+    seed = seed_of(job.seed, job.split, job.epoch, ids)
+    pages = pack([collated(job.collate, records, seed)])
     folder, rows = transport.folder(), len(pages)
     made = BlockSlice(folder.write({PAGES: pages}), 0, rows, folder.node, rows)
     return Collated(made, ids, tuple(keys), time.process_time() - began)
