@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from stoker.data import DecodeImage, DecodeMask, Joint, read_webdataset
+from stoker.data import DecodeImage, DecodeMask, read_webdataset
 from stoker.image_classification import normalize
 from stoker.recipe import Batch, Recipe, Split
 
@@ -76,8 +76,8 @@ class Shapes(Recipe):
         # Padding and rotations, and CenterCrop of smaller images, would fill the mask with class 0.
         pad = v2.Pad(self.crop, fill={tv_tensors.Mask: IGNORED, tv_tensors.Image: 0})
         random = [v2.RandomCrop(self.crop), v2.RandomHorizontalFlip()]
-        joint = v2.Compose(random if split == "train" else [pad, v2.CenterCrop(self.crop)])
-        return [DecodeImage(), DecodeMask("mask"), ("crop", Joint(joint, masks=["mask"]))]
+        crop = v2.Compose(random if split == "train" else [pad, v2.CenterCrop(self.crop)])
+        return [DecodeImage(), DecodeMask("mask"), ("crop", crop)]
 
     def on_device(self, split: Split) -> nn.Module:
         return normalize("RGB")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stoker.data import (
-    Drop,
     Record,
     RecordTransform,
     Shard,
@@ -98,67 +96,12 @@ class Change(RecordTransform):
         return record
 
 
-class Own(RecordTransform):
-    """Differs at each call by `how`: "rarely" for one record of three alone, by "raises" later, by
-    "memory" and "model", which it does not take along to other processes, not at all."""
-
-    def __init__(self, how: str) -> None:
-        self.how, self.rng, self.calls, self.drawn = (
-            how,
-            np.random.default_rng(0),
-            0,
-            dict[str, float](),
-        )
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        self.calls += 1
-        if self.how == "model":
-            return {**record, "own": self.drawn.setdefault("", time.perf_counter())}
-        if self.how == "memory":
-            return {**record, "own": self.drawn.setdefault(record["key"], rng.random())}
-        if self.how == "raises" and self.calls > 6:
-            raise ValueError("too often")
-        if self.how == "raises":
-            return record
-        own = {
-            "counter": self.calls,
-            "time": time.perf_counter(),
-            "rarely": self.rng.random() < 1 / 3,
-        }
-        return {**record, "own": float(own.get(self.how, self.rng.random()))}
-
-
-class Loads(Own):
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "drawn": {}}
-
-
-class Between(RecordTransform):
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "function": lambda: None}
-
-
 class Chained(Draws):
     def read(self, split: str) -> Any:
         return super().read(split) or read_range(self.n)
 
     def preprocess(self, split: str) -> list[Any]:
-        if self.where in ("dataset", "source", "transform", "batch"):
-            return [Change(), *super().preprocess(split)]
-        rng = np.random.default_rng(0)
-        stage = (Loads if self.where == "model" else Own)(
-            "generator" if self.where == "lambda" else self.where
-        )
-        if self.where == "lambda":  # nothing that can be pickled stands between the stages
-            return [Between(), ("odd", stage), Drop("function")]
-        if self.where == "own batch":
-            stage = lambda batch: {**batch, "own": rng.random(len(batch["index"]))}  # noqa: E731
-        return [Change(), ("odd", stage), Plain()]
-
-
-class Collated(Chained):
-    def collate(self, records: list[Record]) -> dict[str, Any]:
-        return {"own": [record.get("own") for record in records]}
+        return [Change(), *super().preprocess(split)]
 
 
 class Split(Recipe):

@@ -71,20 +71,27 @@ class Broken(RecordTransform):
 class Unlabelled(RecordTransform):
     """Masks whose first row belongs to no class, and the second one to that of a larger data set."""
 
-    def __init__(self, second: int = 0) -> None:
-        self.second = second
-
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         mask = record["mask"].copy()
-        mask[0], mask[1] = 255, self.second
+        mask[0], mask[1] = 255, 30
         return {**record, "mask": mask}
 
 
-class Halved(RecordTransform):
-    """Masks at half the resolution, so that nothing says that they show the same as the image."""
+class Counting(RecordTransform):
+    """Gives each record the number of those before it in this process."""
+
+    count = 0
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "target": record["target"][::2, ::2]}
+        type(self).count += 1
+        return {**record, "count": self.count}
+
+
+class Drawn(RecordTransform):
+    """Draws from `rng`, and so the same for the same record."""
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "drawn": rng.random(3)}
 
 
 class Shapes(RecordTransform):
@@ -129,41 +136,28 @@ class LookedAt(Recipe):
             "normalised": [*dropped("note"), Normalised()],
             "broken": [*dropped("note"), Broken()],
             "unlabelled": [*dropped("note", "caption", "source"), Unlabelled()],
-            "beyond": [*dropped("note", "caption", "source"), Unlabelled(30)],
+            "counts": [*dropped("note"), Counting()],
+            "drawn": [*dropped("note"), Drawn()],
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],
-            "alone": [*dropped("note"), v2.RandomHorizontalFlip(), Joint(v2.Resize(16))],
             "boxes": [*dropped("note"), Joint(v2.RandomHorizontalFlip(1.0), ["mask"], ["boxes"])],
         }
         return chains[self.chain]
 
 
-class Arrays:
-    def __len__(self) -> int:
-        return 40
+class Refusing(RecordTransform):
+    random = False
 
-    def __getitem__(self, i: int) -> Any:
-        image = np.random.default_rng(i).integers(0, 255, (3, 24, 32), np.uint8)
-        return image, (image[0] > 128).astype(np.int64), np.arange(24)
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        raise ValueError(f"no frame 10 of 31 in record {record['key']}")
 
 
-class Plain(Recipe):
-    chain: str = "flip"
+class Numbered(Recipe):
+    """Records with digits for keys, all of which fail for one reason."""
 
     def read(self, split: str) -> Any:
-        return read_torch(Arrays(), ("image", "target", "rows"))
+        return read_torch([{"number": number} for number in range(12)])
 
     def preprocess(self, split: str) -> list[Any]:
-        from torchvision.transforms import v2
-
-        flip = v2.RandomHorizontalFlip()
-        chains: dict[str, list[Any]] = {
-            "flip": [flip],
-            "crop": [v2.RandomCrop(16)],
-            "resize, flip": [v2.Resize((12, 16)), flip],
-            "flip, drop": [flip, *dropped("target")],
-            "colour": [v2.ColorJitter(0.1)],
-            "flip of other sizes": [Halved(), flip],
-        }
-        return chains[self.chain]
+        return [Refusing()]

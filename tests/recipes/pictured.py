@@ -24,9 +24,6 @@ class Pictures:
         return 8
 
     def __getitem__(self, number: int) -> Record:
-        if self.mode == "I;16":
-            deep = Image.fromarray(257 * pixels(number)[..., 0].astype(np.uint16))
-            return {"image": deep, "label": number % 2}
         image: Any = Image.fromarray(pixels(number)).convert(self.mode if number % 2 else "RGB")
         return {"image": np.asarray(image) if self.array else image, "label": number % 2}
 
@@ -51,7 +48,6 @@ class Pictured(Recipe):
             "decode": [DecodeImage()],
             "grey": [DecodeImage("L")],
             "image": [v2.ToImage()],
-            "rgb": [v2.RGB(), v2.ToImage()],
             "resize": [DecodeImage(), v2.Resize(8)],
             "nothing": [],
         }

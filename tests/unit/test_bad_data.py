@@ -252,6 +252,9 @@ REFUSED: dict[str, tuple[Make, str]] = {
         table(label=["0", "1", "NA"]),
         "column label holds NA; leave those rows out, or list all classes in class_names",
     ),
+}
+
+UNUSABLE: dict[str, tuple[Make, str]] = {
     "a date as a label": (table(label=[date(2020, 1, 1)] * 3), "not 'datetime.date'"),
     "labels one-hot": (table(label=[[0, 1], [1, 0], [0, 1]]), "only 0-dimensional arrays"),
     "paths for images": (
@@ -281,7 +284,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "images of raw bytes": (table(image=[bytes(3600)] * 3), "not an image"),
     "images as lists": (
         table(image=pa.array([[1, 2, 3]] * 3, pa.list_(pa.uint8()))),
-        "two dimensions",
+        "column image has the shape (3,)",
     ),
 }
 
@@ -359,10 +362,10 @@ QUARANTINED: dict[str, tuple[Make, int, str]] = {
     "pixels of 0 to 1": (
         one(of((FLAT / 4).astype(np.float32))),
         1,
-        "32-bit pixels, whose range only you",
+        "32 bits, floating-point",
     ),
-    "pixels of 32 bits": (one(of(FLAT.astype(np.int32) << 20)), 1, "convert it to 8 or 16 bits"),
-    "negative pixels": (one(of(-FLAT.astype(np.int32))), 1, "32-bit pixels"),
+    "pixels of 32 bits": (one(of(FLAT.astype(np.int32) << 20)), 1, "32 bits, signed"),
+    "negative pixels": (one(of(-FLAT.astype(np.int32))), 1, "32 bits, signed"),
     "a fraction as a label": (table(label=[0.0, 1.0, 1.5]), 1, "label 1.5 is not an integer"),
     "a decimal as a label": (
         table(label=[Decimal(0), Decimal(1), Decimal("1.5")]),
@@ -485,6 +488,17 @@ def test_data_is_refused_in_one_line_before_training(
     assert bootstrap._refused(refused.value) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and expected in line
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_records_of_which_none_can_be_used_are_quarantined_with_the_reason(
+    case: str, tmp_path: Path
+) -> None:
+    make, reason = UNUSABLE[case]
+    _, data = made(make, tmp_path / "data")
+    for columns, report in preprocessed(data, "train"):
+        assert not columns and len(report.bad) == report.records
+        assert all(reason in bad.reason for bad in report.bad)
 
 
 @pytest.mark.parametrize("case", [*QUARANTINED, *WHOLE])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -162,19 +163,22 @@ def test_what_cannot_stand_in_a_chain_is_refused_by_name(entry: Any, expected: s
         as_stages([entry])
 
 
+@pytest.mark.parametrize("shape", [(40, 48, 3), (3, 40, 48), (28, 28, 1), (16, 32, 64), (5, 6, 4)])
+@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "channels"), [((40, 48, 3), 3), ((3, 40, 48), 3), ((28, 28, 1), 1)]
+    "entries", [[], [v2.RandomHorizontalFlip(p=1.0)], [v2.Lambda(lambda i: i)]]
 )
-def test_arrays_are_images_whichever_way_round_they_lie(
-    shape: tuple[int, ...], channels: int
+def test_arrays_are_height_by_width_by_channels_and_tensors_have_channels_first(
+    shape: tuple[int, ...], tensor: bool, entries: list[Any]
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    chain = Chain(as_stages([v2.RandomHorizontalFlip(p=1.0)]), seed=0)
-    columns, _ = chain.run([{"key": "a", "image": pixels}], epoch=0)
-    image = columns[IMAGE].transpose(0, 3, 1, 2) if IMAGE in columns else columns["image"]
-    assert image.shape[1] == channels
-    plain, _ = Chain([], seed=0).run([{"key": "a", "image": pixels}], epoch=0)
-    assert (HWC_SUFFIX in next(iter(plain))) == (shape[-1] == channels)
+    image = torch.from_numpy(pixels) if tensor else pixels
+    columns, report = Chain(as_stages(entries), seed=0).run([{"key": "a", "image": image}], epoch=0)
+    assert not report.bad
+    first = columns[IMAGE].transpose(0, 3, 1, 2) if IMAGE in columns else columns["image"]
+    expected = pixels if tensor else pixels.transpose(2, 0, 1)
+    flipped = bool(entries) and isinstance(entries[0], v2.RandomHorizontalFlip)
+    assert np.array_equal(first[0], expected[..., ::-1] if flipped else expected)
 
 
 def test_stages_say_whether_their_result_may_be_kept_across_epochs() -> None:

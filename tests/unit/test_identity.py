@@ -16,12 +16,11 @@ import pyarrow as pa
 import pytest
 import torch
 from damage import checked
-from draws import Augmenting, Lazy, Listed, Own, Plain, Unsteady
+from draws import Augmenting, Lazy, Listed, Plain, Unsteady
 from pyarrow import parquet
 from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
-from stoker.chain import probing
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key
@@ -147,52 +146,11 @@ def saved(data: Data, order: str) -> Plan:
     return plan_of(Passes(found, data.sources, {}), data)
 
 
-@pytest.mark.parametrize("recipe", ["Chained", "Collated"])
-@pytest.mark.parametrize(
-    "where", ["generator", "counter", "time", "rarely", "raises", "lambda", "own batch"]
-)
-def test_a_stage_that_nobody_can_seed_is_named_and_not_resumed_exactly(
-    recipe: str, where: str
-) -> None:
-    data = open_data(job(recipe, params={"where": where}))
-    assert [note.partition(";")[0] for note in data.notes()] == [
-        f"{split}: stage odd gives another result for the same record each time"
-        for split in ("train", "val")
-    ]
-    exact, free = (
-        DataCursor(epoch=0, rows=5, plan=saved(data, order)) for order in ("exact", "any")
-    )
-    assert "data.order exact: stage odd gives" in exact_note(
-        job(recipe, data={"order": "exact"}), data
-    )
-    with pytest.raises(UsageError, match=r"resume: stage odd gives another result.*exactly"):
-        refuse_other_data(exact, exact.plan)
-    refuse_other_data(free, free.plan)
-
-
-def test_looking_at_a_chain_leaves_its_stages_as_one_look_leaves_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They go to other processes."""
-    runs: list[int] = []
-    made = probing._made
-    monkeypatch.setattr(probing, "_made", lambda *given: (runs.append(0), made(*given))[1])
-    for slow in (True, False):
-        monkeypatch.setattr(probing, "SLOW_S", 0.0 if slow else 600.0)
-        data, _ = open_data(job("Chained", params={"where": "counter"})), runs.append(1)
-        stage = data.chains["train"].stages[1].apply
-        assert isinstance(stage, Own) and stage.calls == 4
-        assert bool(data.unstable) is not slow
-    assert runs.index(1) == 2, "once for each split, where that is slow"
-    assert len(runs) <= 2 + 2 + 2 * 5
-
-
-@pytest.mark.parametrize("recipe", ["Chained", "Collated"])
-@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch", "memory", "model"])
-def test_seeded_draws_and_what_a_stage_remembers_can_be_made_again(recipe: str, where: str) -> None:
-    data = open_data(job(recipe, params={"where": where}))
+@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch"])
+def test_seeded_draws_can_be_made_again(where: str) -> None:
+    data = open_data(job("Chained", params={"where": where}))
     exact = DataCursor(epoch=0, rows=5, plan=saved(data, "exact"))
-    assert data.notes() == [] and exact_note(job(recipe, data={"order": "exact"}), data) == ""
+    assert data.notes() == [] and exact_note(job("Chained", data={"order": "exact"}), data) == ""
     refuse_other_data(exact, exact.plan)
 
 
@@ -223,8 +181,7 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is looked at must not depend on the machine."""
-    for name in ("read.identity.BUDGET_S", "chain.probing.SLOW_S"):
-        monkeypatch.setattr(f"stoker.{name}", 600.0)
+    monkeypatch.setattr("stoker.read.identity.BUDGET_S", 600.0)
 
 
 def numbers(source: Source, cache: HostCache, epoch: int, share: float = 1.0) -> list[int]:

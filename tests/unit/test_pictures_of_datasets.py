@@ -15,15 +15,13 @@ import yaml
 from damage import preprocessed
 from pictured import pixels
 from PIL import Image
-from typer.testing import CliRunner
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.config.loading import load
-from stoker.data import DecodeImage, Joint, read_any, read_images, read_torch
+from stoker.data import DecodeImage, read_any, read_images, read_torch
 from stoker.errors import UsageError
 from stoker.serve.opening import Data, open_data
-from stoker_launcher.command_line import app
 
 
 def opened(**params: Any) -> Data:
@@ -43,7 +41,7 @@ def batched(data: Data) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK"])
-@pytest.mark.parametrize("first", ["decode", "rgb", "grey"])
+@pytest.mark.parametrize("first", ["decode", "grey"])
 def test_pictures_of_mixed_modes_become_rgb_or_grey(mode: str, first: str) -> None:
     expected = []
     for number in range(8):
@@ -85,46 +83,6 @@ def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
     with pytest.raises(UsageError, match=expected) as refused:
         opened(**params)
     assert "pad =" not in str(refused.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", ["decode", "image"])
-def test_peek_names_what_becomes_of_pictures_of_16_bits(first: str, tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    params = {"first": first, "mode": "I;16"}
-    job.write_text(yaml.safe_dump({"recipe": "pictured:Pictured", "params": params}))
-    result = CliRunner().invoke(app, ["peek", str(job), "--out", str(tmp_path / "page.html")])
-    assert {
-        "decode": "8 of 8 have more than 8 bits per channel; decoding keeps the upper 8 of them",
-        "image": "has uint16 images from 0 to ",
-    }[first] in result.output
-    if first == "decode":
-        grey = np.stack([pixels(number)[..., 0] for number in range(8)])
-        assert np.array_equal(batched(opened(**params)), np.repeat(grey[:, None], 3, axis=1))
-
-
-def test_boxes_need_no_mask_and_a_mask_beside_them_moves_along() -> None:
-    from torchvision.transforms import v2
-
-    record = {
-        "key": "a",
-        "image": Image.fromarray(pixels(0)),
-        "boxes": np.array([[1, 2, 5, 6]], np.float32),
-    }
-    flip = Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"])
-    mask = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    for more in ({}, {"mask": mask}):
-        made: Any = {**record, **more}
-        for stage in (DecodeImage(), flip):
-            made = stage(made, np.random.default_rng(0))
-        assert made["boxes"].tolist() == [[11, 2, 15, 6]]
-        assert np.array_equal(made["image"].numpy(), pixels(0)[:, ::-1].transpose(2, 0, 1))
-        assert not more or np.array_equal(made["mask"].numpy(), mask[:, ::-1])
-    for lacking in (Joint(v2.Identity()), Joint(v2.Identity(), masks=["mask"], boxes=["boxes"])):
-        _, report = Chain(as_stages([DecodeImage(), lacking]), 0).run([dict(record)], 0)
-        assert "no column 'mask'" in report.bad[0].reason
-    _, report = Chain(as_stages([flip]), 0).run([dict(record)], 0)
-    assert "put DecodeImage() before" in report.bad[0].reason
 
 
 def test_undecoded_images_of_hugging_face_are_their_bytes() -> None:

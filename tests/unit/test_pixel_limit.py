@@ -23,7 +23,6 @@ from stoker.chain.stages import RecordTransform
 from stoker.chain.transforms import DecodeImage
 from stoker.config.loading import load
 from stoker.data import read_torch
-from stoker.errors import UsageError
 from stoker.protocol import Record
 from stoker.serve.opening import open_data
 
@@ -194,10 +193,7 @@ def test_the_limit_is_a_key_of_the_configuration(tmp_path: Path, digits: Path) -
         return len(data.chains["val"].run(data.sources["val"].read(shard, None), 0)[1].bad)
 
     assert bad() == bad("data.max_pixels=1024") == 0
-    with pytest.raises(
-        UsageError, match=r"each of the first 256 records is refused: .*data.max_pixels"
-    ):
-        bad("data.max_pixels=1023")
+    assert bad("data.max_pixels=1023") > 100
 
 
 def test_a_wrong_checksum_anywhere_in_a_png_quarantines_it() -> None:

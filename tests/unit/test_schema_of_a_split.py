@@ -14,19 +14,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchvision.transforms import v2
 from whole_way import Listed, Store, Way
 
-from stoker.chain.chain import Chain
 from stoker.chain.columns import schema_of
-from stoker.chain.entries import as_stages
 from stoker.chain.transforms import Drop
 from stoker.data import Pad, read_torch, read_webdataset
 from stoker.errors import SchemaError, StokerError, UsageError
 from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
-from stoker.train.feed import as_one_batch
 
 EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "300"))
 
@@ -441,24 +437,3 @@ def test_a_tar_record_that_lacks_an_optional_member_is_quarantined(
             for row in zip(batch["label"].tolist(), batch["text"], strict=True)
         ]
         assert rows == [(i, f"word {i}") for i in range(12) if i != lacking]
-
-
-@pytest.mark.parametrize("shape", [(16, 32, 64), (13, 8, 8), (64, 64, 5)])
-@pytest.mark.parametrize("own_collate", [False, True])
-def test_an_array_whose_channels_may_be_first_or_last_is_refused_and_a_tensor_is_left(
-    shape: tuple[int, ...], own_collate: bool
-) -> None:
-    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-
-    def made(**record: Any) -> Any:
-        chain = Chain([], 0, collate=torch.utils.data.default_collate if own_collate else None)
-        return as_one_batch(chain.collate, *chain.run([{"key": "a", **record}], 0))
-
-    for name, value in {"image": torch.from_numpy(values), "volume": values}.items():
-        assert (made(**{name: value})[name][0] == torch.from_numpy(values)).all()
-    with pytest.raises(
-        SchemaError, match=r"image has the shape .* channels may be first or last; make it a"
-    ):
-        made(image=values)
-    _, report = Chain(as_stages([v2.CenterCrop(4)]), 0).run([{"key": "a", "image": values}], 0)
-    assert "channels may be first or last" in report.bad[0].reason

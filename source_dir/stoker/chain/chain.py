@@ -16,13 +16,14 @@ from stoker.chain.columns import (
     Packed,
     bucketed,
     columns_of,
-    leave,
+    finished_columns,
     pack_columns,
     schema_of,
     size_of,
 )
 from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
 from stoker.chain.entries import fuse
+from stoker.chain.joint import misfit
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage
 from stoker.errors import ChainError, where_raised
@@ -41,7 +42,7 @@ class Segment(NamedTuple):
     """Replaces `stages` for a record that is never cached; None: the same."""
 
 
-class Way:
+class SegmentRun:
     """The stages of a segment for some records of a block, and what they cost."""
 
     def __init__(self, stages: list[Stage], seed: str, report: BlockReport) -> None:
@@ -95,10 +96,6 @@ class Chain:
     """Column whose length orders the rows of a block; None: keep their order."""
     collate: CollateFn | None = None
     """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
-    note: str = ""
-    """What the first records show that a run should say."""
-    unstable: str = ""
-    """Why its results depend on where and when it runs, although draws are seeded."""
     schemas: tuple[Schema, ...] = ()
     """Schemas of the split, which every block must have; empty: each block reports its own."""
     share: float = 1.0
@@ -138,7 +135,12 @@ class Chain:
             passing = good = list(passing)
             for stage in segment.stages:
                 passing = good = self._per_batch(good, stage, seed, report) if good else good
-        good = list(passing)
+        good = []
+        for record in passing:
+            if text := misfit(record):
+                _quarantine(report, BadRecord(record["key"], text))
+            else:
+                good.append(record)
         if self.bucket_by and good:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         columns = self._leave(good, report)
@@ -157,7 +159,7 @@ class Chain:
         stages = report.schemas if self.collate else report.schemas[:-1]
         if self.collate:
             packed = packed._replace(columns=as_rows(packed.records))
-        columns = leave(packed, self.with_keys)
+        columns = finished_columns(packed, self.with_keys)
         report.rows = len(packed.records)
         report.bytes_out += sum(map(size_of, packed.columns.values()))
         report.schemas = (*stages, schema_of(columns, packed.schema.record, self.pads))
@@ -220,22 +222,22 @@ class Chain:
     def _per_record(
         self, records: Iterable[Record], segment: Segment, seed: str, report: BlockReport
     ) -> Iterator[Record]:
-        cached = direct = Way(segment.stages, seed, report)
+        cached = direct = SegmentRun(segment.stages, seed, report)
         if self.share < 1 and segment.direct is not None:
-            direct = Way(segment.direct, seed, report)
+            direct = SegmentRun(segment.direct, seed, report)
         return self._each(records, segment.is_prefix, cached, direct)
 
     def _each(
-        self, records: Iterable[Record], is_prefix: bool, cached: Way, direct: Way
+        self, records: Iterable[Record], is_prefix: bool, cached: SegmentRun, direct: SegmentRun
     ) -> Iterator[Record]:
         for record in records:
-            way = cached if direct is cached or self.caches(record["key"]) else direct
-            if not way.stages or (is_prefix and type(record) is KeptRecord):
+            run = cached if direct is cached or self.caches(record["key"]) else direct
+            if not run.stages or (is_prefix and type(record) is KeptRecord):
                 yield record
-            elif (made := way.take(record)) is not None:
+            elif (made := run.take(record)) is not None:
                 yield made
-        for way in {cached, direct}:
-            way.close()
+        for run in {cached, direct}:
+            run.close()
 
     def _per_batch(
         self, records: list[Record], stage: Stage, seed: str, report: BlockReport

@@ -89,7 +89,8 @@ def decode_clip(
             stream.codec_context.thread_count = 1
             stream.codec_context.options = {"err_detect": "explode"}
             packets = list(container.demux(stream))
-            _refuse_damaged(container, stream, packets)
+            if any(packet.is_corrupt for packet in packets):
+                raise ValueError("cannot be decoded: damaged or truncated")
             per_unit = rate and rate * stream.time_base
             moments = {
                 packet.pts for packet in packets if packet.size and not packet.is_discard
@@ -105,31 +106,6 @@ def decode_clip(
     except av.error.FFmpegError as error:
         raise ValueError(f"cannot be decoded: {error.strerror}") from None
     return np.stack([found[moment] for moment in wanted])
-
-
-def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
-    """FFmpeg decodes truncated files without an error, so compare with the duration in the header."""
-    filled = [packet for packet in packets if packet.size]
-    if not filled:
-        raise ValueError("cannot be decoded: the video holds no frame")
-    if any(packet.is_corrupt for packet in filled):
-        raise ValueError("cannot be decoded: damaged or truncated")
-    base = stream.time_base
-    ends = max((p.pts or 0) + (p.duration or 0) for p in filled) * base
-    declared = Fraction(0)
-    if tag := stream.metadata.get("DURATION"):  # of Matroska and WebM
-        hours, minutes, seconds = tag.split(":")
-        declared = 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
-    elif stream.duration:
-        declared = stream.duration * base
-    elif container.duration and len(container.streams) == 1:
-        declared = Fraction(container.duration, 1_000_000)
-    if (
-        container.format.name == "avi" and len(filled) < stream.frames
-    ):  # its duration is that of what is left
-        raise ValueError(f"truncated: {len(filled)} of {stream.frames} frames are there")
-    if ends < declared - max(Fraction(1, 10), 2 * ends / len(filled)):
-        raise ValueError(f"truncated: it ends after {float(ends):.1f} of {float(declared):.1f} s")
 
 
 def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float) -> list[int]:
@@ -170,18 +146,16 @@ def _decode(
         first = max((i for i in keys if packets[i].pts <= wanted[0]), default=keys[0])
     found: dict[int, NDArray[Any]] = {}
     left = set(wanted)
-    # These say when a frame is decoded, not when it is shown, and the order may differ behind the clip alone.
-    more = 16 * (_untimed(stream) and stream.codec_context.name in ("h264", "hevc", "vc1", "wmv3"))
     for frame in _frames(stream, packets[first:]):
         if frame.pts in left:
             if frame.is_corrupt:
                 raise ValueError("cannot be decoded: damaged")
+            if found and frame.pts < max(found):
+                raise ValueError("the times of its frames are not in the order of the frames")
             found[frame.pts] = _pixels(frame, size)
             left.remove(frame.pts)
         if not left:
-            if not more:
-                break
-            more -= 1
+            break
     return found
 
 
@@ -191,23 +165,11 @@ def _keys(packets: list[Any]) -> list[int]:
     ] or [0]
 
 
-def _untimed(stream: Any) -> bool:
-    return stream.container.format.name in ("avi", "asf")
-
-
 def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:
     """In the order in which they are shown, which is the decoder's."""
     stream.codec_context.flush_buffers()
-    untimed = _untimed(stream)
-    last: int | None = None
     for packet in packets:
-        for frame in packet.decode():
-            if untimed and None not in (last, frame.pts) and frame.pts < last:
-                raise ValueError(
-                    "its times are not in order; write it as .mp4 or .mkv, which hold those of frames"
-                )
-            last = last if frame.pts is None else frame.pts
-            yield frame
+        yield from packet.decode()
 
 
 def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:

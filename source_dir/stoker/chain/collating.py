@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from stoker.chain.columns import BATCHABLE, Ragged
-from stoker.chain.picture import is_hwc
+from stoker.chain.picture import channels_last
 from stoker.errors import SchemaError, where_raised
 from stoker.protocol import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
 from stoker.read.sources import seed_globals
@@ -56,11 +56,9 @@ def as_rows(records: list[Record]) -> dict[str, Ragged]:
 
 
 def _plain(record: Record) -> Iterator[tuple[str, Any]]:
-    """Tensors as arrays; an image that is height × width × channels is marked, as `columns.leave` does."""
-    import numpy as np
-
+    """Tensors as arrays; an image that is height × width × channels is marked, as `finished_columns` does."""
     for name, value in record.items():
-        if name == "image" and type(value) is np.ndarray and is_hwc(value.shape):
+        if name == "image" and channels_last(value):
             yield name + HWC_SUFFIX, value
         else:
             yield name, value.numpy() if hasattr(value, "numpy") else value

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker.chain.picture import is_hwc
 from stoker.errors import SchemaError
 from stoker.protocol import (
     HWC_SUFFIX,
@@ -158,11 +157,22 @@ def pack_columns(
     if good:
         keys = [record["key"] for record in good]
         for name in names:
-            values = _arrays(name, [record[name] for record in good])
+            values = [record[name] for record in good]
+            channels_first = name == "image" and any(
+                hasattr(value, "numpy") and value.ndim == 3 for value in values
+            )
+            values = _arrays(name, values)
             wanted = expected.columns[name] if expected else None
             pad = None if stage else pads.get(name)
             kind = _kind(
-                name, keys, values, wanted, expected.record if expected else "", stage, pad
+                name,
+                keys,
+                values,
+                wanted,
+                expected.record if expected else "",
+                stage,
+                pad,
+                channels_first,
             )
             columns[name], kinds[name] = _stack(values, kind, name, keys, stage), kind
     return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
@@ -227,6 +237,7 @@ def _kind(
     origin: str,
     stage: str,
     pad: Pad | None,
+    channels_first: bool,
 ) -> Column:
     """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad."""
     same = _same(values)
@@ -234,7 +245,7 @@ def _kind(
     if stage:
         kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
     if pad is not None:
-        if name == "image" and any(_channels(kind.shape) < 0 for kind in kinds):
+        if channels_first:
             raise SchemaError(f"column {name!r}: pad would add black channels, not rows; {_ALIKE}")
         kinds = [
             kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds
@@ -365,7 +376,7 @@ def size_of(column: Any) -> int:
     )
 
 
-def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
+def finished_columns(packed: Packed, with_keys: bool) -> dict[str, Any]:
     """Packed columns as they leave it: images marked by their layout, plus row ids."""
     import numpy as np
 
@@ -381,9 +392,8 @@ def leave(packed: Packed, with_keys: bool) -> dict[str, Any]:
         if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
             raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
         array = type(column) is type(packed.records[0].get(name)) is np.ndarray
-        out[
-            name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name
-        ] = column
+        channels_last = name == "image" and array and column.ndim == 4
+        out[name + HWC_SUFFIX if channels_last else name] = column
     out[ID_COLUMN] = np.array([record_id(key) for key in keys], dtype=np.int64)
     if with_keys:
         out[KEY_COLUMN] = np.array(keys, dtype=object)

@@ -18,109 +18,44 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.protocol import BadRecord, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_FORMATS = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "unsigned"}
-_WHITE_IS_ZERO, _BLACK_IS_ZERO, _PALETTE = 0, 1, 3
-_as_planes = threading.Lock()
+_BITS, _PHOTOMETRIC, _CHANNELS, _ORDER, _EXTRA, _KIND = 258, 262, 277, 284, 338, 339
+"""Tags of a TIFF."""
+_KINDS = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "unsigned"}
+_COLOURS = {
+    0: "white is zero",
+    1: "grey",
+    2: "RGB",
+    3: "a palette",
+    5: "CMYK",
+    6: "YCbCr",
+    8: "Lab",
+}
 
 
-class Layout(NamedTuple):
-    bits: int
-    kind: str
-    photometric: int
-    channels: int
-    extra: tuple[int, ...]
-    """What each channel beyond the colours is: 0 unknown, 1 and 2 alpha."""
-    planes: bool
-    dark_palette: bool
-    """Its colours have 8 bits where the format asks for 16."""
+_REMEDY = "write it as grey or RGB of 8 or 16 bits, channels side by side"
 
-    @classmethod
-    def of(cls, tags: Any) -> Layout:
-        channels = tags.get(277, 1)
-        return cls(
-            max(tags.get(258, (1,))),
-            _FORMATS.get(max(tags.get(339, (1,))), "complex"),
-            tags.get(262, 0),
-            channels,
-            tuple(tags.get(338, ())),
-            tags.get(284, 1) == 2 and channels > 1,
-            max(tags.get(320, (65535,))) < 256,
+
+def check_tiff(tags: Any) -> None:
+    """Refuse a TIFF unless it holds 8 or 16 bits, grey or in colours, channel beside channel."""
+    bits, channels = max(tags.get(_BITS, (1,))), tags.get(_CHANNELS, 1)
+    kind = _KINDS.get(max(tags.get(_KIND, (1,))), "complex")
+    photometric = tags.get(_PHOTOMETRIC, 0)
+    planes = tags.get(_ORDER, 1) == 2 and channels > 1
+    alpha = channels == 2 and tuple(tags.get(_EXTRA, ()))[:1] in ((1,), (2,))
+    bands = photometric == 1 and channels > 1 and not alpha
+    if kind != "unsigned" or bits not in (8, 16) or planes or photometric in (0, 3) or bands:
+        order = "in separate planes" if planes else "side by side"
+        raise ValueError(
+            f"a TIFF of {channels} × {bits} bits, {kind}, {_COLOURS.get(photometric, photometric)}, {order};"
+            f" {_REMEDY}"
         )
-
-    def check(self, by_libtiff: bool) -> None:
-        if self.kind != "unsigned" or self.bits > 16:
-            raise ValueError(
-                f"{self.bits}-bit pixels, whose range only you can tell; convert it to 8 or 16 bits"
-                f" (these are {self.kind})"
-            )
-        grey = self.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
-        if grey and self.channels > 1 and (self.channels > 2 or self.extra[:1] not in ((1,), (2,))):
-            raise ValueError(f"{self}, which are marked neither grey nor RGB; {_REMEDY}")
-        if self.photometric == _PALETTE and self.dark_palette:
-            raise ValueError(
-                f"the palette of {self} has 8-bit colours, which would be black; {_REMEDY}"
-            )
-        if self.planes and self.extra[:1] == (1,):
-            # Pillow divides by alpha only where it lies beside the colours.
-            raise ValueError(f"{self} in separate planes, multiplied by its alpha; {_REMEDY}")
-        if self.planes and self.bits > 8 and not by_libtiff:
-            # Pillow's own reader takes each byte of a plane for a pixel.
-            raise ValueError(
-                f"{self} in separate planes; give its bytes to DecodeImage, or {_REMEDY}"
-            )
-
-    @property
-    def inverted(self) -> bool:
-        """Whether Pillow leaves black and white exchanged."""
-        return self.photometric == _WHITE_IS_ZERO and self.bits > 8
-
-    def __str__(self) -> str:
-        return f"a TIFF of {self.channels} channel{'s'[: self.channels > 1]} of {self.bits} bits"
-
-
-_REMEDY = (
-    "write it as grey or RGB of 8 or 16 bits, for example with gdal_translate -b 1 -b 2 -b 3 -co"
-    " PHOTOMETRIC=RGB"
-)
-
-
-def layout_of(content: bytes) -> Layout | None:
-    """The layout of a file; None if it is no TIFF, or has a damaged header."""
-    from PIL.TiffImagePlugin import ImageFileDirectory_v2
-
-    if not content.startswith(TIFF_MAGIC):
-        return None
-    try:
-        tags = ImageFileDirectory_v2(content[: 16 if 43 in content[2:4] else 8])
-        file = io.BytesIO(content)
-        file.seek(tags.next)
-        tags.load(file)
-        return Layout.of(tags)
-    except (SyntaxError, OSError, struct.error, TypeError, ValueError):
-        return None
-
-
-def open_with_pillow(content: bytes, layout: Layout | None) -> Any:
-    """The file as Pillow opens it, with separate planes read by libtiff."""
-    from PIL import Image, TiffImagePlugin
-
-    if layout is None or not layout.planes:
-        return Image.open(io.BytesIO(content))
-    with _as_planes:
-        before = TiffImagePlugin.READ_LIBTIFF
-        TiffImagePlugin.READ_LIBTIFF = True
-        try:
-            return Image.open(io.BytesIO(content))
-        finally:
-            TiffImagePlugin.READ_LIBTIFF = before
 
 
 MOST_PIXELS = 100_000_000
@@ -171,17 +106,11 @@ def _beyond() -> str:
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def depth_of(image: Any) -> tuple[int, int]:
-    if isinstance(image, bytes):
-        if image.startswith(b"\xff\xd8"):
-            return 8, 1
-        with open_with_pillow(image, layout_of(image)) as picture:
-            depth, frames = depth_of(picture)
-        return (image[24] if image.startswith(PNG) else depth), frames
-    depth = 16 if getattr(image, "mode", "")[:1] == "I" else 8
-    if hasattr(image, "tag_v2"):
-        depth = Layout.of(image.tag_v2).bits
-    return depth, getattr(image, "n_frames", 1)
+def depth_of(content: bytes, picture: Any) -> int:
+    """Bits per channel that a file stores, of which Pillow keeps 8 in colours."""
+    if content.startswith(PNG):
+        return content[24]
+    return int(max(picture.tag_v2.get(_BITS, (1,)))) if hasattr(picture, "tag_v2") else 8
 
 
 Mode = Literal["RGB", "L"]
@@ -197,10 +126,6 @@ _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 """Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
-_PLACES = re.compile(
-    r"(?<![a-z])(?<!attention_)(?<!padding_)"
-    r"(b?box(es)?|masks?|polygons?|keypoints?|landmarks?|segmentation)(?![a-z])"
-)
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 _of_thread = threading.local()
@@ -313,32 +238,6 @@ def orientation_of(image: Any) -> int:
     return value if isinstance(value, int) and 2 <= value <= 8 else 1
 
 
-def places_in(record: Record) -> list[str]:
-    """Columns that by their names tell where something is in the image, also inside structs; PNG files."""
-    return [
-        n for n, value in record.items() if n not in ("image", "key") and _is_place(str(n), value)
-    ]
-
-
-def _is_place(name: str, value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    value = first if isinstance(first, dict) else value
-    if isinstance(value, dict) and any(
-        _is_place(str(inner), each) for inner, each in value.items()
-    ):
-        return True
-    one = isinstance(value, str) or not (hasattr(value, "__len__") or hasattr(value, "getexif"))
-    if one or isinstance(first, str) or getattr(value, "ndim", 1) == 0:
-        return False  # such as the number or the names of boxes
-    return bool(
-        _PLACES.search(words_of(name)) or (isinstance(value, bytes) and value.startswith(PNG))
-    )
-
-
-def words_of(name: str) -> str:
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
-
-
 def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]:
     import numpy as np
 
@@ -439,20 +338,19 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
     if content.startswith(PNG):
         check_png(content)
         allow_text()
-    layout = layout_of(content)
     try:
-        with open_with_pillow(content, layout) as picture:
+        with Image.open(io.BytesIO(content)) as picture:
             check_pixels(*picture.size)
-            if bits and picture.mode not in _DEEP and depth_of(content)[0] > 8:
+            if bits and picture.mode not in _DEEP and depth_of(content, picture) > 8:
                 raise ValueError("bits is for grey images only; scale colour images to 16 bits")
             return image_array(picture, mode, bits, in_place=True)
     except Image.DecompressionBombError as error:
         raise too_large(error) from None
     except UnidentifiedImageError:
-        if layout:
-            layout.check(by_libtiff=True)
-            text = f"{layout} ({layout.kind}) is not supported; {_REMEDY}"
-            raise ValueError(f"cannot be decoded: {text}") from None
+        if content.startswith((b"II*\0", b"MM\0*")):
+            raise ValueError(
+                f"cannot be decoded: a TIFF that Pillow cannot read; {_REMEDY}"
+            ) from None
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None
@@ -468,9 +366,8 @@ def image_array(
     import numpy as np
     from PIL import Image, ImageOps
 
-    layout = Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
-    if layout:
-        layout.check(image.use_load_libtiff)
+    if hasattr(image, "tag_v2"):
+        check_tiff(image.tag_v2)
     fits = image.format == "FITS"  # Pillow ignores its zero and scale
     if fits or image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
         kind = "FITS" if fits else "32-bit"
@@ -484,7 +381,7 @@ def image_array(
     if image.mode.startswith("I"):
         # Pillow clips 16-bit values on conversion; scaling preserves the picture.
         values = np.asarray(image).astype(np.uint32)
-        bits = bits or (layout.bits if layout else 16)
+        bits = bits or 16
         if int(values.max(initial=0)) >> bits:
             raise ValueError(f"a value of {values.max()} has more than {bits} bits")
         image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
@@ -494,8 +391,7 @@ def image_array(
     ):  # the only mode that Pillow converts it to
         image = image.convert(step)
     array = np.asarray(image.convert(mode))
-    array = array[..., None] if array.ndim == 2 else array
-    return 255 - array if layout and layout.inverted else array
+    return array[..., None] if array.ndim == 2 else array
 
 
 def check_png(content: bytes) -> None:

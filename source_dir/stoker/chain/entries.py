@@ -13,20 +13,30 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.joint import DecodeMask, beside_the_image
-from stoker.chain.picture import open_picture, tensor_of
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, record_image
+from stoker.chain.joint import (
+    Declaration,
+    DecodeMask,
+    ImageModule,
+    Joint,
+    moves_pixels,
+    parts_of,
+)
+from stoker.chain.picture import TensorPicture, tensor_of
+from stoker.chain.stages import RecordTransform, Stage, is_plain
 from stoker.chain.transforms import (
     CenterCrop,
     CheckLabel,
     Compose,
     DecodeImage,
+    Drop,
     GaussianBlurs,
     ImageTransform,
     Pictured,
     RandomHorizontalFlip,
     RandomResizedCrop,
+    Rename,
     Resize,
+    opened,
 )
 from stoker.errors import UsageError
 from stoker.protocol import Record
@@ -94,7 +104,6 @@ class Fused(RecordTransform):
         parts = run[1:] if self.decode else run
         self.parts: list[tuple[str, ImageTransform]] = [(s.name, s.apply) for s in parts]  # type: ignore[misc]
         self.first = run[0].name
-        self.gives_tensor = self.parts[-1][1].gives_tensor
 
     def prepare(self) -> None:
         import simplejpeg  # noqa: F401
@@ -105,20 +114,25 @@ class Fused(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         name = self.first
         try:
-            picture: Pictured
-            picture = (
-                self.decode.opened(record) if self.decode else open_picture(record_image(record))
-            )
+            picture = self._opened(record)
             for part_name, part in self.parts:
                 name = part_name
                 picture = part.change(picture, rng)
-            pixels = picture.pixels()
+            return part.finished(record, picture)
         except Exception as error:
             # Pixels are decoded only when a later transform needs them.
             late = self.decode and "cannot be decoded" in str(error)
             error.stage = self.first if late else name  # type: ignore[attr-defined]
             raise
-        return {**record, "image": tensor_of(pixels) if self.gives_tensor else pixels}
+
+    def _opened(self, record: Record) -> Pictured:
+        declared = self.parts[0][1].declared
+        if not self.decode:
+            return opened(record, declared)
+        picture = self.decode.opened(record)
+        parts = parts_of(record, declared, picture)
+        whole = parts or declared
+        return TensorPicture(tensor_of(picture.pixels()), parts) if whole else picture
 
 
 _CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
@@ -196,26 +210,74 @@ def as_stages(chain: Sequence[Any]) -> list[Stage]:
         name = f"{stage.name}#{taken + 1}" if taken else stage.name
         stages.append(replace(stage, name=name))
     tensors_for_others(stages)
+    declare(stages)
     compare_exif(stages)
     return stages
+
+
+def declare(stages: list[Stage]) -> None:
+    """Tell each transform of the image which columns earlier stages have declared to lie in it."""
+    declared: dict[str, Declaration] = {}
+    moved = ""
+    for number, stage in enumerate(stages):
+        entry = stage.apply
+        if own := declared_by(entry):
+            if moved and not own.keys() <= declared.keys():
+                raise UsageError(
+                    f"preprocess(): {moved} moves the image before {stage.name} declares"
+                    f" {', '.join(own.keys() - declared.keys())}; put {moved} behind {stage.name}"
+                )
+            declared = declared | own
+        elif isinstance(entry, Rename):
+            old = {new: declared[name] for new, name in entry.columns.items() if name in declared}
+            declared = {n: d for n, d in declared.items() if n not in entry.columns.values()} | old
+        elif isinstance(entry, Drop):
+            declared = {name: d for name, d in declared.items() if name not in entry.columns}
+        elif not isinstance(entry, _OF_STOKER):
+            moved = ""  # what it makes may be of the image as it is now
+        if isinstance(entry, ImageTransform | ImageModule):
+            entry = copy(entry)  # another chain may have the same
+            entry.declared = declared
+            stages[number] = replace(stage, apply=entry)
+            drawn = stage.random and (
+                isinstance(entry, ImageTransform) or moves_pixels(entry.module)
+            )
+            moved = stage.name if drawn else moved
+
+
+_OF_STOKER = (ImageTransform, ImageModule, GaussianBlurs, CheckLabel, DecodeImage)
+
+
+def declared_by(entry: Any) -> dict[str, Declaration]:
+    if isinstance(entry, Declaration):
+        return dict.fromkeys(entry.columns, entry)
+    return entry.own if isinstance(entry, Joint) else {}
 
 
 def compare_exif(stages: list[Stage]) -> None:
     """Let the image's decoder know the masks and boxes beside it, and those of masks its `exif`."""
     decoders = [s.apply for s in stages if isinstance(s.apply, DecodeImage | DecodeMask)]
-    image = next((each for each in decoders if isinstance(each, DecodeImage)), None)
+    image = next((entry for entry in decoders if isinstance(entry, DecodeImage)), None)
     if image is None:
         return
     if image.exif is None and image is not decoders[0]:
         raise UsageError(
             "preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF"
         )
+    dropped = [n for s in stages if isinstance(s.apply, Drop) for n in s.apply.columns]
+    needed = [
+        name
+        for stage in stages
+        for name in (
+            stage.apply.needed if isinstance(stage.apply, Joint) else declared_by(stage.apply)
+        )
+    ]
     for number, stage in enumerate(stages):
         if isinstance(stage.apply, DecodeImage | DecodeMask):
-            decoder = copy(stage.apply)  # another chain may have the same
+            decoder = copy(stage.apply)
             decoder.exif = image.exif
             if isinstance(decoder, DecodeImage):
-                decoder.places = beside_the_image(stages)
+                decoder.places = [n for n in dict.fromkeys(needed) if n not in dropped]
             stages[number] = replace(stage, apply=decoder)
 
 

@@ -1,225 +1,170 @@
-"""Transforms of an image together with its masks and boxes, and the search for those of the image alone."""
+"""Masks, boxes and key points: declared once, then moved with their image by every later transform.
+
+`DecodeMask`, `Boxes` and `KeyPoints` declare columns, which get the types of `torchvision.tv_tensors`. From
+there on torchvision's v2 transforms get the whole record, and Stoker's own move all declared columns. A
+column that nothing declares stays as it is.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import io
-import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Number
-from pathlib import Path
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import PNG, Layout, as_stored, check_png, orientation_of, words_of
-from stoker.chain.picture import is_hwc
-from stoker.chain.stages import (
-    ImageModule,
-    RecordTransform,
-    Stage,
-    column_value,
-    is_plain,
-    may_draw,
-)
-from stoker.chain.transforms import Compose, Drop, ImageTransform, Rename
+from stoker.chain.decode import PNG, as_stored, check_png, orientation_of
+from stoker.chain.picture import image_size, tensor_of
+from stoker.chain.stages import RecordTransform, column_value, is_plain, may_draw, record_image
 from stoker.errors import UsageError
 from stoker.protocol import Record
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from stoker.chain.chain import Chain
-
 _LOSSY = ("AVIF", "JPEG", "JPEG2000", "MPO", "WEBP")
 
 
-class DecodeMask(RecordTransform):
-    """An encoded mask, or a Pillow image → its class numbers, uint8, height × width, upright by its own EXIF.
-
-    With `DecodeImage(exif=False)` in the chain, it is left as stored, too.
-    Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
-    more than 8 bits are refused, since they hold no class numbers.
-    """
+class Declaration(RecordTransform):
+    """Declares columns of places in the image, and gives their values torchvision's type."""
 
     random = False
+    uses_torch = True
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = columns
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        size = image_size(record_image(record))
+        values = {name: column_value(record, name) for name in self.columns}
+        return {**record, **{name: self.part(name, v, size) for name, v in values.items()}}
+
+    @abstractmethod
+    def part(self, name: str, value: Any, size: tuple[int, int]) -> Any:
+        """A value as torchvision's type, for an image of this height and width."""
+
+
+class DecodeMask(Declaration):
+    """An encoded mask, a Pillow image or an array → `tv_tensors.Mask` of class numbers, height × width.
+
+    Files and Pillow images are turned by their own EXIF; with `DecodeImage(exif=False)` in the chain, they are
+    left as stored. Palette colours are ignored: the numbers in the file are the classes, as uint8, or int32 if
+    they have 16 bits. Colour images, lossy formats and inverted numbers are refused.
+    """
+
     exif: bool | None = None
     """The same as that of the chain's DecodeImage."""
 
     def __init__(self, *columns: str) -> None:
-        self.columns = columns or ("mask",)
+        super().__init__(*(columns or ("mask",)))
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        masks = {}
+        for name in self.columns:
+            value: Any = column_value(record, name)
+            array = hasattr(value, "shape") and not isinstance(value, memoryview)
+            masks[name] = self.part(name, value if array else self._numbers(name, value), (0, 0))
+        return {**record, **masks}
+
+    def part(self, name: str, value: Any, size: tuple[int, int]) -> Any:
+        from torchvision import tv_tensors
+
+        if not hasattr(value, "shape"):
+            raise TypeError(f"{name} is still encoded; put DecodeMask({name!r}) before this stage")
+        return tv_tensors.Mask(_tensor(value))
+
+    def _numbers(self, name: str, value: Any) -> Any:
         import numpy as np
         from PIL import Image, ImageOps, UnidentifiedImageError
 
-        found = {}
-        for name in self.columns:
-            mask: Any = column_value(record, name)
-            if isinstance(mask, bytes | bytearray | memoryview):
-                if (content := bytes(mask)).startswith(PNG):
-                    check_png(content)
-                try:
-                    mask = Image.open(io.BytesIO(content))
-                except UnidentifiedImageError:
-                    raise ValueError(
-                        f"{name}: not an image (first bytes {bytes(mask[:8])!r})"
-                    ) from None
-            elif not isinstance(mask, Image.Image):
-                kind = type(mask).__name__
-                raise TypeError(
-                    f"{name} is a {kind}, neither an encoded mask nor a PIL image; leave it out here"
-                )
-            codec, _, _, args = (
-                mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, _raw_of(mask))
-            )
-            raw, *rest = args if isinstance(args, tuple) else (args,)
-            grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
-            changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
-            of_tiff = str(mask.info.get("compression"))
-            lossy = mask.format in _LOSSY or "jpeg" in of_tiff or "webp" in of_tiff
-            if mask.mode not in ("L", "P", "1") or lossy or changed:
-                how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
-                how += " and a lossy compression" if lossy else ""
-                raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
-            orientation = orientation_of(mask) if self.exif is False else 1
-            numbers = as_stored(
-                np.array(ImageOps.exif_transpose(mask), dtype=np.uint8), orientation
-            )
-            if raw == _UNKNOWN and mask.format in ("PNG", "PPM") and not (numbers % 17).any():
-                there = np.unique(numbers)
-                if len(there) >= 4 and there[-1] == 255:  # fewer may be a class and what is ignored
-                    raise ValueError(
-                        f"{name}: {there.tolist()} are stretched from 2 or 4 bits; give its bytes"
-                    )
-            # Pillow stretches 2 or 4 bits to 0 … 255.
-            found[name] = numbers // {"2": 85, "4": 17}.get(grey[:1], 1)
-        return {**record, **found}
+        raw, image = "", value
+        if isinstance(value, bytes | bytearray | memoryview):
+            content = bytes(value)
+            if content.startswith(PNG):
+                check_png(content)
+            try:
+                image = Image.open(io.BytesIO(content))
+            except UnidentifiedImageError:
+                raise ValueError(f"{name}: not an image (first bytes {content[:8]!r})") from None
+            raw = _raw_mode(image)
+        elif not isinstance(value, Image.Image):
+            raise TypeError(f"{name} is a {type(value).__name__}, not a mask")
+        compression = str(image.info.get("compression"))
+        lossy = image.format in _LOSSY or "jpeg" in compression or "webp" in compression
+        deep = image.mode.startswith("I;16")
+        if lossy or "I" in raw or not (deep or image.mode in ("L", "P", "1")):
+            how = "inverted or scaled numbers" if "I" in raw else f"mode {image.mode}"
+            how += " and a lossy compression" if lossy else ""
+            raise ValueError(f"{name}: a {image.format} of {how} holds no class numbers")
+        orientation = orientation_of(image) if self.exif is False else 1
+        numbers = np.array(ImageOps.exif_transpose(image), dtype=np.int32 if deep else np.uint8)
+        # Pillow stretches grey of 2 or 4 bits to 0 … 255.
+        return as_stored(numbers, orientation) // {"2": 85, "4": 17}.get(raw[:1], 1)
 
 
-_UNKNOWN = "unknown"
+def _raw_mode(image: Any) -> str:
+    """How a file stores grey numbers: their bits, and "I" if Pillow inverts or scales them."""
+    codec, _, _, args = image.tile[0] if image.tile else ("", 0, 0, "")
+    raw, *rest = args if isinstance(args, tuple) else (args,)
+    if codec.startswith("ppm") and rest != [255]:
+        return "I"
+    return "" if image.mode == "P" else str(raw).partition(";")[2].removesuffix("B")
 
 
-def _raw_of(mask: Any) -> str:
-    """How the file has the numbers of a grey image that is read: Pillow has stretched or inverted them."""
-    # It may be closed, gone, or not of a file.
-    with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
-        if mask.mode != "L":
-            return ""
-        if mask.format == "TIFF":
-            layout = Layout.of(mask.tag_v2)
-            return f"L;{layout.bits}{'I' * (layout.photometric == 0)}"
-        path = mask.filename or (mask._fp.closed and mask._fp.name)
-        file = io.BytesIO(Path(path).read_bytes()) if path else mask._fp
-        file.seek(0)
-        head = file.read(25)
-        if head.startswith(PNG):
-            return f"L;{head[24]}"
-    return _UNKNOWN
-
-
-class Joint(RecordTransform):
-    """One transform of torchvision.transforms.v2 for an image with its masks and boxes.
-
-    Random numbers are drawn once for all of them, seeded by the record. Masks are resized without mixing
-    classes. The transform gets the whole record, so `v2.SanitizeBoundingBoxes` finds `labels`.
+class Boxes(Declaration):
+    """Boxes of an image, number × 4, in pixels → `tv_tensors.BoundingBoxes`; integers become float32.
 
     Args:
-        transform: a v2 transform or a `v2.Compose`.
-        masks: columns of class numbers, height × width, the size of the image. Default: `mask`, which records
-            may lack if `boxes` are given.
-        boxes: columns of boxes, number × 4, in pixels.
-        format: of the boxes: XYXY, XYWH or CXCYWH.
+        column: an array, a tensor or a list for each record; empty for an image without objects.
+        format: XYXY, XYWH or CXCYWH.
     """
 
-    uses_torch = True
+    def __init__(self, column: str = "boxes", format: str = "XYXY") -> None:
+        super().__init__(column)
+        self.format = str(getattr(format, "value", format)).upper()
+        if self.format not in ("XYXY", "XYWH", "CXCYWH"):
+            raise UsageError(f"Boxes(format={format!r}): must be XYXY, XYWH or CXCYWH")
 
-    def __init__(
-        self,
-        transform: Any,
-        masks: Sequence[str] | None = None,
-        boxes: Sequence[str] = (),
-        format: str = "XYXY",
-    ) -> None:
-        self.transform, self.boxes, self.format = transform, tuple(boxes), format
-        self.masks = ("mask",) if masks is None else tuple(masks)
-        self.needs_masks = masks is not None or not boxes
-        self.columns = {*self.masks, *self.boxes}
-        self.random = may_draw(transform)
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        import numpy as np
-        import torch
+    def part(self, name: str, value: Any, size: tuple[int, int]) -> Any:
         from torchvision import tv_tensors
 
-        image = column_value(record, "image")
-        if not hasattr(image, "shape"):
-            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        image = _tensor(image).permute(2, 0, 1) if _has_channels_last(image) else _tensor(image)
-        size = tuple(image.shape[-2:])
-        parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
-        for name in self.masks:
-            if name not in record and not self.needs_masks:
-                continue
-            mask = column_value(record, name)
-            if not hasattr(mask, "shape"):
-                raise TypeError(
-                    f"the column {name!r} is still encoded; put DecodeMask() before this stage"
-                )
-            parts[name] = tv_tensors.Mask(_tensor(mask))
-            if tuple(parts[name].shape[-2:]) != size:
-                raise ValueError(
-                    f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}"
-                )
-        for name in self.boxes:
-            values = column_value(record, name)
-            values = torch.tensor(values) if isinstance(values, list | tuple) else _tensor(values)
-            values = (
-                values if values.numel() else values.reshape(0, 4)
-            )  # of an image without objects
-            if values.ndim != 2 or values.shape[1] != 4:
-                raise ValueError(
-                    f"{name} has the shape {tuple(values.shape)}; boxes are number × 4"
-                )
-            if values.dtype not in (torch.float32, torch.float64):
-                values = values.float()  # others overflow or lose fractions
-            sides = values[:, 2:] - (values[:, :2] if "XYXY" in str(self.format).upper() else 0)
-            fits = sides >= -1e-3 * max(size)  # they are rounded
-            if len(wrong := values[~(values.isfinite() & fits.repeat(1, 2)).all(dim=1)]):
-                box = wrong[0].tolist()
-                padding = not wrong[0].isfinite().all() or (wrong[0] == -1).all()
-                why = "padding; leave such rows out, `pad` adds them" if padding else "set `format`"
-                raise ValueError(f"{name}: {box} is not a box of the format {self.format}: {why}")
-            parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
-        # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
-        others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
-        out = self.transform({**others, **parts})
-        for boxes, name in itertools.product(self.boxes, self.masks):
-            left, mask = _shape(out.get(boxes))[:1], _shape(out.get(name))
-            # With as many rows as there were boxes, a mask lost some with them.
-            lost = len(mask) == 2 and mask[:1] == left < (len(parts[boxes]),)
-            if lost and left != _shape(out.get("image"))[-2:-1]:
-                raise ValueError(
-                    f"{name} has {mask[0]} rows after the transform, its image does not"
-                )
-        return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
+        values = _floats(value)
+        values = values if values.numel() else values.reshape(0, 4)
+        if values.ndim != 2 or values.shape[1] != 4:
+            raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
+        sides = values[:, 2:] - (values[:, :2] if self.format == "XYXY" else 0)
+        fits = sides >= -1e-3 * max(size)  # they are rounded
+        if len(wrong := values[~(values.isfinite() & fits.repeat(1, 2)).all(dim=1)]):
+            box = wrong[0].tolist()
+            padding = not wrong[0].isfinite().all() or (wrong[0] == -1).all()
+            why = "padding; leave such rows out, `pad` adds them" if padding else "set `format`"
+            raise ValueError(f"{name}: {box} is not a box of the format {self.format}: {why}")
+        form: Any = self.format
+        return tv_tensors.BoundingBoxes(values, format=form, canvas_size=size)
 
 
-def _parts(transform: Any) -> Iterator[Any]:
-    yield transform
-    for part in getattr(transform, "transforms", ()):
-        yield from _parts(part)
+class KeyPoints(Declaration):
+    """Points of an image, … × 2 (x and y in pixels) → `tv_tensors.KeyPoints`; integers become float32."""
 
+    def __init__(self, column: str = "keypoints") -> None:
+        from torchvision import tv_tensors
 
-def _has_channels_last(image: Any) -> bool:
-    """A tensor only if its channels cannot be first."""
-    import numpy as np
+        super().__init__(column)
+        if not hasattr(tv_tensors, "KeyPoints"):
+            raise UsageError("KeyPoints: needs torchvision 0.23 or later")
 
-    shape = tuple(image.shape)
-    return (
-        is_hwc(shape)
-        if isinstance(image, np.ndarray)
-        else len(shape) == 3 and shape[2] <= 4 < shape[0]
-    )
+    def part(self, name: str, value: Any, size: tuple[int, int]) -> Any:
+        from torchvision import tv_tensors
+
+        values = _floats(value)
+        values = values if values.numel() else values.reshape(0, 2)
+        if values.shape[-1] != 2:
+            raise ValueError(
+                f"{name} has the shape {tuple(values.shape)}; key points are … × 2: keep visibility"
+                " in a column of its own"
+            )
+        return tv_tensors.KeyPoints(values, canvas_size=size)
 
 
 def _tensor(values: Any) -> Any:
@@ -232,196 +177,177 @@ def _tensor(values: Any) -> Any:
     return torch.from_numpy(np.require(values, requirements="W"))
 
 
-_STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}
-_DRAWN = {
-    *("ElasticTransform", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomIoUCrop"),
-    *(
-        "RandomPerspective",
-        "RandomResize",
-        "RandomResizedCrop",
-        "RandomRotation",
-        "RandomShortestSize",
-    ),
-    *("RandomVerticalFlip", "RandomZoomOut", "ScaleJitter"),
-}
-_POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
-"""Transforms that may rotate and shear; torchvision does not apply them to masks."""
-LAST = ""
-"""Stands for the end of a chain among its stages."""
-_MOVES_TOO, PERHAPS, SURELY = -1, 1, 2
-_SURE = re.compile(
-    r"(?<![a-z])(?<!\bnum_)(?<!\bn_)"
-    r"(?:((?:bounding|bnd)?b?box(?:es)?)|(polygons?|keypoints?|segmentation)|(masks?))(_[cxywh]+)?$"
-)
-_OF_TOKENS = re.compile(r"(?<![a-z])(attention|attn|causal|padding|text|token)s?_?mask")
-_UNSURE = re.compile(r"(?<![a-z])(key)?(points?|landmarks?|corners?|kpt?s)$")
-_WHOLE = re.compile(r"(torch\.)?(u?int|bool)")
+def _floats(values: Any) -> Any:
+    import torch
+
+    values = torch.tensor(values) if isinstance(values, list | tuple) else _tensor(values)
+    # Others overflow or lose fractions.
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-def refuse_image_alone(chains: Iterable[Chain]) -> None:
-    """Refuse random transforms after which image and mask no longer show the same."""
-    if found := [text for chain in chains for text, random in moved_alone(chain.stages) if random]:
-        raise UsageError(*dict.fromkeys(found))
+def parts_of(record: Record, declared: Mapping[str, Declaration], image: Any) -> dict[str, Any]:
+    """The columns that lie in an image, by their type or because the chain has declared them."""
+    types = sys.modules.get("torchvision.tv_tensors")
+    if not declared and types is None:
+        return {}
+    from torchvision.tv_tensors import TVTensor
+
+    parts: dict[str, Any] = {}
+    for name, value in record.items():
+        if (
+            name == "image"
+            or value is None
+            or not (isinstance(value, TVTensor) or name in declared)
+        ):
+            continue
+        size = image_size(image)
+        # A stage of the user's own may have made an array or a plain tensor of it.
+        if not isinstance(value, TVTensor):
+            value = declared[name].part(name, value, size)
+        if (own := _size_of(value)) not in (size, None):
+            raise ValueError(f"{name} has size {own}, its image {size}")
+        parts[name] = value
+    return parts
 
 
-def moved_alone(
-    stages: list[Stage],
-    reached: Mapping[str, Mapping[str, int]] | None = None,
-    degree: int = SURELY,
-) -> list[tuple[str, bool]]:
-    """A line per transform of the image alone in a chain for masks or boxes, and whether it is random.
+def _size_of(part: Any) -> tuple[int, ...] | None:
+    from torchvision.tv_tensors import Mask
 
-    A deterministic one may be meant: masks can be stored as the image is afterwards.
+    return tuple(part.shape[-2:]) if isinstance(part, Mask) else getattr(part, "canvas_size", None)
+
+
+def misfit(record: Record) -> str:
+    """Why a record may not leave the chain; empty: its masks have the size of its image."""
+    types, image = sys.modules.get("torchvision.tv_tensors"), record.get("image")
+    if types is None or not hasattr(image, "shape"):
+        return ""
+    masks = {name: value for name, value in record.items() if isinstance(value, types.Mask)}
+    size = image_size(image) if masks else None
+    return "; ".join(
+        f"{name} has size {_size_of(mask)}, its image {size}: change both alike, or end the chain with"
+        " v2.ToPureTensor()"
+        for name, mask in masks.items()
+        if _size_of(mask) != size
+    )
+
+
+class ImageModule(RecordTransform):
+    """A transform of torchvision on an image, which becomes a CHW tensor, and all that is declared in it."""
+
+    uses_torch = True
+    declared: Mapping[str, Declaration] = {}
+    """By earlier stages of the chain."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.random = module, may_draw(module)
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        image = record_image(record)
+        mode = getattr(image, "mode", None)
+        if isinstance(mode, str) and mode not in ("L", "RGB"):
+            raise ValueError(
+                f"a PIL image of mode {mode}; put DecodeImage() before this stage, or make it an array"
+            )
+        if parts := parts_of(record, self.declared, image):
+            return self._together(record, image, parts)
+        return {**record, "image": _plain(self.module(tensor_of(image)))}
+
+    def _together(self, record: Record, image: Any, parts: dict[str, Any]) -> Record:
+        import numpy as np
+        import torch
+        from torchvision import tv_tensors
+
+        # v2 takes tensors under `labels`, and leaves plain tensors alone if there is an image.
+        inputs = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
+        inputs |= {**parts, "image": tv_tensors.Image(tensor_of(image))}
+        out = inputs
+        for step, takes_records, moves in self._steps:
+            if takes_records:
+                out = step(out)
+            elif moves:
+                raise TypeError(
+                    f"{type(step).__name__} of torchvision.transforms moves the image without"
+                    f" {', '.join(parts)}; use torchvision.transforms.v2"
+                )
+            else:
+                changed = step(out["image"])
+                tensor = isinstance(changed, torch.Tensor)
+                out = {**out, "image": tv_tensors.Image(changed) if tensor else changed}
+        kept = inputs.keys() - {*parts, "image"}
+        same = {n: record[n] for n in kept if n in record and out.get(n) is inputs[n]}
+        return {**out, **same, "image": _plain(out["image"])}
+
+    @cached_property
+    def _steps(self) -> list[tuple[Any, bool, bool]]:
+        compose = is_plain(self.module) and type(self.module).__name__ == "Compose"
+        steps = self.module.transforms if compose else [self.module]
+        return [(step, _takes_records(step), moves_pixels(step)) for step in steps]
+
+
+def _plain(image: Any) -> Any:
+    import numpy as np
+    import torch
+
+    if not isinstance(image, torch.Tensor):
+        return np.array(image)  # nobody may write to the memory of a Pillow image
+    return image.as_subclass(torch.Tensor) if type(image) is not torch.Tensor else image
+
+
+def _leaves(module: Any) -> Iterator[Any]:
+    parts = getattr(module, "transforms", None)
+    if parts is None:
+        yield module
+    for part in parts or ():
+        yield from _leaves(part)
+
+
+def _takes_records(module: Any) -> bool:
+    from torchvision.transforms import v2
+
+    return all(isinstance(leaf, v2.Transform) for leaf in _leaves(module))
+
+
+def moves_pixels(module: Any) -> bool:
+    """Whether torchvision counts a transform, or one inside it, among the geometric ones or the policies."""
+    from torchvision.transforms import v2
+
+    kinds = [kind for leaf in _leaves(module) for kind in type(leaf).__mro__]
+    homes = [
+        getattr(v2, kind.__name__, kind).__module__
+        for kind in kinds
+        if "torchvision" in kind.__module__
+    ]
+    return any(home.endswith(("._geometry", "._auto_augment")) for home in homes)
+
+
+class Joint(ImageModule):
+    """A v2 transform that declares masks and boxes itself: `DecodeMask` or `Boxes`, then the transform.
 
     Args:
-        reached: by stage, how surely columns of the records that reached it are about places in the image.
-        degree: of the columns to name.
+        transform: a v2 transform or a `v2.Compose`.
+        masks: columns of class numbers, height × width, the size of the image. Default: `mask`, which records
+            may lack if `boxes` are given.
+        boxes: columns of boxes, number × 4, in pixels.
+        format: of the boxes: XYXY, XYWH or CXCYWH.
     """
-    lines, known, dropped, reached = [], dict[str, int](), _dropped(stages), reached or {LAST: {}}
-    renamed = {o for s in stages if isinstance(s.apply, Rename) for o in s.apply.columns.values()}
-    for stage in stages:
-        joint = stage.apply if isinstance(stage.apply, Joint) else None
-        now = reached.get(stage.name, {})
-        # What had the image's size before it was resized is a mask, too.
-        known = {
-            n: max(s, known.get(n, 0))
-            for n, s in {**known, **now}.items()
-            if now.get(n) != _MOVES_TOO
-        }
-        # Only the stage that leaves out a column knows whether it used it.
-        left_out = {*known} - renamed - {*reached[LAST]}
-        seen = [n for n, s in known.items() if s - (n in left_out) == degree and n not in dropped]
-        beside = (
-            [n for n in seen if n not in joint.columns] if joint else beside_the_image(stages, seen)
+
+    def __init__(
+        self,
+        transform: Any,
+        masks: Sequence[str] | None = None,
+        boxes: Sequence[str] = (),
+        format: str = "XYXY",
+    ) -> None:
+        super().__init__(transform)
+        needed = () if masks is None and boxes else masks if masks is not None else ("mask",)
+        self.needed = (*needed, *boxes)
+        self.own: dict[str, Declaration] = dict.fromkeys(
+            ("mask",) if masks is None else masks, DecodeMask()
         )
-        left = ", ".join(beside)
-        for name, random in _moved_by(stage) if left else ():
-            remedy = "leave it out" if name in _POLICIES else "put it into Joint"
-            if joint:
-                name, remedy = f"{name} in Joint", "name it there among the masks or boxes"
-            what = f"chain: {name} moves the pixels of the image only, not those of {left}"
-            lines.append((f"{what}; {remedy}, or drop {left} with Drop", random))
-    return lines
+        self.own |= {name: Boxes(name, format) for name in boxes}
+        self.declared = self.own
 
-
-def noting_places(stages: list[Stage], reached: dict[str, dict[str, int]]) -> list[Stage]:
-    """The stages of a chain, which add to `reached` what `moved_alone` needs."""
-
-    boxed = any(isinstance(stage.apply, Joint) and stage.apply.boxes for stage in stages)
-
-    def note(stage: Stage | None) -> Stage:
-        there = reached.setdefault(stage.name if stage else LAST, {})
-        joint = stage is not None and isinstance(stage.apply, Joint)
-
-        def apply(record: Record, rng: np.random.Generator) -> Record:
-            with contextlib.suppress(Exception):  # of values that nobody expects
-                for name, surely in _places(record, joint, boxed).items():
-                    there[name] = max(surely, there.get(name, surely))
-            return record
-
-        return Stage("masks", "record", apply, random=False)
-
-    moves = [stage for stage in stages if isinstance(stage.apply, Joint) or _moved_by(stage)]
-    noted = [
-        each for stage in stages for each in ([note(stage), stage] if stage in moves else [stage])
-    ]
-    return [*noted, note(None)] if moves else noted
-
-
-def _places(record: Record, joint: bool, boxed: bool) -> dict[str, int]:
-    """How surely each column is about places in the image."""
-    image: Any = record.get("image")
-    size = _shape(image)
-    if len(size) > 2:
-        size = size[:2] if _has_channels_last(image) else size[-2:]
-    return {
-        n: _place(str(n), value, size, joint, boxed) for n, value in record.items() if n != "image"
-    }
-
-
-def _place(name: str, value: Any, size: tuple[int, ...], joint: bool, boxed: bool) -> int:
-    if joint and type(value).__module__.startswith(("torchvision.", "PIL.")):
-        return _MOVES_TOO
-    struct = value[0] if isinstance(value, list) and value else value
-    if isinstance(struct, dict):
-        inner = {
-            n: each if struct is value else [each] for n, each in struct.items()
-        }  # a row for each
-        # `face_bboxes` may be about the picture as it was; in a Joint, boxes were perhaps made of the struct.
-        most = {n: PERHAPS if joint or not _SURE.match(words_of(str(n))) else SURELY for n in inner}
-        found = (
-            min(most[n], _place(str(n), each, size, joint, boxed)) for n, each in inner.items()
-        )
-        return max(found, default=0)
-    if not (shape := _shape(value)):
-        return 0
-    kind = str(getattr(value, "dtype", getattr(value, "mode", "")))
-    whole, sure = _WHOLE.match(kind), _SURE.search(words := words_of(name))
-    box, points, mask = sure.groups()[:3] if sure else ("", "", "")
-    of_its_size = len(size) == 2 and size in (shape[:2], shape[-2:])
-    numbers = (whole and shape in (size, (1, *size), (*size, 1))) or (
-        mask and (whole or kind in ("1", "L", "P"))
-    )
-    masks = of_its_size and numbers and not _OF_TOKENS.search(words)
-    of_boxes = box and not boxed and shape[-1] == 4
-    if masks or (len(shape) > 1 and (of_boxes or points)):
-        return SURELY
-    return PERHAPS * bool(of_its_size or box or points or _UNSURE.search(words))
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """Of an array or a Pillow image, or of lists by their first elements; empty: it holds no numbers."""
-    if isinstance(value, list | tuple):
-        inner = _shape(value[0]) if value else ()
-        return (len(value), *inner) if inner or (value and isinstance(value[0], Number)) else ()
-    if hasattr(value, "getbands"):
-        return (value.height, value.width)
-    kind = str(getattr(value, "dtype", ""))
-    return () if kind.startswith(("object", "<U", "|S")) else tuple(getattr(value, "shape", ()))
-
-
-def beside_the_image(stages: list[Stage], seen: Iterable[str] = ()) -> list[str]:
-    found: dict[str, None] = dict.fromkeys(seen)
-    for stage in stages:
-        if isinstance(stage.apply, DecodeMask):
-            found |= dict.fromkeys(stage.apply.columns)
-        elif isinstance(stage.apply, Joint):
-            masks = stage.apply.masks if stage.apply.needs_masks else ()
-            found |= dict.fromkeys((*masks, *stage.apply.boxes))
-    return [name for name in found if name not in _dropped(stages)]
-
-
-def _dropped(stages: list[Stage]) -> set[str]:
-    return {
-        name for stage in stages if isinstance(stage.apply, Drop) for name in stage.apply.columns
-    }
-
-
-def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
-    transform = stage.apply
-    if isinstance(transform, Joint):
-        transform = transform.transform
-        if not all(map(is_plain, _parts(transform))):
-            return []  # it gets the whole record
-    return list(_moves(getattr(transform, "module", transform), stage))
-
-
-def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[str, bool]]:
-    """The geometric parts of a transform, and whether they or what contains them is random."""
-    if getattr(transform, "p", 1) == 0:
-        return
-    if isinstance(transform, ImageTransform):
-        if isinstance(transform, Compose):
-            for part in transform.parts:
-                yield from _moves(part, stage)
-        else:
-            yield type(transform).__name__, transform.random
-    elif isinstance(stage.apply, ImageModule | Joint):
-        kinds = [
-            c.__name__ for c in type(transform).__mro__ if c.__module__.startswith("torchvision.")
-        ]
-        drawn = drawn or bool({"RandomApply", "RandomChoice", "RandomOrder"} & {*kinds})
-        for part in getattr(transform, "transforms", ()):
-            yield from _moves(part, stage, drawn)
-        if kind := next((kind for kind in kinds if kind in _STILL | _DRAWN | _POLICIES), ""):
-            yield type(transform).__name__, drawn or kind not in _STILL
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        for name in self.needed:
+            column_value(record, name)
+        return super().__call__(record, rng)

@@ -7,6 +7,7 @@ of the result needs. Resizing uses torch's antialiased uint8 kernel, the one tha
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from stoker.chain.decode import (
     image_array,
     jpeg_header,
 )
-from stoker.errors import SchemaError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,20 +29,22 @@ the result, like Pillow's `draft`. Photos of 2048×1536 then differ from a full 
 average and 2 in the 99th percentile; with 1.5 by 0.3 and 1.3, at 10 % more CPU time."""
 
 
-def is_hwc(shape: tuple[int, ...]) -> bool:
-    """Whether an image array is height × width × channels, as decoders and OpenCV return it.
+def channels_last(image: Any) -> bool:
+    """Arrays are height × width × channels, tensors channels × height × width."""
+    import numpy as np
 
-    With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
-    """
-    if len(shape) == 3 and min(shape[0], shape[2]) > 4:
-        raise SchemaError(
-            f"column image has the shape {shape}: channels may be first or last; make it a tensor, channels"
-            " first, or rename the column"
-        )
-    return len(shape) == 3 and shape[2] <= 4
+    return isinstance(image, np.ndarray) and image.ndim == 3
 
 
-def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+def image_size(image: Any) -> tuple[int, int]:
+    """Height and width of an array, a tensor or a Pillow image."""
+    if not hasattr(image, "shape"):
+        return image.height, image.width
+    shape = tuple(image.shape)
+    return shape[:2] if channels_last(image) else shape[-2:]
+
+
+def as_mode(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
     """An image that is not encoded, with the channels of a mode, as conversion by Pillow gives."""
     import numpy as np
     from PIL import Image
@@ -55,25 +57,18 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
     if not dtype.endswith("uint8"):
         raise TypeError(f"column image is {dtype}, neither an encoded image nor a uint8 array")
     array = np.asarray(image)
-    array = array[..., None] if array.ndim == 2 else array
-    first, last = (array.ndim == 3 and 1 <= array.shape[at] <= 4 for at in (0, -1))
-    if first == last:
-        shape = tuple(image.shape)
-        if first:
-            raise ValueError(
-                f"column image has the shape {shape}: channels may be first or last; change it"
-            )
+    if array.ndim == 3 and not channels_last(image):
+        array = array.transpose(1, 2, 0)
+    channels = array.shape[2] if array.ndim == 3 else 1
+    if array.ndim not in (2, 3) or not 1 <= channels <= 4:
         raise ValueError(
-            f"column image has the shape {shape}, neither two dimensions nor 1 to 4 channels"
+            f"column image has the shape {tuple(image.shape)}; arrays are height × width × 1 to 4 channels,"
+            " tensors channels × height × width"
         )
-    array = array.transpose(1, 2, 0) if first else array
-    array = array[..., : array.shape[2] - 1 if array.shape[2] in (2, 4) else None]
-    wanted = 3 if mode == "RGB" else 1
-    if wanted > array.shape[2]:
-        return np.repeat(array, 3, axis=2)
-    if wanted < array.shape[2]:
-        return image_array(Image.fromarray(np.ascontiguousarray(array)), mode)
-    return np.ascontiguousarray(array)
+    array = np.ascontiguousarray(array)
+    if channels == (3 if mode == "RGB" else 1):
+        return array.reshape(*array.shape[:2], channels)
+    return image_array(Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array), mode)
 
 
 def tensor_of(image: Any) -> Any:
@@ -85,22 +80,24 @@ def tensor_of(image: Any) -> Any:
     import torch
 
     tensor = torch.from_numpy(image)
-    return tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
+    return tensor.permute(2, 0, 1) if channels_last(image) else tensor
 
 
-def open_picture(image: Any) -> Picture | TensorPicture:
+def open_picture(image: Any, parts: dict[str, Any], whole: bool) -> Picture | TensorPicture:
+    """A picture of an image; with the parts that lie in it, if there may be any (`whole`)."""
     import numpy as np
 
-    if isinstance(image, np.ndarray):
+    if isinstance(image, np.ndarray) and not whole:
         image = image[..., None] if image.ndim == 2 else image
-        if image.dtype == np.uint8 and is_hwc(image.shape) and image.shape[2] in (1, 3):
+        if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] in (1, 3):
             return Picture(image)
-    return TensorPicture(tensor_of(image))
+    return TensorPicture(tensor_of(image), parts)
 
 
 class Picture:
     """A uint8 image and its pending operations: crop → resize → window → flip."""
 
+    parts: Mapping[str, Any] = {}
     __slots__ = ("array", "box", "content", "cubic", "flipped", "header", "mode", "size", "window")
 
     def __init__(self, source: Any, mode: Mode = "RGB", bits: int | None = None) -> None:
@@ -223,12 +220,16 @@ def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
 
 
 class TensorPicture:
-    """Any other image (a tensor, an array with channels first), handled by torchvision."""
+    """Any other image (a tensor, an array of more channels), and what lies in it, handled by torchvision."""
 
-    def __init__(self, image: Any) -> None:
+    def __init__(self, image: Any, parts: Mapping[str, Any] = {}) -> None:
         from torchvision.transforms.v2 import functional
 
-        self.image, self._by = image, functional
+        self.image, self.parts, self._by = image, parts, functional
+
+    def _each(self, change: Callable[[Any], Any]) -> TensorPicture:
+        parts = {name: change(part) for name, part in self.parts.items()}
+        return TensorPicture(change(self.image), parts)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -236,11 +237,11 @@ class TensorPicture:
         return height, width
 
     def crop(self, top: int, left: int, height: int, width: int) -> TensorPicture:
-        return TensorPicture(self._by.crop(self.image, top, left, height, width))
+        return self._each(lambda part: self._by.crop(part, top, left, height, width))
 
     def resize(self, height: int, width: int, cubic: bool = False) -> TensorPicture:
         how = self._by.InterpolationMode.BICUBIC if cubic else self._by.InterpolationMode.BILINEAR
-        return TensorPicture(self._by.resize(self.image, [height, width], how, antialias=True))
+        return self._each(lambda part: self._by.resize(part, [height, width], how, antialias=True))
 
     def resized_crop(
         self, box: tuple[int, int, int, int], height: int, width: int, cubic: bool = False
@@ -248,10 +249,10 @@ class TensorPicture:
         return self.crop(*box).resize(height, width, cubic)
 
     def flip(self) -> TensorPicture:
-        return TensorPicture(self._by.horizontal_flip(self.image))
+        return self._each(self._by.horizontal_flip)
 
     def pad(self, top: int, left: int, bottom: int, right: int) -> TensorPicture:
-        return TensorPicture(self._by.pad(self.image, [left, top, right, bottom]))
+        return self._each(lambda part: self._by.pad(part, [left, top, right, bottom]))
 
     def pixels(self) -> Any:
         return self.image

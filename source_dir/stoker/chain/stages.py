@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
-from stoker.chain.picture import tensor_of
 from stoker.errors import UsageError, nearest
 from stoker.protocol import Record
 from stoker.read.sources import digest
@@ -98,63 +97,6 @@ def record_image(record: Record) -> Any:
     if isinstance(image, bytes | bytearray | memoryview):
         raise TypeError("the image is still encoded; put DecodeImage() before this stage")
     return image
-
-
-class ImageModule(RecordTransform):
-    """A torchvision transform on `record["image"]`, which becomes a CHW tensor."""
-
-    uses_torch = True
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.random = module, may_draw(module)
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        import numpy as np
-        import torch
-
-        image = record_image(record)
-        if isinstance(getattr(image, "mode", None), str):
-            refuse_other_colours(image, self.module)
-        out = self.module(tensor_of(image))
-        if not isinstance(out, torch.Tensor):
-            out = np.array(out)  # of a Pillow image, which nobody may write to
-        return {**record, "image": out}
-
-
-def refuse_other_colours(image: Any, module: Any) -> None:
-    """Refuse a Pillow image that a torchvision transform would give other colours than it has."""
-    import numpy as np
-
-    if image.mode in ("1", "L", "LA", "RGB", "RGBA"):
-        return
-    first, values, wrong = _first_conversion(module), np.asarray(image), False
-    numbers = ("", "ToImage", "PILToTensor", "ToTensor")
-    if image.mode[0] == "P" and first in numbers:
-        # The numbers are places in a palette, which may by chance be greys.
-        wrong = image.mode == "PA" or bool(
-            (np.asarray(image.convert("RGB")) != values[..., None]).any()
-        )
-    elif image.mode[0] not in "PIF":  # of a file, not converted on purpose
-        wrong = (image.mode == "CMYK" or bool(image.format)) and first in numbers
-    elif image.mode[0] != "P" and first in ("RGB", "Grayscale"):  # which clip
-        with np.errstate(invalid="ignore"):  # NaN, which is wrong, too
-            wrong = bool((values != values.clip(0, 255).astype(np.uint8)).any())
-    elif image.mode.startswith("I;16") and first == "ToTensor":  # whose int16 is signed
-        wrong = bool((values > 32767).any())
-    if wrong:
-        raise ValueError(
-            f"a PIL image of mode {image.mode}, of which {first or type(module).__name__} makes other"
-            " colours; put DecodeImage() before it, or convert the image in the dataset"
-        )
-
-
-def _first_conversion(module: Any) -> str:
-    """The first transform that makes numbers of a Pillow image or may change its mode; empty: none does."""
-    name = type(module).__name__ if is_plain(module) else "own"
-    if name == "Compose":
-        return next(filter(None, map(_first_conversion, module.transforms)), "")
-    own = ("own", "Lambda", "RandomApply", "RandomChoice", "RandomOrder")
-    return name if name in (*own, "ToImage", "PILToTensor", "ToTensor", "RGB", "Grayscale") else ""
 
 
 def prefix_length(stages: list[Stage]) -> int:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.decode import Mode, as_stored, orientation_of, places_in
+from stoker.chain.decode import Mode, as_stored, orientation_of
+from stoker.chain.joint import Declaration, parts_of
 from stoker.chain.picture import (
     Picture,
     TensorPicture,
-    is_hwc,
+    as_mode,
     open_picture,
     resizing_kernels,
     tensor_of,
-    with_channels,
 )
 from stoker.chain.stages import RecordTransform, column_value, record_image
 from stoker.errors import UsageError
@@ -53,7 +53,7 @@ class DecodeImage(RecordTransform):
     random = False
     exif: bool | None = None
     places: Sequence[str] = ()
-    """Columns of masks and boxes that later stages of the chain name."""
+    """Columns that later stages of the chain declare to lie in the image."""
 
     def __init__(
         self, mode: Mode = "RGB", bits: int | None = None, exif: bool | None = None
@@ -68,7 +68,7 @@ class DecodeImage(RecordTransform):
     def opened(self, record: Record) -> Picture:
         """The picture of a record; of a JPEG, only its header is read."""
         image = column_value(record, "image")
-        places = [*dict.fromkeys((*self.places, *places_in(record)))] if self.exif is None else []
+        places = self.places if self.exif is None else ()
         orientation = max(orientation_of(image), 1) if places or self.exif is False else 1
         if wrong := ", ".join(
             n for n in places if max(orientation_of(record.get(n)), 1) != orientation
@@ -78,7 +78,7 @@ class DecodeImage(RecordTransform):
                 " the turned image, or exif=False if it is of the pixels as stored"
             )
         encoded = isinstance(image, bytes | bytearray | memoryview)
-        source = bytes(image) if encoded else with_channels(image, self.mode, self.bits)
+        source = bytes(image) if encoded else as_mode(image, self.mode, self.bits)
         picture = Picture(source, self.mode, self.bits)
         if self.exif is not False or orientation == 1:
             return picture
@@ -162,6 +162,8 @@ class ImageTransform(RecordTransform):
     uses_random = False
     gives_tensor = False
     """Leave a tensor, channels × height × width, as torchvision's transforms do."""
+    declared: Mapping[str, Declaration] = {}
+    """Columns that earlier stages of the chain declare to lie in the image."""
 
     def prepare(self) -> None:
         import cv2  # noqa: F401
@@ -169,12 +171,23 @@ class ImageTransform(RecordTransform):
         resizing_kernels()
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        image = self.change(open_picture(record_image(record)), rng).pixels()
-        return {**record, "image": tensor_of(image) if self.gives_tensor else image}
+        return self.finished(record, self.change(opened(record, self.declared), rng))
+
+    def finished(self, record: Record, picture: Pictured) -> Record:
+        pixels = picture.pixels()
+        image = tensor_of(pixels) if self.gives_tensor else pixels
+        return {**record, **picture.parts, "image": image}
 
     @abstractmethod
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
         """Add the operation to the picture; pixels are computed later."""
+
+
+def opened(record: Record, declared: Mapping[str, Declaration]) -> Pictured:
+    """The picture of a record, with the parts that lie in it."""
+    image = record_image(record)
+    parts = parts_of(record, declared, image)
+    return open_picture(image, parts, bool(parts or declared))
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
@@ -342,14 +355,11 @@ class GaussianBlurs(RecordTransform):
         import torch  # noqa: F401
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        import numpy as np
         import torch
 
         image = record_image(record)
         sigmas = [torch.empty(1).uniform_(*limits).item() for _, limits in self.blurs]
         as_tensor = self.gives_tensor
-        if isinstance(image, np.ndarray) and not is_hwc(image.shape):
-            image = torch.from_numpy(image)
         if isinstance(image, torch.Tensor):
             as_tensor = True
             array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else None

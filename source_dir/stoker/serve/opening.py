@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.chain.chain import Chain
 from stoker.chain.collating import collate_of
-from stoker.chain.joint import refuse_image_alone
 from stoker.chain.probing import fix_schemas
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
@@ -52,21 +51,14 @@ class Data:
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """Lines on what lies beside the records and is not read, and on what their first ones show."""
+        """Lines on what lies beside the records and is not read."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
-        shown = [chain.note for chain in self.chains.values() if chain.note]
-        shown += [
-            f"{split}: {chain.unstable}; {REMEDY}. A generator of its own draws the same numbers in all chain"
-            " workers, and others after a resume"
-            for split, chain in self.chains.items()
-            if chain.unstable
-        ]
-        return [*dict.fromkeys([*beside, *shown])]
+        return [*dict.fromkeys(beside)]
 
     @property
     def unstable(self) -> str:
         """Why the training records cannot be made again; empty: they can."""
-        return self.identity("train").unstable or self.chains["train"].unstable
+        return self.identity("train").unstable
 
     def identity(self, split: str) -> Identity:
         if split not in self._identities:
@@ -90,7 +82,6 @@ def discover(resolved: Resolved) -> Config:
 def open_data(config: Config, data: Data | None = None) -> Data:
     """Get splits and chains from the recipe and check them before training."""
     data = open_splits(config, data)
-    refuse_image_alone(data.chains.values())
     data.samples = fix_schemas(data.sources, data.chains, config.data.block_records)
     pads = data.chains["train"].pads
     refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])

@@ -6,8 +6,10 @@ stage by stage, for the effect of each stage.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import io
 import math
 import statistics
 import time
@@ -20,9 +22,10 @@ from typing import Any
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.collating import records_of
 from stoker.chain.columns import Ragged
-from stoker.chain.joint import moved_alone
-from stoker.chain.probing import fix_schemas, remarks
+from stoker.chain.decode import depth_of
+from stoker.chain.probing import fix_schemas
 from stoker.chain.stages import Stage
+from stoker.chain.transforms import DecodeImage
 from stoker.config.schema import Config
 from stoker.errors import ChainError, UsageError, where_raised
 from stoker.figures import size
@@ -50,8 +53,8 @@ FAILED_SHOWN = 4
 SECONDS = 1.5
 """Start no further group after this time, once all records to show are read."""
 MOST_DISTINCT = 200
-IGNORED_CLASS = 255
-"""Conventional mask value of pixels to ignore."""
+COMPARED = 4
+"""So many records run twice, to see whether the chain gives the same again."""
 
 
 @dataclass
@@ -64,12 +67,8 @@ class ColumnStatistics:
     """Shapes of arrays; lengths of text and bytes."""
     low: float = math.inf
     high: float = -math.inf
-    highest_class: int = 0
-    """Highest number but IGNORED_CLASS in integer arrays with two dimensions, which may be masks."""
     nans: int = 0
     """Number of values that contain NaN or infinity."""
-    flat: int = 0
-    """Number of arrays with a single constant value."""
     distinct: Counter[Any] = field(default_factory=Counter)
     """Digests of large values; text and numbers verbatim."""
 
@@ -93,16 +92,12 @@ class ColumnStatistics:
         self.kinds[array.dtype.name] += 1
         self.shapes[array.shape] += 1
         self._count(array.item() if array.ndim == 0 else value_digest(np.ascontiguousarray(array)))
-        if array.ndim == 2 and array.dtype.kind in "iu":
-            classes = array[array != IGNORED_CLASS]
-            self.highest_class = max(self.highest_class, int(classes.max(initial=0)))
         if array.size and array.dtype.kind in "biuf":
             finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
             self.nans += finite.size < array.size
             if finite.size:
                 low, high = float(finite.min()), float(finite.max())
                 self.low, self.high = min(self.low, low), max(self.high, high)
-                self.flat += array.size > 1 and low == high and finite.size == array.size
 
     def _count(self, value: Any) -> None:
         if value in self.distinct or len(self.distinct) < MOST_DISTINCT:
@@ -212,7 +207,7 @@ class Sample:
 
 
 @dataclass
-class Look:
+class Inspection:
     split: str
     source: str
     points: list[ChainPoint]
@@ -220,13 +215,13 @@ class Look:
     bad: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     """Why a run with this data would be rejected or fail."""
-    moved: list[tuple[str, bool]] = field(default_factory=list)
-    """A line per stage that moves the image without its masks, and whether that ends a run."""
+    unstable: str = ""
+    """The first stage that gave another result when the same records ran again."""
     ms: float | None = None
     """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
     images: str = ""
-    """A line on what decoding leaves out of them."""
+    """What DecodeImage leaves out of them."""
     examined: int = 0
 
 
@@ -259,16 +254,15 @@ class Watched:
         return out
 
 
-def look(data: Data, split: str, config: Config, count: int) -> Look:
+def look(data: Data, split: str, config: Config, count: int) -> Inspection:
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
-    seen = Look(split, type(source).__name__, [ChainPoint("read")], [])
+    seen = Inspection(split, type(source).__name__, [ChainPoint("read")], [])
     try:
         data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
-    seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
     seen.points += [ChainPoint(stage.name) for stage in chain.stages]
     records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
     ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
@@ -278,6 +272,8 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
         if not group:
             break
         seen.points[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
+        if not seen.examined:
+            seen.unstable = _unstable(chain, group[:COMPARED])
         taken, last = [_take(record, seen) for record in group], dict[str, Record]()
         shown = max(count - seen.examined, 0)
         seen.examined += len(group)
@@ -297,7 +293,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     if not seen.examined:
         raise UsageError(f"peek: the {split} split has no records")
     _show_failed(seen, failed)
-    seen.images = remarks((sample.read for sample in seen.samples), chain.stages)
+    seen.images = _left_out([sample.read for sample in seen.samples], chain.stages)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
     if done := sum(report.records for report in reports):
@@ -310,7 +306,61 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     return seen
 
 
-def _show_failed(seen: Look, failed: list[Sample]) -> None:
+def _unstable(chain: Chain, records: list[Any]) -> str:
+    """The first stage that gives another result when the same records run again; empty: none does."""
+
+    def results() -> dict[str, list[bytes]]:
+        digests: dict[str, list[bytes]] = {}
+
+        def noting(stage: Stage) -> Stage:
+            def apply(*given: Any) -> Any:
+                made = stage.apply(*given)
+                digests.setdefault(stage.name, []).append(_digest(made))
+                return made
+
+            return replace(stage, apply=apply)
+
+        with contextlib.suppress(ChainError, UsageError):  # shown where all records run
+            chain.of([noting(stage) for stage in chain.stages]).run(copy.deepcopy(records), 0)
+        return digests
+
+    began = time.monotonic()
+    first = results()
+    again = results() if time.monotonic() - began < SECONDS else first
+    return next((s.name for s in chain.stages if first.get(s.name) != again.get(s.name)), "")
+
+
+def _digest(columns: dict[str, Any]) -> bytes:
+    import numpy as np
+
+    parts = []
+    for name, value in columns.items():
+        array = as_array(value)
+        if array is not None and array.dtype != object:
+            parts.append(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        elif isinstance(value, np.ndarray | list | str | bytes):
+            parts.append(f"{name} {value!r}".encode())
+    return value_digest(b"\0".join(parts))
+
+
+def _left_out(records: list[Record], stages: list[Stage]) -> str:
+    """What DecodeImage leaves out of encoded images: bits and pages."""
+    from PIL import Image
+
+    deep = pages = 0
+    content: Any
+    decodes = any(isinstance(stage.apply, DecodeImage) for stage in stages)
+    for content in [record["image"] for record in records if "image" in record] if decodes else ():
+        with contextlib.suppress(Exception), Image.open(io.BytesIO(content)) as picture:
+            deep += depth_of(content, picture) > 8
+            pages += getattr(picture, "n_frames", 1) > 1
+    count = len(records)
+    lines = [f"{pages} of {count} hold several pictures or pages; the first is used"] * bool(pages)
+    lines += [f"{deep} of {count} have more than 8 bits per channel; decoding keeps 8"] * bool(deep)
+    return "; ".join(lines)
+
+
+def _show_failed(seen: Inspection, failed: list[Sample]) -> None:
     """Let records that failed later take the places of the last ones that did not."""
     fine = [number for number, sample in enumerate(seen.samples) if sample.key not in seen.bad]
     lacking = FAILED_SHOWN - (len(seen.samples) - len(fine))
@@ -342,7 +392,7 @@ def sampled(
                 readers.remove(records)
 
 
-def _take(record: Record | BadRecord, seen: Look) -> Sample:
+def _take(record: Record | BadRecord, seen: Inspection) -> Sample:
     if isinstance(record, BadRecord):
         seen.bad[record.key] = f"read: {record.reason}"
         return Sample(record.key)
@@ -350,7 +400,7 @@ def _take(record: Record | BadRecord, seen: Look) -> Sample:
     return Sample(record["key"], copy.deepcopy(record))
 
 
-def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:
+def _try(chain: Chain, group: list[Any], seen: Inspection) -> tuple[dict[str, Any], BlockReport]:
     """Run a group through a chain and record errors that would end a run."""
     try:
         return chain.run(iter(group), 0)
@@ -359,7 +409,9 @@ def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], Bl
         return {}, BlockReport()
 
 
-def _rows(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Record], BlockReport]:
+def _rows(
+    chain: Chain, group: list[Any], seen: Inspection
+) -> tuple[dict[str, Record], BlockReport]:
     """Key → output of the chain, and the report; adds the quarantined records."""
     with_keys = copy.copy(chain)
     with_keys.with_keys = True

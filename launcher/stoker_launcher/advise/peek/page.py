@@ -17,6 +17,8 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from PIL import Image, ImageDraw
 
+from stoker.chain.entries import declared_by
+from stoker.chain.joint import Boxes
 from stoker.errors import UsageError
 from stoker.protocol import Record
 from stoker.recipe import Recipe, class_names_of
@@ -115,9 +117,11 @@ class Sheet:
     """Draws the tiles of a page."""
 
     def __init__(self, data: Data, split: str, recipe: Recipe) -> None:
-        each = [stage.apply for stage in data.chains[split].stages]
-        self.boxes = {name: stage.format for stage in each for name in getattr(stage, "boxes", ())}
-        """The columns that a chain treats as boxes, with their formats."""
+        declared = [declared_by(stage.apply) for stage in data.chains[split].stages]
+        self.boxes = {
+            n: d.format for own in declared for n, d in own.items() if isinstance(d, Boxes)
+        }
+        """The columns that a chain declares as boxes, with their formats."""
         self.label_classes = class_names_of(recipe, data.sources["train"].classes())
         self.painter = Painter(recipe.class_names, SIDE)
 
