@@ -133,7 +133,8 @@ def check_recipe(job: Job) -> None:
             error
         ):
             raise
-        print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
+        paths = "of its parameters, only data is known to be a path"
+        print(f"warning: {error} (skipping its other checks; {paths})", file=sys.stderr)
 
 
 def standing(run_dir: Path) -> list[str]:

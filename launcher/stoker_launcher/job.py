@@ -24,20 +24,25 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from stoker import figures
 from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.config.schema import Config, requirement_lines
+from stoker.config.values import expanded_paths, typed
 from stoker.errors import UsageError, nearest
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE
+from stoker.recipe import ALIASES, Recipe, load_object, names_data
 from stoker.scripts.script_checks import SCRIPT_FOLDER, no_such_script, refuse_foreign_keys
 from stoker.storage.filesystems import Entry, walk
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """The command that every place runs in the staged folder."""
-HIDING = ("stoker", "train.py", SECRETS_FILE)
-"""Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
+HIDING = ("stoker", SECRETS_FILE)
+"""Reserved names in a user's folder; a script's folder is staged separately and may have the second."""
+OWN_TRAIN = "train.own.py"
+"""The staged name of a recipe's own `train.py`, for which `import train` stands there."""
 MOST_BYTES = 500_000_000
 MOST_FILES = 20_000
 IGNORED = shutil.ignore_patterns(
@@ -60,11 +65,28 @@ class Job:
     source_dir: Path | None = None
     """The user's folder, staged next to `stoker`; None stages the examples."""
     data: dict[str, str] = field(default_factory=dict)
-    """Recipe parameters that name data on this machine: parameter → absolute path."""
+    """Parameters that are the path of a file or folder: parameter → absolute path."""
 
     @property
     def name(self) -> str:
         return self.resolved.config.name
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Any]:
+        """The recipe's parameters with their types; empty for a script, and if it cannot be imported here."""
+        config, source = self.resolved.config, self.source_dir or examples_root()
+        if config.script is not None:
+            return {}
+        with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+            path = ALIASES.get(config.recipe, config.recipe)
+            cls = load_object(path, source, "recipe", offers=Recipe)
+            return {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
+        return {}
+
+    def is_path(self, name: str) -> bool:
+        """Whether a parameter is a path: all of a script are, of a recipe `data` and fields of type `Path`."""
+        script = self.resolved.config.script is not None
+        return script or name == "data" or names_data(name, self.fields.get(name))
 
     def stage(
         self, folder: Path, data_at: dict[str, str] | None = None, *, installs: bool = True
@@ -126,7 +148,9 @@ class Job:
                     *ignored(str(self.source_dir), [item.name]),
                 ):
                     continue  # the staged job.yaml is the resolved one
-                if item.name == "requirements.txt":
+                if item.name == "train.py":
+                    shutil.copy2(item, folder / OWN_TRAIN)
+                elif item.name == "requirements.txt":
                     self._stage_requirements(folder, item)
                 elif item.is_dir():
                     copy(item, folder / item.name)
@@ -201,9 +225,9 @@ def recipe_folder(resolved: Resolved) -> Path | None:
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """Check the job and find the data that it reads from this machine.
 
-    A recipe parameter whose value is an existing path names local data. The path becomes absolute for
-    local runs; other places upload the data as an input channel. Without `source_dir`, the folder of the
-    job's file is staged if it contains the recipe or script.
+    Parameters that are paths (`Job.is_path`) become absolute for local runs; other places upload the data as
+    an input channel. Without `source_dir`, the folder of the job's file is staged if it contains the recipe
+    or script.
     """
     config = resolved.config
     if config.script is not None:
@@ -220,22 +244,31 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
             shadows = "would shadow Stoker's own; rename it"
             raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in hiding))
     prepare_data(resolved, source_dir)
-    data = {}
-    for name, value in config.params.items():
-        if not isinstance(value, str) or "://" in value or not value.strip():
+    job = Job(resolved, source_dir)
+    problems = []
+    for name, value in resolved.config.params.items():
+        text = isinstance(value, str) and bool(value.strip())
+        if text and "://" not in value and job.is_path(name):
+            try:
+                value = expanded_paths(typed(value, job.fields.get(name, str)))
+            except ValueError as error:
+                problems.append(f"params.{name}: {error}")
+            if isinstance(value, str):
+                at = Path(
+                    value
+                )  # Of a link to a file, whose target may have no suffix, the link's.
+                job.data[name] = str(at.resolve() if at.is_dir() else at.parent.resolve() / at.name)
+        if resolved.config.script is None:
             continue
-        if os.path.exists(value):  # noqa: PTH110
-            at = Path(value)  # Of a link to a file, whose target may have no suffix, the link's.
-            data[name] = str(at.resolve() if at.is_dir() else at.parent.resolve() / at.name)
-    problems = [
-        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
-        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
-        for name, value in (config.params if config.script is not None else {}).items()
-        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
-    ]
+        if not text or not ("://" in value or Path(value).is_absolute() or Path(value).exists()):
+            problems.append(
+                f"params.{name}: no such file or folder here (got {value!r}); a script's params name its"
+                f" data, which it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument"
+                " after --"
+            )
     if problems:
         raise UsageError(*problems)
-    return Job(resolved, source_dir, data)
+    return job
 
 
 def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
@@ -400,7 +433,7 @@ def find_data_uploads(
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)
-        files = files_below(source)
+        files = files_below(source) if source.exists() else []
         lines = [f"{name}\0{about.size}\0{about.mtime_ns}" for name, _, about in files]
         lines += [kms_key] if kms_key else []
         fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stoker.config.loading import Resolved, error_line
 from stoker.config.schema import Config
-from stoker.config.values import expanded_data, has_text, is_path, true_as_number, typed
+from stoker.config.values import expanded_paths, has_text, is_path, true_as_number, typed
 from stoker.errors import UsageError, nearest, where_raised
 from stoker.place import ORIGINS_FILE
 
@@ -247,12 +247,19 @@ def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
     for name, value in params.items():
         kind = fields.get(name) or getattr(cls.model_fields.get(name), "annotation", Any)
         try:
-            found[name] = expanded_data(typed(value, kind), name == "data" or is_path(kind))
+            found[name] = typed(value, kind)
+            if names_data(name, kind):
+                found[name] = expanded_paths(found[name])
             if true_as_number(found[name], kind):
                 raise ValueError(f"must be a number (got {value!r})")
         except ValueError as error:
             raise UsageError(f"params.{name}: {error}") from None
     return found
+
+
+def names_data(name: str, kind: Any) -> bool:
+    """Whether a recipe's parameter is a path by contract: it is named `data`, or annotated `Path`."""
+    return name == "data" or is_path(kind)
 
 
 def with_types(config: Config) -> Config:
@@ -278,7 +285,8 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     if not sign or not module_name or not name:
         hint = nearest(path, ALIASES if key == "recipe" else ())  # it may be a misspelt short name
         raise UsageError(f"{key}: {path!r} is not of the form package.module:name{hint}")
-    if sys.path[:1] != [str(source)]:
+    # On a laptop, Stoker's own folder must not come before the job's: both may have `recipes` and `train`.
+    if sys.path[:1] != [str(source)] and (source != SOURCE_FOLDER or str(source) not in sys.path):
         sys.path.insert(0, str(source))
     importlib.invalidate_caches()
     try:

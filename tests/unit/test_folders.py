@@ -335,20 +335,39 @@ def test_links_in_the_source_are_followed_or_refused_in_one_line(
         (source / "deep/x").unlink()
 
 
-def test_a_file_named_in_params_becomes_absolute_like_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PATHS = """
+from pathlib import Path
+from typing import Any
+from stoker.recipe import Recipe
+
+class Mine(Recipe):
+    data: str = ""
+    augment: str = ""
+    vocabulary: Path | None = None
+    parts: list[Path] = []
+    options: Any = None
+"""
+
+
+@pytest.mark.parametrize("recipe", ["mine:Mine", "absent:Mine"])
+def test_only_declared_parameters_are_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
+    """What exists here decides nothing: there is a folder of each value's name."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "words").write_bytes(b"a")
+    (tmp_path / "mine.py").write_text(PATHS)
     (tmp_path / "blob").write_bytes(b"a")
+    for name in ("crop", "words", "a"):
+        (tmp_path / name).mkdir()
     (tmp_path / "rows.parquet").symlink_to(tmp_path / "blob")
-    job = open_job(
-        load(None, ["params.data=rows.parquet", "params.vocabulary=words", "params.model=resnet18"])
-    )
-    assert job.data == {
-        "data": str(tmp_path / "rows.parquet"),
-        "vocabulary": str(tmp_path / "words"),
-    }
+    params = ["data=rows.parquet", "augment=crop", "vocabulary=./words", "parts=[a]", "options=a"]
+    job = open_job(load(None, [f"recipe={recipe}", *(f"params.{p}" for p in params)]), tmp_path)
+    declared = {"data": str(tmp_path / "rows.parquet"), "vocabulary": str(tmp_path / "words")}
+    assert job.data == (declared if recipe == "mine:Mine" else {"data": declared["data"]})
+    job.stage(tmp_path / "staged", installs=False)
+    assert load(tmp_path / "staged/job.yaml").config.params["augment"] == "crop"
+    job = open_job(load(None, [f"recipe={recipe}", "params.data=no/such"]), tmp_path)
+    assert job.data == {"data": str(tmp_path / "no/such")}, "also if nothing is there"
 
 
 def test_a_relative_path_is_never_that_of_the_staged_copy(

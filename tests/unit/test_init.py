@@ -170,6 +170,24 @@ def test_a_recipe_is_found_beside_the_jobs_file(here: Path) -> None:
     )
 
 
+MODULES = {
+    "job.yaml": "recipe: recipes:Mine\n",
+    "train.py": "class Base: pass\nif __name__ == '__main__':\n    raise SystemExit('not this one')\n",
+    "recipes.py": "from stoker.recipe import Recipe\nfrom train import Base\nclass Mine(Recipe):\n"
+    "    def read(self, split): raise ValueError(Base.__module__)\n",
+}
+
+
+@pytest.mark.parametrize("words", [["job.yaml"], ["peek", "job.yaml"]])
+def test_a_recipe_may_have_modules_named_train_and_recipes(here: Path, words: list[str]) -> None:
+    """As Stoker's own folder has; in the staged copy of a run, and on the laptop."""
+    for name, text in MODULES.items():
+        (here / name).write_text(text)
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Mine.read('train') failed: ValueError: train" in done.stderr
+
+
 def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
     (here / "jobs").mkdir()
     (here / "jobs/job.yaml").write_text("script: train.py\n")

@@ -216,7 +216,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
         ("recipe=a:B", "recipe: 'a:B' here", ""),
         ("train.layer_decay=0.5", "train.layer_decay: 0.5 here, None in step-00000005", ""),
         ("params.tokenizer=org/gpt-b", "params.tokenizer: 'org/gpt-b' here, 'org/bert-a' in", ""),
-        ("params.weights=s3://b/w", "", "params.weights: 's3://b/w' here, '/w' in step-00000005"),
+        ("params.weights=s3://b/w", "params.weights: 's3://b/w' here, '/w' in step-00000005", ""),
         ("train.precision=bf16", "", "train.precision: bf16 from here on, fp32 before"),
         (
             "params.data=/mnt/b",

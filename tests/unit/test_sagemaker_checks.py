@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clouds import SAGEMAKER, changes_of, full, job_of
+from clouds import SAGEMAKER, VERTEX, changes_of, full, job_of
 
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
 from stoker_launcher.job import Job, open_job
-from stoker_launcher.places import sagemaker
-from stoker_launcher.places.remote import job_name, lost_data
+from stoker_launcher.places import sagemaker, vertex
+from stoker_launcher.places.remote import job_name
 from stoker_launcher.places.sagemaker import sagemaker_rules
 from stoker_launcher.places.sagemaker.training_job import default_image, request_of
 
@@ -131,10 +131,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("channels={data: {uri: 'https://b.s3.amazonaws.com/x'}}", "channels.data.uri", "s3://"),
     ("channels={data: {uri: 's3://b/x', groups: [data]}}", "channels.data.groups", "the job has gpu, cpu"),
     (f"channels={many('cN: {uri: s3://b/N}', 20)}; params={many('cN: x', 20)}", "channels", "at most 20"),
-    ("params.data=./no/such/folder", "params.data", "not found on this machine"),
-    ("params.data=/etc/host*", "params.data", "this one matches /etc/host"),
-    ("params.parts=[a, /etc/hosts]", "params.parts", "lists and mappings are not uploaded (got '/etc/hosts')"),
-    ("params.parts={train: {x: /etc/hosts}}", "params.parts", "(got '/etc/hosts')"),
+    ("params.data=./no/such/folder", "params.data", "no such file or folder here"),
+    ("params.data=/etc/host*", "params.data", "no such file or folder here"),
     ("params.data=/opt/ml/input/data/train", "params.data", "add sagemaker.channels.train"),
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
@@ -255,49 +253,47 @@ def test_a_channel_sets_the_parameter_of_its_name_unless_another_one_reads_it() 
     assert data_at("name=a", parts=[{"x": "/opt/ml/input/data/data/x"}]) == {}
 
 
-def test_data_beside_the_jobs_file_but_not_here_are_refused_with_both_places(
+def test_parameters_that_are_no_paths_are_not_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    texts = {"split": "train", "layers": "**", "folder": "/no/such", "routes": ["/etc/hosts", "~1"]}
+    keys = SAGEMAKER | {f"params.{name}": json.dumps(value) for name, value in texts.items()}
+    request = sagemaker.plan(job_of(keys | {"recipe": "absent:Mine"}), offline=True)
+    assert request.data == () and request.data_at == {}
+
+
+def test_the_data_of_a_script_are_input_channels_wherever_they_are(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     (tmp_path / "flowers").mkdir()
-    (tmp_path / "here").mkdir()
-    (tmp_path / "job.yaml").write_text("params: {data: flowers, model: resnet18}")
-    monkeypatch.chdir(tmp_path / "here")
-    job = open_job(
-        load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()])
-    )
-    with pytest.raises(UsageError) as caught:
-        sagemaker.plan(job, offline=True)
-    (problem,) = caught.value.problems
-    assert f"params.data: not found in {tmp_path}/here, but {tmp_path}/flowers exists" in problem
-
-
-def test_texts_are_not_taken_for_lost_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("train", "notes.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "here").mkdir()
-    texts = {
-        "suffix": "",
-        "seps": ["\n", "/", ""],
-        "layers": "**",
-        "split": "train",
-        "cache": {"dir": "/no/such"},
+    (tmp_path / "flowers/a").touch()
+    given = {
+        "training": "s3://bucket/train",
+        "own": str(tmp_path / "flowers"),
+        "far": "gs://bucket/train",
+        "fsx": "/opt/ml/input/data/own",
     }
-    texts |= {
-        "labels": ["cat", "notes.txt"],
-        "routes": ["/v1/a", "~10 units"],
-        "pattern": "a/(b|c)*[d",
+    params = {f"params.{name}": value for name, value in given.items()}
+    job = job_of(SAGEMAKER | {"script": str(tmp_path / "train.py")} | params)
+    request = sagemaker.plan(job, offline=True)
+    uris = {
+        one["ChannelName"]: one["DataSource"]["S3DataSource"]["S3Uri"]
+        for one in request.body["InputDataConfig"]
     }
-    (tmp_path / "job.yaml").write_text(json.dumps({"recipe": "absent:Mine", "params": texts}))
-    monkeypatch.chdir(tmp_path / "here")
-    job = open_job(
-        load(tmp_path / "job.yaml", [f"{key}={value}" for key, value in SAGEMAKER.items()])
+    assert [*uris] == ["code", "own", "training"] and uris["training"] == given["training"]
+    assert request.data_at == {name: f"/opt/ml/input/data/{name}" for name in ("training", "own")}
+    request.job.stage(tmp_path / "staged", request.data_at)
+    staged = load(tmp_path / "staged/job.yaml").config.params
+    assert staged == given | request.data_at
+    gpu = {name: VERTEX[name] for name in VERTEX}
+    request = vertex.plan(
+        job_of(
+            gpu | {"script": str(tmp_path / "train.py")} | params | {"params.fsx": "/gcs/bucket/x"}
+        ),
+        offline=True,
     )
-    assert (
-        list(
-            lost_data(request_of(job, "n", "us-east-1", "s3://bucket/p"), "/opt/ml/input/data/", "")
-        )
-        == []
-    )
+    assert request.data_at["far"] == "/gcs/bucket/train" and "training" not in request.data_at
 
 
 def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> None:
@@ -400,7 +396,8 @@ def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:
     single = tmp_path / "rows.parquet"
     single.write_bytes(b"y" * 10)
     request = sagemaker.plan(
-        make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True
+        make_job({"script": __file__, "params.data": str(folder), "params.rows": str(single)}),
+        offline=True,
     )
     assert request.data_at == {
         "data": "/opt/ml/input/data/data",
@@ -422,7 +419,7 @@ def test_data_that_is_already_in_s3_is_left_alone() -> None:
 def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert any(
-        "contains no files" in line for line in refusal({"params.data": str(tmp_path / "empty")})
+        "holds no files" in line for line in refusal({"params.data": str(tmp_path / "empty")})
     )
     (tmp_path / "large").mkdir()
     with (tmp_path / "large" / "x.bin").open("wb") as file:

@@ -484,9 +484,9 @@ def test_a_parameter_that_is_a_path_is_expanded_and_other_text_is_not(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "labels.csv").touch()
-    recipe = read("file=~/not/there", "text=~/labels.csv", "maybe=~/not/there", "names=[$PRICE, b]")
-    assert (recipe.file, recipe.text) == (tmp_path / "not/there", str(tmp_path / "labels.csv"))
-    assert (recipe.maybe, recipe.names) == ("~/not/there", ["$PRICE", "b"])
+    recipe = read("file=~/not/there", "text=~/labels.csv", "names=[$PRICE, b]")
+    assert (recipe.file, recipe.text) == (tmp_path / "not/there", "~/labels.csv")
+    assert recipe.names == ["$PRICE", "b"]
     assert read(file={"params": {"file": "~/f"}}).file == tmp_path / "f"
     data = load(
         {"params": {"data": {"a": ["~/a", "s3://b/~c"], "n": 5}}}, ["params.data.b=$HOME/b"]

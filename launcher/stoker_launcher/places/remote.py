@@ -5,12 +5,9 @@ A service's folder adds only what differs: how its request is built and checked,
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import glob
 import json
-import os
 import re
 import secrets
 import shlex
@@ -23,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
-
-import yaml
 
 from stoker import figures
 from stoker.config.redaction import is_secret, redact
@@ -439,42 +434,6 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(one)
 
 
-def lost_data(request: CloudRequest, there: str, remedy: str) -> Iterator[str]:
-    """Parameters that name data of this machine which is not uploaded.
-
-    `there`: how paths on the hosts begin. `remedy`: how else to name data.
-    """
-    placed = {*request.data_at, *request.job.data}
-    for name, value in request.job.resolved.config.params.items():
-        if isinstance(value, str) and value.startswith(("[", "{")):  # as typed on the command line
-            with contextlib.suppress(yaml.YAMLError):
-                value = yaml.safe_load(value)
-        for text in texts_in(value if name not in placed else ()):
-            listed, file = not isinstance(value, str), request.job.resolved.file
-            if not text.startswith(there) and (why := _why_lost(name, text, listed, file)):
-                yield f"params.{name}: {why} (got {text!r}); use an existing path, {remedy}"
-                break
-
-
-def _why_lost(name: str, text: str, listed: bool, file: Path | None) -> str:
-    """Empty for what may be another text: only paths, and the parameter `data`, are looked for."""
-    local, path = text.startswith(("/", "./", "../", "~")), "/" in text
-    if not text.strip("/") or "://" in text:
-        return ""
-    pattern = os.path.expanduser(text) if path and "\0" not in text else ""  # noqa: PTH111 - Path raises for "~10"
-    match = next(glob.iglob(pattern), None)  # noqa: PTH207 - takes absolute patterns
-    if listed:
-        return "paths in lists and mappings are not uploaded" if match else ""
-    if match:
-        return f"patterns of local files are not uploaded; this one matches {match}"
-    if local:
-        return "not found on this machine"
-    beside = file.resolve().parent / text if file else None
-    if beside and (path or "." in text or name == "data") and os.path.lexists(beside):
-        return f"not found in {Path.cwd()}, but {beside} exists"
-    return ""
-
-
 def shared_problems(
     request: CloudRequest,
     section: str,
@@ -482,11 +441,13 @@ def shared_problems(
     more: str,
     types: tuple[str, Sequence[str]],
     shown: tuple[str, Mapping[str, Mapping[str, object]]],
+    remedy: str,
 ) -> Iterator[str]:
     """What is checked alike for every service, whose `section` of the configuration is named.
 
     `more`: the key that gets more CPU hosts. `types`: what a host's type is called, and the known ones.
     `shown`: where secrets belong instead, and what everyone who may describe the job can read, by key.
+    `remedy`: how else to name data than by a file or folder of this machine.
     """
     config = request.job.resolved.config
     settings = getattr(config, section)
@@ -527,9 +488,14 @@ def shared_problems(
     for key in settings.prices:
         if key not in known:
             yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
+    for name, value in config.params.items():
+        texts = [] if isinstance(value, str) else [t for t in texts_in(value) if "://" not in t]
+        if texts and request.job.is_path(name):
+            yield f"params.{name}: lists of paths are not uploaded (got {texts[0]!r}); name one folder, {remedy}"
     for item in request.data:
         if not item.files:
-            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+            what = "holds no files" if item.source.is_dir() else "no such file or folder here"
+            yield f"params.{item.parameter}: {what} (got {str(item.source)!r}); name another, {remedy}"
         for name in item.private:
             yield f"params.{item.parameter}: {name} looks private and would be uploaded; move it elsewhere"
     vault, entries = (

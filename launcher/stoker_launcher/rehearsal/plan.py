@@ -140,6 +140,18 @@ def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
         raise UsageError(str(error)) from None
     if CODE_CHANNEL in job.data:
         raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
+    absent = [
+        f"params.{name}: no such file or folder here (got {source!r})"
+        for name, source in job.data.items()
+        if not Path(source).exists()
+    ]
+    absent += [
+        f"params.{name}: a rehearsal downloads no input channel (got {uri!r}); name a folder here"
+        for name, uri in (config.params.items() if config.script is not None else ())
+        if name not in job.data
+    ]
+    if absent:
+        raise UsageError(*absent)
     channels = []
     for name, source in job.data.items():
         folder, path = shape.channel.format(name), Path(source)

@@ -28,7 +28,7 @@ from stoker.config.values import (
     Dumper,
     Quoted,
     Text,
-    expanded_data,
+    expanded_paths,
     read_yaml,
     typed,
     without_cycles,
@@ -122,7 +122,8 @@ def load(
     params: Any = tree.get("params")
     for name, value in params.items() if isinstance(params, dict) else ():
         try:
-            params[name] = expanded_data(value, name == "data" or bool(tree.get("script")))
+            if name == "data" or tree.get("script"):  # a recipe's class names the others
+                params[name] = expanded_paths(value)
         except ValueError as error:
             problems.append(f"{origins.get(f'params.{name}', where)}: params.{name}: {error}")
     for keys in redaction.redacted_at(tree):

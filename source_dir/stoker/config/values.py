@@ -18,7 +18,7 @@ import os
 import re
 import typing
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -98,15 +98,17 @@ def _true_as_number(value: Any, kinds: list[Any]) -> bool:
 
 
 def is_path(kind: Any) -> bool:
-    return any(inspect.isclass(one) and issubclass(one, PurePath) for one in members(kind))
+    """Whether a field's type has a `Path`, alone or in a list or mapping."""
+    return any(
+        (inspect.isclass(one) and issubclass(one, PurePath)) or any(map(is_path, get_args(one)))
+        for one in members(kind)
+    )
 
 
 def expanded(path: str) -> str:
     """A path or URI with `~` and `$VARIABLES` replaced; a ValueError says which of them there is not."""
     found = os.path.expanduser(path)  # noqa: PTH111 - Path would shorten s3://
     unset = [name for name in map("".join, _VARIABLE.findall(found)) if not os.environ.get(name)]
-    if (unset or found.startswith("~")) and os.path.lexists(path):
-        return path
     if unset:
         raise ValueError(f"${unset[0]} is not set; set it, or write the whole path")
     if found.startswith("~"):
@@ -116,20 +118,15 @@ def expanded(path: str) -> str:
     return _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], found)
 
 
-def expanded_data(value: Any, certain: bool) -> Any:
-    """A recipe's parameter with its paths `expanded`; unless the field is `certain` to be one of paths, only
-    those that then exist."""
+def expanded_paths(value: Any) -> Any:
+    """The value of a parameter that is a path, or holds paths, with each of them `expanded`."""
     if isinstance(value, list):
-        return [expanded_data(item, certain) for item in value]
+        return [expanded_paths(item) for item in value]
     if isinstance(value, dict):
-        return {key: expanded_data(below, certain) for key, below in value.items()}
-    if not isinstance(value, str) or not (certain or value[:1] in ("~", "$")):
+        return {key: expanded_paths(below) for key, below in value.items()}
+    if isinstance(value, Text) and value[:1] == "[":  # a list, once its type is known
         return value
-    if certain and not (isinstance(value, Text) and value[:1] == "["):
-        return type(value)(expanded(value))
-    with contextlib.suppress(ValueError, OSError):
-        return type(value)(path) if Path(path := expanded(value)).exists() else value
-    return value
+    return type(value)(expanded(value)) if isinstance(value, str) else value
 
 
 def read_yaml(text: str, loader: Any = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import uuid
 from collections.abc import Callable
@@ -173,7 +172,7 @@ def check_same_run(
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
         if all(
-            isinstance(value, str) and (name in paths or _is_place(value)) for value in (old, new)
+            isinstance(value, str) and (name in paths or "://" in value) for value in (old, new)
         ):
             log(f"{text}; the records are compared")
         else:
@@ -240,10 +239,6 @@ def _at(tree: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
-
-
-def _is_place(value: str) -> bool:
-    return "://" in value or value.startswith(("/", "~", "./", "../")) or os.path.lexists(value)
 
 
 PROBE_TIMEOUT_S = 300.0

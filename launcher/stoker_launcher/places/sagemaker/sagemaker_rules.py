@@ -19,7 +19,7 @@ from stoker.errors import UsageError, nearest
 from stoker.events import prices
 from stoker.hosts import requirements
 from stoker.hosts.topology import has_gpu
-from stoker_launcher.places.remote import lost_data, nearest_of, shared_problems, training_group
+from stoker_launcher.places.remote import nearest_of, shared_problems, training_group
 from stoker_launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
@@ -136,9 +136,8 @@ def _shared(request: SageMakerRequest) -> Iterator[str]:
         "sagemaker.tags": settings.tags,
     }
     types, more = ("an instance type", instance_types()), "sagemaker.cpu.count"
-    yield from shared_problems(
-        request, "sagemaker", trains, more, types, ("Secrets Manager", shown)
-    )
+    remedy, vault = "an s3:// URI, or sagemaker.channels", ("Secrets Manager", shown)
+    yield from shared_problems(request, "sagemaker", trains, more, types, vault, remedy)
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
@@ -189,18 +188,14 @@ def _channels(request: SageMakerRequest) -> Iterator[str]:
             )
         if len(set(channel.groups)) < len(channel.groups):
             yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
-    for item in request.data:
-        if item.parameter == CODE_CHANNEL:
-            yield (
-                f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
-            )
+    if CODE_CHANNEL in request.data_at:
+        yield f"params.{CODE_CHANNEL}: the channel of this name carries the source; rename the parameter"
 
 
 def _parameters(request: SageMakerRequest) -> Iterator[str]:
     settings, config = request.settings, request.job.resolved.config
-    yield from lost_data(request, f"{INPUT}/", "an s3:// URI, or sagemaker.channels")
     for name, value in config.params.items():
-        if name in request.data_at or name in request.job.data or not isinstance(value, str):
+        if name in request.data_at or not isinstance(value, str):
             continue
         if value.startswith(f"{INPUT}/"):
             channel = value.removeprefix(f"{INPUT}/").split("/")[0]

@@ -15,7 +15,7 @@ from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
-from stoker.recipe import ALIASES, Recipe, load_object, load_recipe, metric_names
+from stoker.recipe import load_recipe, metric_names
 from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
 from stoker_launcher.places.remote import (
     CloudRequest,
@@ -149,11 +149,12 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
     if trains is not None:
         job = with_training_group(job, trains if len(groups) > 1 else None)
     s3_uri = s3_uri.rstrip("/")
-    data = find_data_uploads(
-        {name: path for name, path in job.data.items() if name not in settings.channels},
-        s3_uri,
-        settings.kms_key,
-    )
+    local = {
+        name: path
+        for name, path in job.data.items()
+        if name not in settings.channels and not path.startswith(f"{INPUT}/")
+    }
+    data = find_data_uploads(local, s3_uri, settings.kms_key)
     keys: dict[str, str] = {}
     code_uri, max_wait_s = f"{s3_uri}/{name}/code", settings.max_wait_s
     if settings.spot and max_wait_s is None:
@@ -179,7 +180,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
             "sagemaker.environment",
         ),
         "InputDataConfig": Keyed(
-            _channels(settings, data, code_uri, groups) or None, "sagemaker.channels"
+            _channels(job, data, code_uri, groups) or None, "sagemaker.channels"
         ),
         "OutputDataConfig": {
             "S3OutputPath": Keyed(s3_uri, "sagemaker.s3_uri"),
@@ -245,19 +246,6 @@ def metrics_of(job: Job) -> dict[str, str]:
     return found
 
 
-def recipe_fields(job: Job) -> set[str]:
-    """The parameters that a recipe is known to have."""
-    config, source = job.resolved.config, job.source_dir or examples_root()
-    if config.script is not None:
-        return set()
-    with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
-        cls = load_object(
-            ALIASES.get(config.recipe, config.recipe), source, "recipe", offers=Recipe
-        )
-        return {info.alias or name for name, info in cls.model_fields.items()}
-    return set()
-
-
 def given_hyperparameters(job: Job) -> dict[str, str | int | float | bool]:
     """`sagemaker.hyperparameters` without keys that the command line sets, which hosts would overwrite."""
     given, origins = job.resolved.config.sagemaker.hyperparameters, job.resolved.origins
@@ -288,20 +276,31 @@ def _hyperparameters(job: Job, code_uri: str) -> dict[str, Any]:
     return found
 
 
+def s3_inputs(config: Config) -> dict[str, str]:
+    """The parameters of a script that name data in S3: input channels, as all its parameters."""
+    params = config.params if config.script is not None else {}
+    own = config.sagemaker.channels
+    return {
+        name: uri for name, uri in params.items() if uri.startswith("s3://") and name not in own
+    }
+
+
 def _channels(
-    settings: SageMakerConfig,
+    job: Job,
     data: tuple[DataUpload, ...],
     code_uri: str,
     groups: tuple[HostGroup, ...],
 ) -> list[Keyed]:
+    settings = job.resolved.config.sagemaker
     asked = dict(settings.channels)
     origins = {name: f"sagemaker.channels.{name}" for name in asked}
     if settings.entry == "container":
         asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **asked}
         origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
-    for item in data:
-        asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
-        origins[item.parameter] = f"params.{item.parameter}"
+    uris = {item.parameter: item.uri for item in data} | s3_inputs(job.resolved.config)
+    for name, uri in uris.items():
+        asked[name] = ChannelConfig.model_validate({"uri": uri})
+        origins[name] = f"params.{name}"
     # SageMaker requires groups on all channels or on none, and takes none of a single group.
     some = len(groups) > 1 and any(one.groups for one in asked.values())
     by_group = [group.name for group in groups] if some else None
@@ -339,11 +338,12 @@ def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
 
 def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     config = job.resolved.config
-    found = {item.parameter: item.path_in(f"{INPUT}/{item.parameter}") for item in data}
+    found = {name: f"{INPUT}/{name}" for name in s3_inputs(config)}
+    found |= {item.parameter: item.path_in(f"{INPUT}/{item.parameter}") for item in data}
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
-        known = name in config.params or (name in recipe_fields(job) and not is_read(config, name))
+        known = name in config.params or (name in job.fields and not is_read(config, name))
         if known and not in_place:
             found[name] = f"{INPUT}/{name}"
     return found

@@ -20,7 +20,7 @@ from stoker.events import prices
 from stoker.events.prices import google_prices
 from stoker.figures import count_of
 from stoker.hosts import requirements
-from stoker.hosts.services.vertex import POOLS_VARIABLE, gcs_folder
+from stoker.hosts.services.vertex import MOUNTS, POOLS_VARIABLE, gcs_folder
 from stoker.place import PLACE_VARIABLE
 from stoker_launcher.job import COMMAND, Job, find_data_uploads
 from stoker_launcher.places.remote import (
@@ -28,7 +28,6 @@ from stoker_launcher.places.remote import (
     HostGroup,
     Keyed,
     cost_table,
-    lost_data,
     nearest_of,
     pruned,
     shared_problems,
@@ -163,8 +162,15 @@ def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest
     pools, region = tuple(pools_of(config.vertex)), config.vertex.region
     if trains := training_group(config, pools):
         job = with_training_group(job, trains)
-    data = find_data_uploads(job.data, gcs_uri)
+    local = {name: path for name, path in job.data.items() if not path.startswith(f"{MOUNTS}/")}
+    data = find_data_uploads(local, gcs_uri)
     data_at = {item.parameter: item.path_in(str(gcs_folder(item.uri))) for item in data}
+    if config.script is not None:
+        data_at |= {
+            name: str(gcs_folder(uri))
+            for name, uri in config.params.items()
+            if uri.startswith("gs://")
+        }
     made = VertexRequest(job, name, region, gcs_uri, pools, {}, {}, data, data_at, project=project)
     made.body.update(pruned(_body(made), made.keys))
     return made
@@ -338,8 +344,8 @@ def _shared(request: VertexRequest) -> Iterator[str]:
     types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
     more, secrets = "vertex.cpu.replicas", ("Secret Manager", shown)
-    yield from shared_problems(request, "vertex", trains, more, types, secrets)
-    yield from lost_data(request, "/gcs/", "a gs:// URI or /gcs/<bucket>/…")
+    remedy = "a gs:// URI, or /gcs/<bucket>/…"
+    yield from shared_problems(request, "vertex", trains, more, types, secrets, remedy)
 
 
 def _places(request: VertexRequest) -> Iterator[str]:
