@@ -55,6 +55,8 @@ class PassPlan:
     block_records: int
     homes: int = 0
     """Number of parts that the records are divided into and permuted within; 0: not divided."""
+    exact: bool = False
+    """Whether blocks are delivered in the order of their shards; then each is the same if it is made again."""
 
     @property
     def alike(self) -> str:
@@ -251,6 +253,8 @@ class BlockReport:
     bad: list[BadRecord] = field(default_factory=list)
     bad_id_sum: int = 0
     bytes_out: int = 0
+    digest: int = 0
+    """Of its columns, if the order is exact."""
     costs: dict[str, StageCost] = field(default_factory=dict)
     schemas: tuple[Schema, ...] = ()
     """Columns before each batch stage and, last, of the block; empty if every record is bad."""
@@ -373,6 +377,8 @@ class DataCursor(BaseModel):
     quarantined: dict[int, dict[str, str]] = {}
     """The bad records of those next blocks, name → reason: they stay bad, or the rows would move. Of a shard
     that is absent they are not known, as in earlier checkpoints."""
+    digests: dict[int, int] = {}
+    """The digests of those next blocks, if the order is exact."""
     by_row: bool = False
     """The dataset has no shards: `rows` alone is the position."""
     again: bool = False

@@ -110,3 +110,20 @@ def test_a_chain_that_other_processes_cannot_load_does_not_end_the_head(
     data = open_data(config("holes:OnlyHere"))
     assert data.chains["train"].schemas == ()
     assert data.chains["val"].schemas
+
+
+@pytest.mark.parametrize("shift", ["0", "1"])
+def test_a_resumed_run_compares_the_block_that_it_makes_again(
+    ray_cluster: None, tmp_path: Path, shift: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"recipe": "rows:Shifted", "data": {"order": "exact", "block_records": 32}}
+    train = {"epochs": 1, "batch_size": 10}
+    monkeypatch.setenv("SHIFT", "0")
+    begun = run_job(tmp_path, train={**train, "max_steps": 2}, **job)
+    assert begun.code == 0, begun.summary.error
+    monkeypatch.setenv("SHIFT", shift)
+    resumed = {"train": train, "checkpoint": {"resume": str(begun.run_dir)}}
+    ended = run_job(tmp_path, run_dir=tmp_path / "resumed", **resumed, **job)
+    assert ended.code == 0, ended.summary.error
+    lines = (ended.run_dir / "events.jsonl").read_text().splitlines()
+    assert sum("has other values than before" in line for line in lines) == int(shift)

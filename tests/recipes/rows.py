@@ -82,6 +82,19 @@ class Counting(Regression):
         return Numbers(self.train_records, self.bad, self.shard)
 
 
+class Shift(RecordTransform):
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, record: Record, rng: Any) -> Record:
+        return {**record, "x0": record["x0"] + self.by}
+
+
+class Shifted(Counting):
+    def preprocess(self, split: str) -> list[Any]:
+        return [Shift(float(os.environ["SHIFT"]))]
+
+
 class RaisesIn(Counting):
     where: str
 

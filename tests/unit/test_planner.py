@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.errors import DataError, Failure
+from stoker.events.kinds import Note
 from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
 from stoker.serve.items import Held, ReadyBlock
@@ -413,18 +415,34 @@ def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_s
     assert not head.holdings.unused("h1")
 
 
-def test_a_block_that_is_made_again_with_other_records_ends_the_run() -> None:
-    head = Head([2], "any", 2, 10_000)
+@pytest.mark.parametrize(
+    ("ids", "digest", "said"),
+    [
+        pytest.param(6, 7, "", id="equal"),
+        pytest.param(6, 8, "has other values than before", id="other values"),
+        pytest.param(9, 7, "differs from what it was: the data has changed", id="other records"),
+    ],
+)
+def test_a_block_made_again_is_compared_with_the_lost_one(ids: int, digest: int, said: str) -> None:
+    head = Head([2], "exact", 2, 10_000)
+    notes: list[Any] = []
+    head.attempt.event = notes.append
     look(head)
-    Worker(head, "h1").work()
-    head.lose("h1")
-    other = Worker(head, "h0")
-    assert other.ask() and other.claim is not None
-    report = BlockReport(0, 0, False, RECORDS, 0.01, RECORDS, 99, bytes_out=10)
-    with pytest.raises(
-        DataError, match=r"block 0, which was lost with its host .* the data has changed"
+    first, other = Worker(head, "h1"), Worker(head, "h0")
+    for worker, made in (
+        (first, BlockReport(0, 0, False, 4, 0.01, 4, 6, bytes_out=10, digest=7)),
+        (other, BlockReport(0, 0, False, 4, 0.01, 4, ids, bytes_out=10, digest=digest)),
     ):
-        head.planner.reported(other.me, other.claim.number, Made(report, "f"))
+        assert worker.ask() and worker.claim is not None
+        assert worker.claim.plan.exact
+        refused = pytest.raises(DataError, match=said) if ids == 9 else nullcontext()
+        with refused if worker is other else nullcontext():
+            head.planner.reported(worker.me, worker.claim.number, Made(made, worker.me.node))
+        if worker is first:
+            head.planner.ended(worker.me)
+            head.lose("h1")
+    texts = [event.text for event in notes if isinstance(event, Note)]
+    assert [said in text for text in texts] == [True] * (digest == 8)
 
 
 def test_a_lost_block_that_is_not_made_again_ends_the_run() -> None:

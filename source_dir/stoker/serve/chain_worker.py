@@ -23,7 +23,7 @@ from stoker.errors import Failure, FlakyReadError
 from stoker.protocol import BlockReport, Claim, Made, Process, Reply, SplitSetup, Work
 from stoker.ray_compat import look_at_tasks_every
 from stoker.read.sources import IndexedSource, Source
-from stoker.serve.blocks.folder import here
+from stoker.serve.blocks.folder import digest_of, here
 from stoker.serve.shards import Guard, LoadedSplit, blocks_of, let_wait, open_split, retries
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class ChainWorker:
                     self._prepare(loaded.source, claim.work[number:])
                 if not care.last_try and (passing := [bad for bad in report.bad if bad.passing]):
                     raise FlakyReadError(passing[0].reason, record=passing[0].key)
+                if claim.plan.exact:
+                    report.digest = digest_of(columns)
                 made = self._written(columns, report, loaded)
                 if report.last and number == len(claim.work):
                     last = claim.number, made  # what follows it may still fail

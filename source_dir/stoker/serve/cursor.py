@@ -115,6 +115,7 @@ class Block(NamedTuple):
     """Records and the sum of their ids, and the same of the bad ones."""
     last: bool
     bad: dict[str, str]
+    digest: int
 
 
 class Trail:
@@ -132,15 +133,18 @@ class Trail:
         """(shard, rows that were not skipped) of each block with rows beyond those."""
         self._skipped: Counter[int] = Counter()
 
-    def report(self, report: BlockReport) -> None:
-        if not self.start.by_row:
-            self._refuse_moved(report)
-            sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
-            made = Block(
-                report.rows, sums, report.last, {bad.called: bad.reason for bad in report.bad}
-            )
-            self._blocks.setdefault(report.shard, deque()).append(made)
-            self._use(report.shard, 0)
+    def report(self, report: BlockReport) -> bool:
+        """Add a block; False if its rows were consumed in part and its values are others now."""
+        if self.start.by_row:
+            return True
+        self._refuse_moved(report)
+        sums = report.records, report.id_sum, len(report.bad), report.bad_id_sum
+        bad = {bad.called: bad.reason for bad in report.bad}
+        made = Block(report.rows, sums, report.last, bad, report.digest)
+        self._blocks.setdefault(report.shard, deque()).append(made)
+        self._use(report.shard, 0)
+        known = self.start.digests.get(report.shard, report.digest)
+        return known == report.digest or report.nth != self.start.partial[report.shard][0]
 
     def _refuse_moved(self, report: BlockReport) -> None:
         """Refuse that rows which were consumed of the next block of a shard are others now."""
@@ -214,18 +218,21 @@ class Trail:
             "bad": bad,
             "bad_ids": bad_ids % ID_MODULUS,
         }
-        quarantined = {}
-        for shard, place in there._partial.items():
-            blocks = there._blocks.get(
-                shard
-            )  # none, if the next one was not made again since `start`
+        quarantined, digests = {}, {}
+        for shard, (_, rows_of_next) in there._partial.items():
+            # None, if the next one was not made again since `start`.
+            blocks = there._blocks.get(shard)
             those = blocks[0].bad if blocks else start.quarantined.get(shard)
-            if place[1] and those is not None:
+            if rows_of_next and those is not None:
                 quarantined[shard] = those
+            digest = blocks[0].digest if blocks else start.digests.get(shard)
+            if rows_of_next and digest:
+                digests[shard] = digest
         return start.model_copy(
             update={
                 "rows": start.rows + rows,
                 "quarantined": quarantined,
+                "digests": digests,
                 "done": there._done.ranges,
                 "partial": dict(sorted(there._partial.items())),
                 "books": start.books.model_copy(update=books),

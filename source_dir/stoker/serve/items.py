@@ -98,16 +98,11 @@ class ReadyBlock:
     def part(self, start: int, stop: int) -> BlockSlice:
         return BlockSlice(self.file, start, stop, "" if self.lost else self.node, self.report.rows)
 
-    def is_remade_as(self, other: ReadyBlock) -> bool:
-        """Whether a block that was made in its place has the same records."""
-        a, b = self.report, other.report
-        same = (a.rows, a.records, a.id_sum, a.bad_id_sum) == (
-            b.rows,
-            b.records,
-            b.id_sum,
-            b.bad_id_sum,
-        )
-        return same and a.last == b.last
+    @property
+    def records(self) -> tuple[int, ...]:
+        """What identifies its records; the same if it is made again."""
+        made = self.report
+        return made.rows, made.records, made.id_sum, made.bad_id_sum, made.last
 
 
 class Holdings:

@@ -47,7 +47,6 @@ class Pass(ABC):
     plan: PassPlan
     number: int
     """With its split, distinguishes it from all other passes."""
-    exact: bool = False
     has_shards: bool = True
     """Whether its shards are known before reading; those of a `ray.data.Dataset` are not."""
     coming: Future[Rest] | None = None
@@ -158,7 +157,7 @@ class Pass(ABC):
             shard.closed = True
 
     def deliverable(self, number: int) -> list[ReadyBlock]:
-        if not self.exact:
+        if not self.plan.exact:
             return self._of(number)
         found: list[ReadyBlock] = []
         while True:
@@ -247,6 +246,7 @@ class Attempt(ABC):
         self.event, self.suspects = shared.event, shared.suspects
         self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
         self.failure: Failure | None = None
+        self._differing: set[str] = set()
         self.replaced = False
 
     @property
@@ -281,6 +281,15 @@ class Attempt(ABC):
     def note(self, text: str) -> None:
         with self.changed:
             self.event(kinds.Note(text=text))
+
+    def differs(self, split: str, block: str) -> None:
+        """A block that is made again has the same records as before, but other values; say so once."""
+        if split not in self._differing:
+            self._differing.add(split)
+            self.note(
+                f"{block} has other values than before: its chain has changed, or does not give the same"
+                " twice, so that data.order=exact does not repeat this run; `peek` shows the stage"
+            )
 
     def fail(self, failure: Failure) -> None:
         with self.changed:
@@ -383,6 +392,7 @@ class Passes:
             # A resumed epoch keeps the block size and homes that it began with.
             block_records=start.plan.block_records if start else config.block_records,
             homes=start.plan.homes if start else self._homes(split),
+            exact=config.order == "exact",
         )
 
     def shards(self, plan: PassPlan) -> Sequence[Shard]:
@@ -402,6 +412,5 @@ class Passes:
     def blocks(self, plan: PassPlan) -> Iterator[Work]:
         """Like `rest`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
-        exact = self.config.data.order == "exact"
-        for number, shard in enumerate(self.sources[plan.split].blocks(seed, exact)):
+        for number, shard in enumerate(self.sources[plan.split].blocks(seed, plan.exact)):
             yield Work(number, shard)

@@ -198,7 +198,7 @@ class Planner:
         else:
             # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
             far = 1 if pass_.rows_ahead < pass_.step_rows else 2 * self.pool.slots
-            look = min(far, LOOK_AHEAD) if pass_.exact else LOOK_AHEAD
+            look = min(far, LOOK_AHEAD) if pass_.plan.exact else LOOK_AHEAD
             shards = self.affinity.take_work(split, work, by.node, most, look)
         pass_.under_way += 1
         pass_.served = next(self._numbers)
@@ -291,7 +291,7 @@ class Planner:
     def _needed(self, item: Item) -> bool:
         """Whether the next two steps wait for this item."""
         pass_ = item.pass_
-        if pass_.exact and pass_.turn not in {each.number for each in item.shards}:
+        if pass_.plan.exact and pass_.turn not in {each.number for each in item.shards}:
             return False
         return pass_.rows_ahead < 2 * pass_.step_rows
 
@@ -399,10 +399,11 @@ class Planner:
         if known is None:
             self.holdings.discard(block.node, block.file)
             return
-        if not known.is_remade_as(block):
-            raise DataError(
-                f"{self._lost_block(pass_, known)} differs from what it was: the data has changed"
-            )
+        what = self._lost_block(pass_, known)
+        if known.records != block.records:
+            raise DataError(f"{what} differs from what it was: the data has changed")
+        if known.report.digest != report.digest:
+            self.attempt.differs(pass_.plan.split, what)
         self.holdings.move(known, block.node, block.file)
 
     def _refuse_not_remade(self, item: Item) -> None:

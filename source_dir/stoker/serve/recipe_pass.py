@@ -354,7 +354,7 @@ class RecipeAttempt(Attempt):
             if epoch != start.epoch:
                 start = start.model_copy(
                     update={
-                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": {},
+                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": {}, "digests": {},
                         "books": CarriedAccount(),
                         "plan": self.passes.identity(
                             start.plan.fingerprint, start.plan.unstable, start.plan.validation
@@ -376,7 +376,6 @@ class RecipeAttempt(Attempt):
         return RecipePass(
             plan=self.passes.plan(split, epoch, start),
             number=epoch,
-            exact=config.data.order == "exact",
             has_shards=self.passes.has_shards(split),
             splitter=splitter,
             account=EpochAccount.since(split, epoch, start),
@@ -505,8 +504,11 @@ class RecipeAttempt(Attempt):
     def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
         split, epoch, report = pass_.account.split, pass_.account.epoch, block.report
         pass_.account.take(report, block.node)
-        if pass_.trail is not None:
-            pass_.trail.report(report)
+        if pass_.trail is not None and not pass_.trail.report(report):
+            nth, number = report.nth, report.shard
+            self.differs(
+                split, f"{split} shard number {number}: block {nth}, which was trained in part,"
+            )
         if report.schemas:
             pass_.schema = self.passes.agree(split, report.schemas)
         if not block.counted:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import re
@@ -20,6 +21,7 @@ import secrets
 import socket
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,10 @@ _forks: list[None] = []
 os.register_at_fork(
     after_in_parent=lambda: _forks.append(None), after_in_child=lambda: _forks.append(None)
 )
+
+
+def digest_of(columns: dict[str, Any]) -> int:
+    return functools.reduce(lambda sum_, part: zlib.crc32(part, sum_), block_parts(columns), 0)
 
 
 def here(run: str) -> BlockFolder:
