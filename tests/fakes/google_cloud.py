@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 from tests.fakes.answers import Answer, answering
 
@@ -71,10 +72,14 @@ class JobService:
     """Status, code and message of every answer."""
     entries: list[dict[str, Any]] = field(default_factory=list)
     """Of Cloud Logging."""
+    loses_created: bool = False
+    """Whether the answer to the creation of a job is lost."""
     on_get: Callable[[dict[str, Any]], None] = lambda job: None
 
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        path = path.partition("?")[0]
+    def answer(
+        self, method: str, path: str, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]] | None:
+        path, _, query = path.partition("?")
         self.requests.append((method, path))
         if self.refusal:
             status, code, message = self.refusal
@@ -85,7 +90,11 @@ class JobService:
         if method == "POST" and created:
             name = f"{created[1]}/customJobs/{1000 + len(self.jobs)}"
             self.jobs[name] = {**body, "name": name, "state": "JOB_STATE_PENDING"}
-            return 200, self.jobs[name]
+            return None if self.loses_created else (200, self.jobs[name])
+        if method == "GET" and created:
+            (wanted,) = re.findall(r'display_name="(.*)"', parse_qs(query)["filter"][0])
+            jobs = [job for job in self.jobs.values() if job["displayName"] == wanted]
+            return 200, {"customJobs": jobs}
         named = re.fullmatch(r"/v1/(projects/[^/]+/locations/[^/]+/customJobs/\d+)(:cancel)?", path)
         job = self.jobs.get(named[1]) if named else None
         if job is None:
@@ -103,10 +112,12 @@ class JobService:
 def job_service() -> Iterator[tuple[JobService, dict[str, str]]]:
     service = JobService()
 
-    def answer(request: BaseHTTPRequestHandler) -> Answer:
+    def answer(request: BaseHTTPRequestHandler) -> Answer | None:
         length = int(request.headers.get("Content-Length") or 0)
         body = json.loads(request.rfile.read(length) or b"{}")
-        status, content = service.answer(request.command, request.path, body)
+        if (answer := service.answer(request.command, request.path, body)) is None:
+            return None
+        status, content = answer
         return status, "application/json", json.dumps(content).encode()
 
     with answering(answer) as address:

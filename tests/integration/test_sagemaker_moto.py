@@ -19,7 +19,7 @@ from stoker.errors import UsageError
 from stoker_launcher.job import Job
 from stoker_launcher.places import remote, sagemaker
 from stoker_launcher.places.sagemaker import aws
-from tests.fakes.aws import REGION, moto_server
+from tests.fakes.aws import REGION, moto, moto_server, served
 
 BUCKET = "stoker-test"
 BASE = SAGEMAKER | {"sagemaker.s3_uri": f"s3://{BUCKET}/stoker"}
@@ -382,7 +382,6 @@ def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
         ("ResourceLimitExceeded", "Service Quotas"),
         ("AccessDeniedException", "docs/iam/launcher.json"),
         ("ExpiredTokenException", "sign in again"),
-        ("ResourceInUse", "submit again"),
     ],
 )
 def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remedy: str) -> None:
@@ -391,6 +390,34 @@ def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remed
         sagemaker.submit(sagemaker.plan(make_job(), offline=True), quiet)
     assert len(caught.value.problems) == 1
     assert code in caught.value.problems[0] and remedy in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_lost_answer_costs_no_second_job(monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
+    """boto3 may repeat the call, which the service then refuses: the name is in use."""
+    service, lost = moto(), list[str]()
+
+    def losing(environ: dict[str, Any], start: Any) -> Any:
+        target = environ.get("HTTP_X_AMZ_TARGET", "")
+        if target.endswith(".CreateTrainingJob") and not lost:
+            lost.append(target)
+            b"".join(service(environ, lambda *_: None))
+            start("500 Internal Server Error", [])
+            return [b""]
+        return service(environ, start)
+
+    def jobs() -> set[str]:
+        listed = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+        return {job["TrainingJobName"] for job in listed}
+
+    monkeypatch.setattr(aws, "ATTEMPTS", attempts)
+    before = jobs()
+    with served(losing) as cloud, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", cloud["AWS_ENDPOINT_URL"])
+        aws.client.cache_clear()
+        run = sagemaker.submit(sagemaker.plan(make_job()), quiet)
+        assert lost and jobs() - before == {run.name}
+        assert run.wait() == 0
 
 
 @pytest.fixture

@@ -201,6 +201,13 @@ def test_a_refusal_of_the_service_is_one_line(
     assert line.startswith("Vertex AI job: ") and says in line and "\n" not in line
 
 
+def test_a_lost_answer_costs_no_second_job(service: JobService) -> None:
+    submit()
+    service.loses_created = True
+    run = submit()
+    assert [*service.jobs][1:] == [run.name] and run.status() == "running: waiting for hosts"
+
+
 def test_a_bucket_that_is_not_there_is_found_before_the_upload(service: JobService) -> None:
     with pytest.raises(UsageError, match=r"vertex.gcs_uri: bucket 'elsewhere' does not exist"):
         vertex.plan(make_job("vertex.gcs_uri=gs://elsewhere/stoker"))

@@ -6,6 +6,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
@@ -129,6 +130,27 @@ def test_run_ids_lead_to_their_place() -> None:
     assert found.id == "sagemaker:eu-west-1/probe-1"
     with pytest.raises(UsageError, match="write ray:"):
         attach("ray:probe")
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_a_lost_answer_costs_no_second_job(created: bool) -> None:
+    posted: list[str] = []
+
+    def answer(request: BaseHTTPRequestHandler) -> Answer | None:
+        if request.command == "POST":
+            posted.append(request.path)
+            return None
+        there = created or not request.path.startswith("/api/jobs/")
+        return 200 if there else 404, "application/json", b"{}"
+
+    with answering(answer) as address:
+        request = replace(plan(), server=ray_jobs.JobServer(address, None))
+        if created:
+            assert ray_place.submit(request).submission_id == request.submission_id
+        else:
+            with pytest.raises(UsageError, match="cannot connect"):
+                ray_place.submit(request)
+    assert posted == ["/api/jobs/"]
 
 
 class Flaky:

@@ -546,6 +546,7 @@ def test_the_run_directory_of_a_job_that_may_be_queued_stays(
 ) -> None:
     monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 1)
     fake(login_node, "sbatch", "exec sleep 60")
+    fake(login_node, "squeue", "echo '7|/elsewhere'")
     run = subprocess.run  # the other commands answer in time, however busy the machine is
 
     def answers(command: tuple[str, ...], **given: Any) -> Any:
@@ -559,6 +560,17 @@ def test_the_run_directory_of_a_job_that_may_be_queued_stays(
         f"no answer from Slurm within 1 s; the job may be queued all the same, so {run_dir} stays"
         in told
     )
+
+
+def test_a_job_is_found_in_the_queue_if_the_answer_of_sbatch_is_lost(
+    login_node: Path, tmp_path: Path
+) -> None:
+    """Heterogeneous jobs are listed once for each component."""
+    fake(login_node, "sbatch", "echo queued")
+    rows = f'for at in {tmp_path}/shared/*/code; do echo "41+0|$at"; echo "41+1|$at"; done'
+    fake(login_node, "squeue", rows)
+    run = slurm.submit(planned(tmp_path))
+    assert (run.id, run.run_dir.parent) == ("slurm:41", tmp_path / "shared")
 
 
 def test_jobs_that_are_staged_in_the_same_second_have_scripts_of_their_own(tmp_path: Path) -> None:

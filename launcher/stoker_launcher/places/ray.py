@@ -5,6 +5,7 @@ The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -30,7 +31,13 @@ from stoker.hosts import requirements
 from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
 from stoker_launcher.job import COMMAND, Job, files_below, measure, write_private
 from stoker_launcher.places import Place
-from stoker_launcher.places.remote import WatchedRun, collected, stamp
+from stoker_launcher.places.remote import (
+    UnansweredError,
+    WatchedRun,
+    collected,
+    created_once,
+    stamp,
+)
 
 POLL_S = 2.0
 STOP_WAIT_S = 7200
@@ -117,13 +124,17 @@ class RayRun(WatchedRun):
         self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
     ) -> None:
         run_id = f"ray:{server.address}/{submission_id}"
-        super().__init__(run_id, submission_id, poll_s, submitted, UnreachableError)
+        super().__init__(run_id, submission_id, poll_s, submitted, UnansweredError)
         self.server, self.submission_id = server, submission_id
         self._path = f"/api/jobs/{submission_id}"
 
     def ask(self) -> dict[str, Any]:
         found: dict[str, Any] = self.server.get(self._path)
         return found
+
+    def found(self) -> dict[str, Any] | None:
+        answer = self.server.ask("GET", self._path, missing_ok=True)
+        return None if answer.status_code == 404 else answer.json()
 
     def status_in(self, description: dict[str, Any]) -> str:
         state = str(description.get("status"))
@@ -197,8 +208,11 @@ def plan(
 
 def submit(request: RayRequest) -> RayRun:
     uri = request.server.upload(request.package())
-    request.server.post("/api/jobs/", request.body(uri))
-    return RayRun(request.server, request.submission_id, submitted=True)
+    run = RayRun(request.server, request.submission_id, submitted=True)
+    doubt = f"the job may have been created all the same: stoker status {run.id}"
+    create = functools.partial(request.server.post, "/api/jobs/", request.body(uri))
+    created_once(create, run.found, doubt)
+    return run
 
 
 def attach(run_id: str) -> RayRun:
@@ -277,10 +291,6 @@ TIMEOUT_S = 30
 _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
 
 
-class UnreachableError(UsageError):
-    """The server did not answer, or failed itself; it may do so later."""
-
-
 @dataclass(frozen=True)
 class JobServer:
     """The dashboard's address and token.
@@ -293,26 +303,26 @@ class JobServer:
     token: str | None = field(repr=False)
 
     def get(self, path: str) -> Any:
-        return self._ask("GET", path).json()
+        return self.ask("GET", path).json()
 
     def post(self, path: str, content: dict[str, Any] | None = None) -> Any:
-        return self._ask("POST", path, json=content).json()
+        return self.ask("POST", path, json=content).json()
 
     def upload(self, package: bytes) -> str:
         name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
         path = f"/api/packages/gcs/{name}"
-        if self._ask("GET", path, missing_ok=True).status_code == 404:
-            self._ask("PUT", path, data=package)
+        if self.ask("GET", path, missing_ok=True).status_code == 404:
+            self.ask("PUT", path, data=package)
         return f"gcs://{name}"
 
     def versions(self) -> tuple[str, str | None]:
         ray = str(self.get("/api/version")["ray_version"])
-        answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
+        answer = self.ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
         if answer.status_code == 404:
             return ray, None
         return ray, answer.json().get("data", {}).get("pythonVersion")
 
-    def _ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
+    def ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
         import requests
 
         def signed(request: requests.PreparedRequest) -> requests.PreparedRequest:
@@ -330,16 +340,16 @@ class JobServer:
                 f"--address {self.address}: certificate verification failed: {error}"
             ) from None
         except requests.exceptions.ConnectionError as error:
-            raise UnreachableError(
+            raise UnansweredError(
                 f"--address {self.address}: cannot connect ({_root_cause(error)});"
                 " the dashboard's default port is 8265, and it may need a port-forward"
             ) from None
         except requests.exceptions.Timeout:
-            raise UnreachableError(
+            raise UnansweredError(
                 f"--address {self.address}: no answer within {TIMEOUT_S} s"
             ) from None
         except requests.exceptions.RequestException as error:
-            raise UnreachableError(f"--address {self.address}: {error}") from None
+            raise UnansweredError(f"--address {self.address}: {error}") from None
         if answer.status_code == 401:
             raise UsageError(
                 f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}"
@@ -353,7 +363,7 @@ class JobServer:
         if not answer.ok:
             last = (answer.text.strip().splitlines() or [answer.reason])[-1]
             kind = (
-                UnreachableError
+                UnansweredError
                 if answer.status_code >= 500 or answer.status_code == 429
                 else UsageError
             )
@@ -363,7 +373,7 @@ class JobServer:
             and method == "GET"
             and not missing_ok
         ):
-            raise UnreachableError(
+            raise UnansweredError(
                 f"--address {self.address}: not a Ray dashboard: the answer is not JSON"
             )
         return answer

@@ -18,6 +18,7 @@ from stoker_launcher.places.remote import (
     LogEntry,
     Tell,
     collected,
+    created_once,
     job_name,
     stamp,
     usd_per_hour,
@@ -69,10 +70,16 @@ def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     region = request.region
     with aws.readable_errors("upload"):
         request.upload(aws.S3Store(request), tell)
-    with aws.readable_errors("SageMaker"):
-        aws.client("sagemaker", region).create_training_job(**request.body)
     known = price_list(request.settings.prices)
-    return SageMakerRun(region, request.name, submitted=True, prices=known)
+    run = SageMakerRun(region, request.name, submitted=True, prices=known)
+
+    def create() -> object:
+        with aws.readable_errors("SageMaker"):
+            return aws.client("sagemaker", region).create_training_job(**request.body)
+
+    doubt = f"the job may have been created all the same: stoker status {run.id}"
+    created_once(create, lambda: aws.found(run.ask), doubt)
+    return run
 
 
 def attach(run_id: str) -> SageMakerRun:

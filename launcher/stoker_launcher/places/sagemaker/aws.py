@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker_launcher.places.remote import UnansweredError
 from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, groups_of
 
 ATTEMPTS = 9
@@ -93,6 +94,22 @@ class PassingError(UsageError):
     """An error that may pass by itself, or once somebody has signed in again."""
 
 
+class LostAnswerError(PassingError, UnansweredError):
+    """No answer, or that of a repeated call."""
+
+
+def found(describe: Callable[[], Any]) -> Any:
+    """The description of a job; None if there is none."""
+    try:
+        return describe()
+    except LostAnswerError:
+        raise
+    except PassingError as error:
+        if "not found" in str(error):
+            return None
+        raise
+
+
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
     from boto3.exceptions import S3UploadFailedError
@@ -117,10 +134,13 @@ def readable_errors(what: str) -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         message = error.response.get("Error", {}).get("Message", str(error))
         kind = UsageError if "AccessDenied" in code else PassingError
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if code == "ResourceInUse" or status >= 500:
+            kind = LostAnswerError
         remedy = next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
         raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{remedy}") from None
     except BotoCoreError as error:
-        raise PassingError(f"AWS {what}: {error}") from None
+        raise LostAnswerError(f"AWS {what}: {error}") from None
     except S3UploadFailedError as error:  # wraps the actual error
         raise UsageError(f"AWS {what}: {error}") from None
     except OSError as error:
@@ -134,7 +154,6 @@ _REMEDIES = {
     "InvalidClientToken": _SIGN_IN,
     "UnrecognizedClient": _SIGN_IN,
     "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
-    "ResourceInUse": "a job with this name exists; submit again to get a new name",
 }
 
 

@@ -20,7 +20,13 @@ from stoker.place import STOP_FILE, TOKEN_FILE
 from stoker_launcher import run_directory
 from stoker_launcher.job import Job, stage
 from stoker_launcher.places import EXIT_CODES, Place
-from stoker_launcher.places.remote import ServicePoller, collected, detached
+from stoker_launcher.places.remote import (
+    ServicePoller,
+    UnansweredError,
+    collected,
+    created_once,
+    detached,
+)
 from stoker_launcher.places.slurm import slurm_commands
 from stoker_launcher.places.slurm.batch_script import (
     EXIT_FILE,
@@ -97,15 +103,18 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
 
 def submit(request: SlurmRequest) -> SlurmRun:
     request = request.stage()
+    run_dir = request.run_dir
     try:
-        job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
-    except slurm_commands.NoAnswerError as error:
-        kept = f"the job may be queued all the same, so {request.run_dir} stays"
-        raise UsageError(
-            f"{error}; {kept}; remove it if squeue --me does not show the job"
-        ) from None
+        job_id = created_once(
+            lambda: slurm_commands.submitted(run_dir / SCRIPT),
+            lambda: slurm_commands.queued_in(run_dir / "code"),
+            f"the job may be queued all the same, so {run_dir} stays; remove it if squeue --me does not"
+            " show the job",
+        )
+    except UnansweredError:
+        raise
     except UsageError:
-        run_directory.remove_refused(request.run_dir, None)
+        run_directory.remove_refused(run_dir, None)
         raise
     if not (file := request.run_dir / JOB_FILE).exists():  # the job's script writes it, too
         file.write_text(f"{job_id}\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import UsageError
+from stoker_launcher.places.remote import UnansweredError
 
 TIMEOUT_S = 60
 ENDED = (
@@ -57,10 +58,6 @@ class State:
         return bool(self.word) and not self.word.startswith(ENDED)
 
 
-class NoAnswerError(UsageError):
-    """The command may have had its effect."""
-
-
 def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool = False) -> str:
     if shutil.which(command[0]) is None:
         raise UsageError(
@@ -78,7 +75,7 @@ def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
+        raise UnansweredError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         words = "; ".join(re.sub(rf"^{command[0]}: (error: )?", "", line) for line in lines[-3:])
@@ -169,7 +166,16 @@ def submitted(script: Path) -> str:
     # A site's own sbatch may print more.
     if ids := re.findall(r"^(\d+)(?:;\S+)?\s*$", told, re.MULTILINE):
         return str(ids[-1])
-    raise NoAnswerError(f"sbatch: no job id in its answer ({' '.join(told.split())[-200:]!r})")
+    raise UnansweredError(f"sbatch: no job id in its answer ({' '.join(told.split())[-200:]!r})")
+
+
+def queued_in(folder: Path) -> str:
+    """The id of this user's job with a working directory, which the queue soon no longer shows."""
+    for row in ask("squeue", "--me", "--noheader", "--format=%i|%Z").splitlines():
+        job_id, _, where = row.partition("|")
+        if where.strip() == str(folder):
+            return re.split(r"\D", job_id.strip())[0]
+    raise UsageError(f"squeue: no job in {folder}")
 
 
 def _number(text: str) -> int:

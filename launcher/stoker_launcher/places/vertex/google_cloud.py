@@ -15,7 +15,7 @@ from typing import Any
 
 from stoker.errors import UsageError, nearest
 from stoker.storage.filesystems import filesystem_of, is_file
-from stoker_launcher.places.remote import LogEntry
+from stoker_launcher.places.remote import LogEntry, UnansweredError, created_once
 
 ABSENT = "--on vertex: needs google-cloud-aiplatform, which is not installed here: pip install 'stoker[vertex]'"
 NO_CREDENTIALS = (
@@ -89,10 +89,22 @@ def jobs(region: str) -> Any:
 
 
 def create(parent: str, region: str, body: dict[str, Any]) -> str:
-    job = _types().CustomJob.from_json(json.dumps(body))
-    with readable_errors("job"):
-        made = jobs(region).create_custom_job(parent=parent, custom_job=job, timeout=CALL_TIMEOUT_S)
-    return str(made.name)
+    name, job = body["displayName"], _types().CustomJob.from_json(json.dumps(body))
+
+    def create() -> str:
+        with readable_errors("job"):
+            service = jobs(region)
+            made = service.create_custom_job(parent=parent, custom_job=job, timeout=CALL_TIMEOUT_S)
+        return str(made.name)
+
+    def find() -> str | None:
+        wanted = {"parent": parent, "filter": f'display_name="{name}"'}
+        with readable_errors("jobs"):
+            listed = jobs(region).list_custom_jobs(request=wanted, timeout=CALL_TIMEOUT_S)
+            return next((str(one.name) for one in listed), None)
+
+    doubt = f"the job may have been created all the same; look for {name} in the console"
+    return created_once(create, find, doubt)
 
 
 def log_entries(job: str, since_s: float) -> list[LogEntry]:
@@ -146,10 +158,12 @@ def readable_errors(what: str) -> Iterator[None]:
         raise UsageError(f"Google Cloud {what}: {_line(error)}; sign in again{_HOW}") from None
     except GoogleAPICallError as error:
         status = getattr(error, "reason", None) or error.code
-        name, remedy = getattr(status, "name", status), _REMEDIES.get(int(error.code or 0), "")
-        raise UsageError(f"Vertex AI {what}: {name}: {_line(error.message)}{remedy}") from None
+        code = int(error.code or 0)
+        kind = UnansweredError if code >= 500 else UsageError
+        name, remedy = getattr(status, "name", status), _REMEDIES.get(code, "")
+        raise kind(f"Vertex AI {what}: {name}: {_line(error.message)}{remedy}") from None
     except (RetryError, RequestException) as error:
-        raise UsageError(f"Vertex AI {what}: cannot be reached: {_line(error)}") from None
+        raise UnansweredError(f"Vertex AI {what}: cannot be reached: {_line(error)}") from None
 
 
 _HOW = " (`gcloud auth application-default login`)"
