@@ -20,8 +20,8 @@ from stoker.chain.stages import RecordTransform
 from stoker.data import read_torch
 from stoker.protocol import BadRecord, BlockReport, PassPlan, Record, Shard, Work
 from stoker.read.sources import Source, record_id
-from stoker.serve.recovery import Suspects
 from stoker.serve.shards import Guard, LoadedSplit, blocks_of
+from stoker.serve.suspects import Suspects
 
 COUNT = 23
 

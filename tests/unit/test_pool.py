@@ -211,7 +211,7 @@ class Case:
         now: float = 0.0,
         bound: tuple[str, ...] = (),
     ) -> list[str]:
-        return [host.node for host in self.elastic.split([*hosts], draining, now, None, bound)]
+        return [host.node for host in self.elastic.split([*hosts], draining, now, False, bound)]
 
 
 def cpu(node: str) -> ChainHost:

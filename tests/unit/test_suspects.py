@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import DataError
 from stoker.read.sources import reread_wait_s
-from stoker.serve.recovery import NAMED_DEATHS, UNNAMED_DEATHS, Patience, Suspects, give_up_s
+from stoker.serve.recovery import Patience, give_up_s
+from stoker.serve.suspects import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
 
 
 def run(

@@ -242,7 +242,7 @@ def test_a_forged_state_is_refused_and_nothing_of_it_runs(tmp_path: Path, where:
         checkpoint.load_checkpoint(saved)
     assert not mark.exists()
     text = str(caught.value)
-    assert saved.path in text and "system" in text and "\n" not in text
+    assert saved.path in text and "\n" not in text
 
 
 def test_a_plain_pickle_in_its_place_is_refused_too(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -177,11 +176,10 @@ def read_plain(file: Any, where: str) -> Any:
     try:
         return torch.load(file, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        found = re.search(r"GLOBAL (\w+\.[\w.]+)", str(error))
         raise CheckpointError(
-            f"{where}: contains {found[1] if found else 'more'} besides plain values and tensors, which"
-            " could run code; not loaded. Remove this checkpoint, and check who may write there"
-        ) from None
+            f"{where}: contains more than plain values and tensors, which could run code; not loaded. Remove"
+            " this checkpoint, and check who may write there"
+        ) from error
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> Content:

@@ -47,22 +47,10 @@ STOP_STILL_S, NOBODY_S = STILL_S + 60, 90.0
 """In other places it does after so long without progress, or without a train worker. The write of a
 checkpoint says every minute that it makes progress; without any it ends by itself, earlier than this."""
 PROGRESS = (
-    *(
-        kinds.TrainWorkerStarted,
-        kinds.StepLogged,
-        kinds.PassEnded,
-        kinds.EpochEnded,
-        kinds.MetricsLogged,
-    ),
-    *(
-        kinds.LoaderProgress,
-        kinds.CheckpointWritten,
-        kinds.ModelWritten,
-        kinds.ExportWritten,
-        kinds.Stopped,
-    ),
-    *(kinds.Note, kinds.Printed, kinds.ScriptOutput),
-)
+    kinds.TrainWorkerStarted | kinds.StepLogged | kinds.PassEnded | kinds.EpochEnded
+    | kinds.MetricsLogged | kinds.LoaderProgress | kinds.CheckpointWritten | kinds.ModelWritten
+    | kinds.ExportWritten | kinds.Stopped | kinds.Note | kinds.Printed | kinds.ScriptOutput
+)  # fmt: skip
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
 

@@ -32,8 +32,8 @@ from stoker.serve.chain_worker import MOST_LOADED, LastBlock
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Attempt, Pass, Shared
 from stoker.serve.planner import Planner
-from stoker.serve.recovery import Suspects
 from stoker.serve.service import DataService, start_service
+from stoker.serve.suspects import Suspects
 from stoker.session import CPU_HOSTS_VARIABLE, append
 from stoker.sizing.model import Scaler
 

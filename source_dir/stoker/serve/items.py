@@ -1,84 +1,16 @@
-"""What chain workers are given to make, and the blocks that they have made; pure."""
+"""The shards of a pass that are left, and the blocks that chain workers have made; pure."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from stoker.protocol import BlockReport, BlockSlice, Process, Shard, Work
-
-if TYPE_CHECKING:
-    from stoker.serve.passes import Pass
-
-ITEM_S = 2.0
-"""Target duration of an item."""
-SLOTS_PER_SECOND = 500
-"""Maximum number of items that start per second: with many slots they get longer."""
-MOST_SHARDS = 16
-NOBODY = Process("", "", "")
-
-
-def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
-    """As many as fill `ITEM_S`, limited so that the rest still spreads over all slots."""
-    seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
-    fill = int(seconds / shard_s) if shard_s else 1
-    return max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
-
-
-@dataclass(eq=False)
-class Item:
-    """A few shards read by one chain worker. Unreported work can move to another worker, starting at
-    the next block."""
-
-    pass_: Pass
-    name: str
-    """Name for messages and for calls of chain workers."""
-    shards: list[Work]
-    """Shards with unreported blocks."""
-    number: int = -1
-    """Number of its present claim; -1: none."""
-    by: Process = NOBODY
-    """The chain worker that has it, or had it last."""
-    died: bool = False
-    seconds: float = 0.0
-    tried: set[str] = field(default_factory=set)
-    failures: int = 0
-    late: int = 0
-    not_before: float = 0.0
-    quiet_since: float = field(default_factory=time.monotonic)
-    """Time of the last report of its chain worker."""
-    stuck_since: float = field(default_factory=time.monotonic)
-    """Time of the last report, across all workers that tried it."""
-
-    def __post_init__(self) -> None:
-        self.count, self.stop = len(self.shards), self.shards[0].stop
-        """If it has a `stop`, it only replaces blocks that were lost."""
-
-    @property
-    def node(self) -> str:
-        return self.by.node
-
-    def reported(self, report: BlockReport) -> list[int]:
-        """Mark a block as made, so that a retry skips it; the shards before it, which are complete."""
-        self.quiet_since = self.stuck_since = time.monotonic()
-        at = next((n for n, shard in enumerate(self.shards) if shard.number == report.shard), None)
-        if at is None or report.nth < self.shards[at].skip:
-            return []
-        passed = [shard.number for shard in self.shards[:at]]
-        del self.shards[:at]
-        number, shard, _, store, stop = self.shards[0]
-        self.shards[0] = Work(number, shard, report.nth + 1, store, stop)
-        if report.last:
-            del self.shards[0]
-        self.seconds += report.seconds
-        return passed
+from stoker.protocol import BlockReport, BlockSlice, Shard, Work
 
 
 @dataclass(eq=False)

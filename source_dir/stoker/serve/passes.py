@@ -21,8 +21,8 @@ from stoker.read.sources import IndexedShards, IndexedSource
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.items import Held, Holdings, Numbers, ReadyBlock, Rest
 from stoker.serve.pool import CacheAffinity, Pool
-from stoker.serve.recovery import Suspects
 from stoker.serve.shards import DatasetSource, Setup, order_of
+from stoker.serve.suspects import Suspects
 
 if TYPE_CHECKING:
     from stoker.serve.planner import Planner
@@ -203,25 +203,17 @@ class Pass(ABC):
         return self.listed() and not (self.listing or self.left or self.under_way or self.shards)
 
 
+@dataclass
 class Shared:
-    """What the attempts of a service share, with the conditions of its one lock.
+    """What the attempts of a service share, with the conditions of its one lock."""
 
-    Above `budget_bytes` of ready blocks and beyond two steps, nothing more starts.
-    """
+    event: Callable[[kinds.Event], None]
+    budget_bytes: int
+    """Above so many bytes of ready blocks and beyond two steps, nothing more starts."""
+    chain: dict[str, ChainCosts]
+    affinity: CacheAffinity | None = None
 
-    def __init__(
-        self,
-        event: Callable[[kinds.Event], None],
-        budget_bytes: int,
-        chain: dict[str, ChainCosts],
-        keeping: CacheAffinity | None = None,
-    ) -> None:
-        self.event, self.budget_bytes, self.chain, self.keeping = (
-            event,
-            budget_bytes,
-            chain,
-            keeping,
-        )
+    def __post_init__(self) -> None:
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
         """Threads that decide what to produce wait on it."""

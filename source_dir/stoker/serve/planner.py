@@ -17,12 +17,14 @@ from weakref import WeakValueDictionary
 from stoker.errors import DataError, Failure
 from stoker.protocol import Care, Claim, Made, PassPlan, Process, Shard, Work
 from stoker.read.sources import reread_wait_s
-from stoker.serve import items
-from stoker.serve.items import Held, Item, ReadyBlock
+from stoker.serve.items import Held, ReadyBlock, in_budget
 from stoker.serve.passes import Attempt, Pass
-from stoker.serve.pool import LOOK_AHEAD, Pool, is_hungry
-from stoker.serve.recovery import Recovery
+from stoker.serve.pool import LOOK_AHEAD, Pool
+from stoker.serve.recovery import MOST_SHARDS, Item, Recovery, shards_per_item
 
+HUNGRY_STEPS, STARVED_STEPS = 8, 2
+"""With fewer ready steps than this, training hosts help to preprocess: the first if there is room for more
+blocks, the second in any case."""
 OVERFULL = 1.25
 """Above this multiple of the budget, work in progress ends after its next block."""
 ABANDONED_S = 10.0
@@ -36,7 +38,7 @@ class Planner:
 
     def __init__(self, attempt: Attempt, before: Planner | None = None) -> None:
         self.attempt, shared = attempt, attempt.shared
-        self.pool, self.holdings, self.affinity = shared.pool, shared.holdings, shared.keeping
+        self.pool, self.holdings, self.affinity = shared.pool, shared.holdings, shared.affinity
         self.budget_bytes, self._numbers = shared.budget_bytes, shared.numbers
         self.recovery = Recovery(attempt, self.pool)
         self.passes: list[Pass] = []
@@ -192,7 +194,7 @@ class Planner:
             self._near(pass_),
             self.shard_s.get(pass_.plan.alike),
         )
-        most = 1 if pass_.streams else items.shards_per_item(pass_.left, self.pool.slots, shard_s)
+        most = 1 if pass_.streams else shards_per_item(pass_.left, self.pool.slots, shard_s)
         if self.affinity is None:
             shards = self._preparing.take(work, by.worker, most)
         else:
@@ -207,7 +209,7 @@ class Planner:
 
     def _near(self, pass_: Pass) -> deque[Work]:
         """The shards of a pass that the next item is chosen from: as many as anything here looks at."""
-        return pass_.near(LOOK_AHEAD + items.MOST_SHARDS + 2 * self.pool.slots)
+        return pass_.near(LOOK_AHEAD + MOST_SHARDS + 2 * self.pool.slots)
 
     def _name(self, split: str, shards: list[Work]) -> str:
         return f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
@@ -221,11 +223,18 @@ class Planner:
 
     @property
     def hungry(self) -> bool:
+        """Whether so little is ready that training hosts are to help."""
+        ready = 0.0
+        for pass_ in self.attempt.open_passes():
+            ready += pass_.rows_ahead / pass_.step_rows
+            if not pass_.ended:
+                break  # ready data of later passes does not help while this one is short
         room = self._held_bytes() < self.budget_bytes / 2
-        return bool(self.passes) and is_hungry(self.attempt.open_passes(), room)
+        few = ready < STARVED_STEPS or (ready < HUNGRY_STEPS and room)
+        return bool(self.passes) and few
 
     def _held_bytes(self) -> int:
-        return items.in_budget(
+        return in_budget(
             [self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes
         )
 

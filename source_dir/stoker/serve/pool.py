@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.config.schema import Config
 from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
@@ -24,16 +24,9 @@ from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.sizing.model import Scaler
 
-if TYPE_CHECKING:
-    from stoker.serve.passes import Attempt, Pass
-
-
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
 """How long too little, or enough, must be ready before chain workers start, or end, on training hosts:
 starting a process takes seconds."""
-HUNGRY_STEPS, STARVED_STEPS = 8, 2
-"""With fewer ready steps than this, training hosts help to preprocess: the first if there is room for more
-blocks, the second in any case."""
 MOVE_EVERY_S = 60.0
 """Minimum interval between moves: a worker without room where it belongs starts elsewhere again."""
 
@@ -150,15 +143,6 @@ def others(nodes: Collection[str], *not_these: Collection[str]) -> set[str]:
     return left
 
 
-def is_hungry(passes: Iterable[Pass], room: bool) -> bool:
-    ready = 0.0
-    for each in passes:
-        ready += each.rows_ahead / each.step_rows
-        if not each.ended:
-            break  # ready data of later passes does not help while this one is short
-    return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and room)
-
-
 def chain_hosts(
     config: Config, own_node: str, nodes: list[dict[str, Any]], training: Counter[str]
 ) -> list[ChainHost]:
@@ -243,10 +227,13 @@ class Elastic:
         hosts: list[ChainHost],
         draining: set[str],
         now: float,
-        attempt: Attempt | None,
+        ended: bool,
         bound: Collection[str] = (),
     ) -> list[ChainHost]:
-        """The hosts that stay; those in `bound` have work that no other can continue, and are not let go."""
+        """The hosts that stay; those in `bound` have work that no other can continue, and are not let go.
+
+        `ended`: all passes are produced.
+        """
         for host in hosts:
             if host.node in draining - self._draining:
                 text = f"host {host.name} is about to be taken away: it gets no more work"
@@ -255,7 +242,7 @@ class Elastic:
         self.closing = {host.node for host in hosts if host.node in draining}
         if self.scaler is not None:
             left = [host for host in hosts if host.node not in draining]
-            self._scale(self.scaler, left, now, attempt is not None and attempt.all_produced, bound)
+            self._scale(self.scaler, left, now, ended, bound)
         staying = [host for host in hosts if host.node not in self.closing]
         if not staying:
             self.closing = set()  # the last ones work to their end

@@ -24,14 +24,13 @@ from stoker.protocol import (
     ID_COLUMN,
     BadRecord,
     BlockSlice,
-    CarriedAccount,
     DataCursor,
     Schema,
     StepAssignment,
 )
 from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
-from stoker.serve.cursor import Trail, arrival
+from stoker.serve.cursor import Trail, arrival, fresh
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Attempt, Pass, Passes, Shared
 
@@ -352,16 +351,9 @@ class RecipeAttempt(Attempt):
                 return  # train.max_steps has ended training within this epoch
         for epoch in range(start.epoch, self.passes.config.train.epochs):
             if epoch != start.epoch:
-                start = start.model_copy(
-                    update={
-                        "epoch": epoch, "rows": 0, "done": [], "partial": {}, "quarantined": {}, "digests": {},
-                        "books": CarriedAccount(),
-                        "plan": self.passes.identity(
-                            start.plan.fingerprint, start.plan.unstable, start.plan.validation
-                        ),
-                        "unvalidated": None,
-                    }
-                )  # fmt: skip
+                plan = start.plan
+                plan = self.passes.identity(plan.fingerprint, plan.unstable, plan.validation)
+                start = fresh(epoch, plan, start.by_row)
             for split in self.totals:
                 yield self._pass(split, epoch, start if split == "train" else None)
 
@@ -403,10 +395,10 @@ class RecipeAttempt(Attempt):
             return
         if cut_at is not None:
             return
-        if (keeping := self.shared.keeping) is not None:
-            figures = keeping.figures(*pass_.key, pass_.account.by_node)
+        if (affinity := self.shared.affinity) is not None:
+            figures = affinity.figures(*pass_.key, pass_.account.by_node)
             self.event(kinds.CacheUsed(**figures))
-            if line := keeping.lacking(figures, self.passes.share or 1.0):
+            if line := affinity.lacking(figures, self.passes.share or 1.0):
                 self.event(kinds.Note(text=line))
         del self.open[pass_.key]
         if self.planner is not None:

@@ -1,10 +1,4 @@
-"""What happens to work that fails, is late or kills its process.
-
-Ray restarts a task whenever its process dies, without limit, so a record that kills its process would do so
-forever. A restarted task therefore reports here first. From its third start on, it reports each record before
-starting it; the record in progress at two deaths is quarantined, in all later passes too. Blame
-ends once the task is complete. If no single record is to blame, the run ends after a few deaths.
-"""
+"""What happens to work that fails or is late."""
 
 from __future__ import annotations
 
@@ -13,115 +7,75 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING
 
-from stoker.errors import DataError, Failure
-from stoker.protocol import Work
+from stoker.errors import Failure
+from stoker.protocol import BlockReport, Process, Work
 from stoker.read.sources import reread_wait_s
-from stoker.serve.items import Item
+from stoker.serve.passes import Attempt, Pass
 from stoker.serve.pool import Pool, others
 
-if TYPE_CHECKING:
-    from stoker.serve.passes import Attempt
+ITEM_S = 2.0
+"""Target duration of an item."""
+SLOTS_PER_SECOND = 500
+"""Maximum number of items that start per second: with many slots they get longer."""
+MOST_SHARDS = 16
+NOBODY = Process("", "", "")
 
 
-PLAIN_STARTS = 2
-"""Deaths after which a task reports each record; fewer if its split has deadly records."""
-NAMED_DEATHS = 2
-"""Deaths during one record before it is quarantined: one may be chance."""
-UNNAMED_DEATHS = 6
-"""Deaths of one task, with no record to blame, before the run ends."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
-"""Delay before a restarted process begins, so that a host that is short of memory recovers. A process killed
-during the delay has started no record."""
-REASON = (
-    f"its process died {NAMED_DEATHS} times while this record was read or preprocessed"
-    " (killed for memory, or a crash in native code)"
-)
+def shards_per_item(left: int, slots: int, shard_s: float | None) -> int:
+    """As many as fill `ITEM_S`, limited so that the rest still spreads over all slots."""
+    seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
+    fill = int(seconds / shard_s) if shard_s else 1
+    return max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
 
 
-@dataclass
-class Suspect:
-    """A task whose process died or that missed its deadline."""
+@dataclass(eq=False)
+class Item:
+    """A few shards read by one chain worker. Unreported work can move to another worker, starting at
+    the next block."""
 
-    deaths: int = 0
-    unnamed: int = 0
-    """Deaths with no record to blame."""
-    key: str = ""
-    """The record in progress; empty: none."""
-    doing: str = "starting"
-    blamed: list[tuple[str, str]] = field(default_factory=list)
-    """Split and key of the record in progress at each death; none once the work is complete."""
-    ended: bool = False
-    """The work is complete; it starts again only if its blocks were lost with their host."""
+    pass_: Pass
+    name: str
+    """Name for messages and for calls of chain workers."""
+    shards: list[Work]
+    """Shards with unreported blocks."""
+    number: int = -1
+    """Number of its present claim; -1: none."""
+    by: Process = NOBODY
+    """The chain worker that has it, or had it last."""
+    died: bool = False
+    seconds: float = 0.0
+    tried: set[str] = field(default_factory=set)
+    failures: int = 0
+    late: int = 0
+    not_before: float = 0.0
+    quiet_since: float = field(default_factory=time.monotonic)
+    """Time of the last report of its chain worker."""
+    stuck_since: float = field(default_factory=time.monotonic)
+    """Time of the last report, across all workers that tried it."""
 
+    def __post_init__(self) -> None:
+        self.count, self.stop = len(self.shards), self.shards[0].stop
+        """If it has a `stop`, it only replaces blocks that were lost."""
 
-class Suspects:
-    """Finds records that kill the process that works on them. One per run, guarded by the service's lock."""
+    @property
+    def node(self) -> str:
+        return self.by.node
 
-    def __init__(self) -> None:
-        self.deadly: dict[str, dict[str, str]] = {}
-        """By split: key of a quarantined record → reason."""
-        self.tasks: dict[str, Suspect] = {}
-
-    def of(self, split: str) -> dict[str, str]:
-        return self.deadly.setdefault(split, {})
-
-    def starts(self, task: str, split: str, retry: int) -> tuple[float, bool]:
-        """How long a task waits that was started before, and whether it reports each record then."""
-        suspect = self.tasks.get(task)
-        if suspect is None:
-            self.tasks[task] = suspect = Suspect(deaths=retry, unnamed=retry)
-            if not retry:
-                return 0.0, True
-        elif suspect.ended:
-            suspect.ended = False
-        else:
-            suspect.deaths += 1
-            self._blame(suspect, split)
-        if suspect.unnamed >= UNNAMED_DEATHS:
-            raise DataError(
-                f"{task}: its process died {suspect.deaths} times, the last time {suspect.doing}, and no"
-                " record is to blame: look for a crash in native code in the chain, or give hosts more memory"
-            )
-        suspect.key, suspect.doing = "", "starting"
-        # A single death usually means a lost host: restart at once.
-        quarantined = self.of(split)
-        open_cases = sum(of == split and key not in quarantined for of, key in self._blamed())
-        waits = suspect.unnamed + open_cases - PLAIN_STARTS
-        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
-        return wait_s, suspect.deaths >= PLAIN_STARTS or bool(quarantined)
-
-    def _blame(self, suspect: Suspect, split: str) -> None:
-        if not suspect.key:
-            suspect.unnamed += 1
-            return
-        suspect.blamed.append((split, suspect.key))
-        if self._blamed().count((split, suspect.key)) >= NAMED_DEATHS:
-            self.of(split)[suspect.key] = REASON
-
-    def _blamed(self) -> list[tuple[str, str]]:
-        return [record for suspect in self.tasks.values() for record in suspect.blamed]
-
-    def begins(self, task: str, split: str, key: str) -> str:
-        """A task is about to start a record: why it must not; empty: it may."""
-        if reason := self.of(split).get(key):
-            return reason
-        self.does(task, f"at record {key}")
-        self.tasks[task].key = key
-        return ""
-
-    def does(self, task: str, what: str) -> None:
-        suspect = self.tasks.setdefault(task, Suspect())
-        suspect.key, suspect.doing = "", what
-
-    def ended(self, task: str) -> None:
-        if (suspect := self.tasks.get(task)) is not None:
-            suspect.ended, suspect.unnamed, suspect.blamed = True, 0, []
-
-    def doing(self, task: str) -> str:
-        suspect = self.tasks.get(task)
-        return suspect.doing if suspect else ""
+    def reported(self, report: BlockReport) -> list[int]:
+        """Mark a block as made, so that a retry skips it; the shards before it, which are complete."""
+        self.quiet_since = self.stuck_since = time.monotonic()
+        at = next((n for n, shard in enumerate(self.shards) if shard.number == report.shard), None)
+        if at is None or report.nth < self.shards[at].skip:
+            return []
+        passed = [shard.number for shard in self.shards[:at]]
+        del self.shards[:at]
+        number, shard, _, store, stop = self.shards[0]
+        self.shards[0] = Work(number, shard, report.nth + 1, store, stop)
+        if report.last:
+            del self.shards[0]
+        self.seconds += report.seconds
+        return passed
 
 
 LEAST_SHARE, LEAST_S = 0.1, 5.0

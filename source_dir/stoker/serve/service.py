@@ -82,8 +82,8 @@ class DataService(ABC):
         cache: CacheSpec | None = None,
     ) -> None:
         self.config, self.node, self.chain, self.most_waiting = config, node, chain, most_waiting
-        keeping = CacheAffinity(cache.kind) if cache else None
-        self.shared = shared = Shared(self.event, budget_bytes, chain, keeping)
+        affinity = CacheAffinity(cache.kind) if cache else None
+        self.shared = shared = Shared(self.event, budget_bytes, chain, affinity)
         self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
         self.pool, self.holdings, self.suspects = shared.pool, shared.holdings, shared.suspects
         self.attempt = None
@@ -309,7 +309,8 @@ class DataService(ABC):
             self._paused(max(now - self._looked - PAUSE_S, 0.0), planner)
             self._looked = now
             bound = {self.pool.there.get(process, "") for process in self.pool.bound}
-            staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
+            ended = self.attempt is not None and self.attempt.all_produced
+            staying = self.elastic.split(hosts, draining, now, ended, bound)
             hungry = bool(planner and planner.hungry)
             self.pool.update(staying, hungry, now, self.elastic.closing, self.is_idle(now))
             self._forget_lost_workers(alive, now)
@@ -427,11 +428,5 @@ def start_service(
         num_cpus=0, max_concurrency=callers + 2 * cpus, label_selector={NODE_LABEL: node}, **options
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    common = {
-        "config": config,
-        "node": node,
-        "budget_bytes": budget,
-        "most_waiting": cpus,
-        "scaler": scaler,
-    }
-    return actor.remote(**common, **arguments)
+    common = {"config": config, "node": node, "budget_bytes": budget, "scaler": scaler}
+    return actor.remote(most_waiting=cpus, **common, **arguments)
