@@ -143,6 +143,9 @@ def run(
     ] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
+    driver: Annotated[
+        bool, Option("--driver", help="start a Ray script once, on the head")
+    ] = False,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: no network access")] = False,
     request: Annotated[Path | None, Option(help="write what would be sent to a file")] = None,
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
@@ -158,7 +161,8 @@ def run(
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))
     arguments = ctx.meta.get(ARGUMENTS)
-    raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx), arguments))
+    words = [*(overrides or []), *(["driver=true"] if driver else [])]
+    raise typer.Exit(commands.run(config, words, given_to(Options, ctx), arguments))
 
 
 RunName = Annotated[

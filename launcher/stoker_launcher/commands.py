@@ -259,6 +259,7 @@ KINDS = {
     "tabular": "tabular data: numeric columns in Parquet",
     "script": "your own training script with stoker.DataLoader",
     "lightning": "a LightningModule in a script with stoker.DataLoader",
+    "ray": "a Ray script: its own ray.data pipeline and TorchTrainer",
 }
 EXAMPLES = {
     kind: {"recipe.py": f"recipes/{kind}.py", "job.yaml": f"configs/{kind}.yaml"}

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from stoker.errors import DataError, StokerError, UsageError
     from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
+    from stoker.loader.pass_timer import timed
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
     from stoker_launcher.notebook import RunError, RunInterrupt, RunResult, run
@@ -28,6 +29,7 @@ __all__ = [
     "replace_torch_loader",
     "run",
     "runs_dataframe",
+    "timed",
 ]
 
 _EXPORTS = {
@@ -39,6 +41,7 @@ _EXPORTS = {
     "log": "stoker.session",
     "replace_torch_loader": "stoker.loader.dataloader",
     "runs_dataframe": "stoker.events.runs",
+    "timed": "stoker.loader.pass_timer",
 }
 
 

@@ -67,7 +67,7 @@ def fork_workers() -> None:
             values["setup_worker_path"] = str(FORKS / "setup_worker.py")
             if not self.include_dashboard:
                 leave_out_the_agent()
-                self.include_log_monitor, self.no_monitor = False, True
+                self.no_monitor = True
                 self.ray_client_server_port = None
                 # Makes Ray believe that the dashboard's dependencies are not installed.
                 utils.get_dashboard_dependency_error = lambda: ImportError("not shown")
@@ -214,6 +214,29 @@ def end_at_once(trainer: Any) -> None:
         trainer._create_default_callbacks = lambda: [
             each for each in all_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)
         ]
+
+
+def train_callbacks() -> Any:
+    """Ray script: the class of Ray Train that calls a `UserCallback`, for callbacks named in a variable.
+
+    Raises ImportError or AttributeError where this Ray has none.
+    """
+    from ray.train.v2._internal.callbacks import env_callback, user_callback
+
+    env_callback._initialize_env_callbacks  # noqa: B018 - a Ray without it ignores the variable
+    return user_callback.UserCallbackHandler
+
+
+def leave_out_the_cleaner() -> None:
+    """Ray script, before its trainer starts: as `end_at_once`, for every trainer of this process."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from ray._private.worker import global_worker
+        from ray.train.v2._internal.execution.callback import ControllerCallback
+        from ray.train.v2.api import data_parallel_trainer
+
+        data_parallel_trainer.PlacementGroupCleanerCallback  # noqa: B018 - it is replaced below
+        if not global_worker.gcs_client.internal_kv_get(b"dashboard", b"dashboard"):
+            data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback
 
 
 class HostRequest:

@@ -8,6 +8,7 @@ Outside a job, `log` prints one line and the folder is `./checkpoints`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -20,6 +21,8 @@ EVENTS_VARIABLE = "STOKER_EVENTS"
 CHECKPOINTS_VARIABLE = "STOKER_CHECKPOINT_DIR"
 CPU_HOSTS_VARIABLE = "STOKER_CPU_HOSTS"
 """`cluster.cpu_hosts` as JSON, for the script's loaders."""
+SUPERVISOR_VARIABLE, NAMESPACE = "STOKER_SUPERVISOR", "stoker"
+"""In all processes of a Ray script: the name of the actor that receives events, and its namespace."""
 ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
 """Identical in all train workers of a group start; changes with the next start."""
 JOB_VARIABLE = "STOKER_JOB"
@@ -40,13 +43,14 @@ def log(metrics: Mapping[str, Any], step: int | None = None, rank: int | None = 
         TypeError: a value is not a number.
     """
     global _last_step
+    join()
     own = int(os.environ.get("RANK") or 0)
     if rank not in (None, own):
         return
     prefix = f"rank-{own}/" if rank is None else ""
     values = {f"{prefix}{name}": _number(name, value) for name, value in metrics.items()}
     _last_step = _last_step + 1 if step is None else int(step)
-    if EVENTS_VARIABLE in os.environ:
+    if EVENTS_VARIABLE in os.environ or SUPERVISOR_VARIABLE in os.environ:
         tell("metrics", step=_last_step, rank=own, metrics=values)
     else:
         print(metrics_line(_last_step, values), flush=True)
@@ -64,6 +68,21 @@ def tell(event: str, **values: Any) -> None:
     path = os.environ.get(EVENTS_VARIABLE)
     if path:
         append(path, event, values)
+    elif SUPERVISOR_VARIABLE in os.environ:
+        import ray
+
+        supervisor = ray.get_actor(os.environ[SUPERVISOR_VARIABLE], namespace=NAMESPACE)
+        supervisor.take.remote({"time": round(time.time(), 3), "event": event, **values})
+
+
+@functools.cache
+def join() -> None:
+    """Train worker of a Ray script's trainer: report once where it runs."""
+    if SUPERVISOR_VARIABLE in os.environ and EVENTS_VARIABLE not in os.environ:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        tell("train_worker", rank=int(os.environ.get("RANK") or 0), node=node)
 
 
 def append(path: str, event: str, values: Mapping[str, Any]) -> None:

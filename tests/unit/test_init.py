@@ -53,7 +53,7 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
         job.stage(Path("results/code"))
         staged = {path.name for path in Path("results/code").rglob("*")}
         assert names - {".gitignore"} <= staged and "results" not in staged
-    if kind not in ("script", "lightning"):
+    if kind not in ("script", "lightning", "ray"):
         config = job.resolved.config
         assert load_recipe(config.recipe, config.params, here / f"my {kind}")
 
@@ -126,7 +126,7 @@ def test_no_file_is_overwritten_and_nothing_half_written(
     [
         (
             ["--kind", "image"],
-            "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning);"
+            "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning, ray);"
             " did you mean",
         ),
         ([], "--kind: choose one of: images, segmentation, text, tabular, script"),

@@ -12,7 +12,7 @@ import pytest
 
 from stoker.config.schema import Config
 from stoker.hosts import cluster, machine, raynode
-from stoker.serve.blocks.agents import CpuMeter
+from stoker.serve.blocks.agents import Meter
 
 
 @pytest.fixture
@@ -107,4 +107,4 @@ def test_other_cpus_of_the_machine_do_not_count_as_busy(one_cpu: int) -> None:
         mock.patch("psutil.cpu_times", side_effect=[busy, after]),
         mock.patch.object(machine, "quota", return_value=None),
     ):
-        assert CpuMeter().sample() == 100.0
+        assert Meter().sample() == (100.0, [])

@@ -236,7 +236,7 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
         monkeypatch.setenv("STOKER_LASTING_DIR", lasting)
         work = ScriptWork.__new__(ScriptWork)
         work.config, work.place, work.where = job_of("train.py").config, local_place(), str(project)
-        work.head = "the head's node"
+        work.head, work.job = "the head's node", "a job"
         settings = work.settings()
         assert run_dir_on("the head's node", settings) == str(project / "disk")
         assert run_dir_on("another node", settings) == (lasting or str(project / "disk"))

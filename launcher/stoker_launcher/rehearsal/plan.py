@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
-from stoker.hosts.machine import HOST_CPUS_VARIABLE
+from stoker.hosts.machine import HOST_CPUS_VARIABLE, HOST_GPUS_VARIABLE
 from stoker.hosts.topology import TopologyError, resolve
 from stoker.place import PLACE_VARIABLE
 from stoker_launcher.job import Job, examples_root
@@ -246,6 +246,7 @@ def host_environment(config: Config) -> dict[str, str]:
         "PIP_RETRIES": "0",
         PLACE_VARIABLE: "rehearsal",
         HOST_CPUS_VARIABLE: str(config.rehearsal.cpus),
+        HOST_GPUS_VARIABLE: str(config.rehearsal.gpus),
     }
 
 

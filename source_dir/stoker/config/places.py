@@ -277,6 +277,11 @@ class RehearsalConfig(Section):
         "SageMaker: the training toolkit starts train.py, or (container) train.py is process 1",
     )
     cpus: int = key(2, "CPUs per host that Ray may use", ge=1, le=1024)
+    gpus: int = key(
+        0,
+        "GPUs per host that trains which Ray declares to a Ray script; no device is behind them",
+        ge=0,
+    )
     link_mbps: float | None = key(
         None, "bandwidth of each host's network link, each way; default: unlimited", gt=0
     )

@@ -285,6 +285,11 @@ class Config(Section):
     script: Folder | None = key(
         None, "your own training script, run unchanged on every train worker instead of a recipe"
     )
+    driver: bool = key(
+        False,
+        "the script is a Ray driver (its own ray.data and TorchTrainer): start it once, on the head, with the"
+        " whole cluster free for it, instead of once per GPU",
+    )
     args: list[str] = key([], "arguments of the script; on the command line, after --")
     params: dict[str, Any] = key(
         {}, "parameters of the recipe (submit.py CONFIG --show-config lists them)"
@@ -304,12 +309,19 @@ class Config(Section):
     rehearsal: RehearsalConfig = key(RehearsalConfig(), "--on rehearsal")
     slurm: SlurmConfig = key(SlurmConfig(), "--on slurm")
 
-    @field_validator("args")
+    @field_validator("args", "driver")
     @classmethod
-    def _of_a_script(cls, args: list[str], info: ValidationInfo) -> list[str]:
-        if args and not info.data.get("script"):
-            raise ValueError("args require a script; name it with script=train.py")
-        return args
+    def _of_a_script(cls, given: Any, info: ValidationInfo) -> Any:
+        if given and not info.data.get("script"):
+            raise ValueError("requires a script; name it with script=train.py")
+        return given
+
+    @field_validator("rehearsal")
+    @classmethod
+    def _of_a_driver(cls, rehearsal: RehearsalConfig, info: ValidationInfo) -> RehearsalConfig:
+        if rehearsal.gpus and not info.data.get("driver"):
+            raise ValueError("gpus requires a Ray script (driver: true): no device is behind them")
+        return rehearsal
 
 
 SCRIPT_KEYS = {
@@ -321,7 +333,12 @@ SCRIPT_KEYS = {
 }
 
 
-def for_scripts(section: str, key: str) -> bool:
+NOT_FOR_DRIVERS = ("train.workers", "train.threads", "cluster.cpu_hosts")
+
+
+def for_scripts(section: str, key: str, driver: bool = False) -> bool:
+    if driver and f"{section}.{key}" in NOT_FOR_DRIVERS:
+        return False
     return section not in SCRIPT_KEYS or key in SCRIPT_KEYS[section]
 
 

@@ -39,6 +39,7 @@ from stoker.train.stopping import modes
 
 if TYPE_CHECKING:
     from stoker.entry.fit import Work
+    from stoker.scripts.supervisor import ScriptWork
 
 POLL_S = 1.0
 STOP_SHARE = 0.75
@@ -54,6 +55,7 @@ PROGRESS = (
 ANSWER_S = 120.0
 """Deadline of a call to the coordinator, which may still be starting on a busy host."""
 
+STATISTICS = "ray_data_stats.txt"
 _stop_reason = ""
 _stop_code = 143
 
@@ -95,6 +97,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
     console = Console(config.train.epochs, place.run_dir / "logs" / "console.log")
     tracking = Tracking(summary, [recorder, console])
     coordinator = None
+    ray_script: ScriptWork | None = None
     code = 1
     try:
         tracking.add(*optional_sinks(config, place.run_dir))
@@ -104,6 +107,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
             from stoker.scripts.supervisor import ScriptWork
 
             work = ScriptWork(config, place, tracking)
+            ray_script = work if config.driver else None
         else:
             found, data = opened or open_all(resolved)
             tracking.phase("data opened")
@@ -127,6 +131,9 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         log.error("%s", traceback.format_exc())
     finally:
         recorder.figures = last_figures(coordinator, tracking, place.run_dir)
+        if ray_script is not None:
+            with contextlib.suppress(Exception):  # must not cost the run's own figures
+                ray_script.write_statistics(place.run_dir / "logs" / STATISTICS)
         summary.error = summary.error and redaction.scrub(summary.error)
         tracking.close()
         if coordinator is not None:
@@ -174,7 +181,7 @@ class StopDeadline:
 
     def take(self, events: list[kinds.Event]) -> None:
         for event in events:
-            if isinstance(event, kinds.TrainWorkerStarted):
+            if isinstance(event, kinds.TrainWorkerStarted | kinds.DriverStarted):
                 self._trains = True
             elif isinstance(event, kinds.TrainWorkerLost) or (
                 isinstance(event, kinds.AttemptStarted) and event.ahead
@@ -259,7 +266,7 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
         return {}
     try:
         stats, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
-        (run_dir / "logs" / "ray_data_stats.txt").write_text(redaction.scrub(stats) + "\n")
+        (run_dir / "logs" / STATISTICS).write_text(redaction.scrub(stats) + "\n")
         figures["operators"] = operators
     except Exception:
         # Missing Ray Data statistics must not cost the run's own figures.

@@ -84,6 +84,9 @@ def fit(
     redaction.learn_job(config.model_dump(mode="json"))
     open_log(run_dir)
     try:
+        if config.driver:
+            resolve_name(parts[0])(settings)
+            return ""
         loop, torch_config = map(resolve_name, parts)
         trainer = make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how)
         end_at_once(trainer)

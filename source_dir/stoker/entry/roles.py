@@ -22,6 +22,7 @@ from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
 from stoker.errors import StokerError
 from stoker.hosts import cluster, forks, raynode, requirements
+from stoker.hosts.machine import HOST_GPUS_VARIABLE
 from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services import Service
@@ -296,10 +297,11 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
     arguments = raynode.arguments_for(
         address=address,
         labels=cluster.ray_labels(topology),
-        cpus=raynode.cpus_to_declare(gpus),
+        cpus=raynode.cpus_to_declare(gpus, resolved.config.driver),
         # None lets Ray detect GPUs; a group that does not train must not attract train workers.
-        gpus=None if topology.trains else 0,
+        gpus=(int(os.environ.get(HOST_GPUS_VARIABLE, "0")) or None) if topology.trains else 0,
         trains=topology.trains,
+        prints=resolved.config.driver,
     )
     return arguments + raynode.store_arguments(resolved.config.cluster.object_store_mb)
 

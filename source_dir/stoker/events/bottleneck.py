@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -193,7 +193,28 @@ class _Run:
         return [h for h in self.summary.cluster.at_once() if h not in self.train_hosts]
 
 
+def gpus_used(summary: Summary) -> tuple[int, int]:
+    """(GPUs that were busy in some sample, GPUs), of hosts with at least MIN_STEPS samples."""
+    rows = [row["max_pct"] for row in summary.host_gpus if row["samples"] >= MIN_STEPS]
+    most = [use for row in rows for use in row]
+    return sum(use > 0 for use in most), len(most)
+
+
 def verdict(summary: Summary) -> Verdict:
+    """What limits the run; GPUs that nobody used come first."""
+    used, gpus = gpus_used(summary)
+    found = _of_waiting(summary)
+    if used == gpus:
+        return found
+    idle = f"GPUs used: {used} of {gpus}"
+    if used:
+        return replace(found, details=[idle, *found.details])
+    return replace(
+        found, headline=f"{idle}: their utilization was 0 % in every sample; {found.headline}"
+    )
+
+
+def _of_waiting(summary: Summary) -> Verdict:
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
     measured = summary.speed.steps or summary.steps

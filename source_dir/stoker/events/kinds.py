@@ -72,6 +72,10 @@ class PhaseDone(Event, kind="phase"):
     phase: str
 
 
+class DriverStarted(Event, kind="driver"):
+    """Of a Ray script, whose own trainer starts the train workers."""
+
+
 class TrainWorkerStarted(Event, kind="train_worker"):
     rank: int
     node: str
@@ -132,6 +136,8 @@ class MetricTable(Event, kind="table"):
 
 class MetricsLogged(Event, kind="metrics"):
     step: int
+    is_step: bool = True
+    """False: it counts reports of a Ray script's trainer."""
     metrics: MetricValues
     rank: int = 0
 
@@ -211,6 +217,8 @@ class CacheUsed(OfPass, kind="cache"):
 
 class HostCpu(Event, kind="host_cpu"):
     hosts: dict[str, float]
+    gpus: dict[str, list[float]] = {}
+    """By host, the utilization of each of its GPUs, where they can be measured."""
 
 
 class HostChanged(Event):

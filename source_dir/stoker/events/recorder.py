@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections import Counter, defaultdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ class Recorder(Sink):
         """Whether this start has trained a step."""
         self.cpu: dict[tuple[bool, str], tuple[int, float, float]] = {}
         """Samples of CPU use, their sum and the most; by whether training had begun, and host."""
+        self.gpus: dict[str, tuple[int, list[float]]] = {}
+        """Number of samples of a host's GPUs, and the most of each."""
         self.ended: list[kinds.EpochEnded] = []
         """By this start, as far as their weights are kept, and the metrics before them."""
         self.metrics_before = summary.metrics
@@ -116,6 +119,10 @@ class Recorder(Sink):
             for host, used in event.hosts.items():
                 count, total, most = self.cpu.get((self.trained, host), (0, 0.0, used))
                 self.cpu[self.trained, host] = count + 1, total + used, max(most, used)
+            for host, gpus in event.gpus.items():
+                samples, most_used = self.gpus.get(host, (0, []))
+                pairs = zip_longest(most_used, gpus, fillvalue=0.0)
+                self.gpus[host] = samples + 1, [max(pair) for pair in pairs]
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
@@ -131,6 +138,8 @@ class Recorder(Sink):
         self.worker_nodes[event.rank] = event.node
         hosts = map(self.summary.host_of, self.worker_nodes.values())
         self.summary.train_workers_by_host = dict(Counter(hosts))
+        # Those of a Ray script's trainer are known only once they report.
+        self.summary.train_workers = max(self.summary.train_workers, len(self.worker_nodes))
 
     def _on_attempt(self, event: kinds.AttemptStarted) -> None:
         self.warm = False
@@ -183,10 +192,10 @@ class Recorder(Sink):
             self.metrics_before.take(self.ended.pop(0).metrics)
 
     def _on_metrics(self, event: kinds.MetricsLogged) -> None:
-        # A script may count differently from its loader.
-        self.told_step = max(self.told_step, event.step)
+        if event.is_step:  # a script may count differently from its loader
+            self.told_step = max(self.told_step, event.step)
+            self.summary.steps = max(self.summary.steps, event.step)
         self.trained |= event.step > 0
-        self.summary.steps = max(self.summary.steps, event.step)
         self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
 
     def _on_loader(self, event: kinds.LoaderProgress) -> None:
@@ -289,6 +298,10 @@ class Recorder(Sink):
             if used := self.cpu.get((True, name)) or self.cpu.get((False, name)):
                 use = {"mean_pct": round(used[1] / used[0], 1), "max_pct": used[2]}
                 self.summary.host_cpu.append({"host": name, "group": group, **use})
+        self.summary.host_gpus = [
+            {"host": host, "samples": samples, "max_pct": most}
+            for host, (samples, most) in self.gpus.items()
+        ]
         self._fill_speed()
         self.took_s = round(time.monotonic() - self.started, 2)
         self.summary.seconds = round(self.summary.earlier_s + self.took_s, 2)

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from stoker.config.loading import leaves
 from stoker.events import charts
-from stoker.events.bottleneck import chain_limit, judged, near, network_limit
+from stoker.events.bottleneck import chain_limit, gpus_used, judged, near, network_limit
 from stoker.events.charts import Bar, Moment, figure
 from stoker.events.kinds import MetricTable
 from stoker.events.prices import spot_note
@@ -115,6 +115,8 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
         found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
     if speed.step_ms_p50:
         found.append(("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
+    if (gpus := gpus_used(summary))[1]:
+        found.append(("GPUs used", f"{gpus[0]} of {gpus[1]}", "in at least one sample"))
     if summary.seconds:
         steps = count_of(summary.steps, "step") if summary.steps or summary.script is None else ""
         found.append(("time", duration(summary.seconds), steps))

@@ -77,7 +77,8 @@ class Tracking:
         if isinstance(event, kinds.HostCpu):
             names = {host.node_id: host.host for host in self.summary.cluster.hosts}
             hosts = {names.get(node, node): used for node, used in event.hosts.items()}
-            return event.model_copy(update={"hosts": hosts})
+            gpus = {names.get(node, node): used for node, used in event.gpus.items()}
+            return event.model_copy(update={"hosts": hosts, "gpus": gpus})
         return event
 
     def close(self) -> None:
@@ -154,6 +155,10 @@ class Scalars:
                 return {
                     f"system/{host}/cpu_utilization_percentage": cpu
                     for host, cpu in event.hosts.items()
+                } | {
+                    f"system/{host}/gpu_{number}_utilization_percentage": use
+                    for host, gpus in event.gpus.items()
+                    for number, use in enumerate(gpus)
                 }
         return {}
 

@@ -268,6 +268,7 @@ MEASURED = (
     "train_workers_by_host",
     "bottleneck",
     "host_cpu",
+    "host_gpus",
     "cache",
 )
 """Fields of a summary that describe how a start trained, and on which hosts."""
@@ -315,6 +316,8 @@ class Summary(BaseModel):
     bottleneck: Bottleneck | None = None
     host_cpu: list[dict[str, Any]] = []
     """Per host: host, group, mean_pct and max_pct of all its CPUs during training."""
+    host_gpus: list[dict[str, Any]] = []
+    """Per host whose GPUs could be measured: host, samples, and for each GPU its highest utilization."""
     cache: dict[str, Any] | None = None
     """Cache across epochs: kind; hit_pct of the last training pass; per host: host, bytes, limit_bytes and
     hit_pct of that pass. None without data.cache, or before the end of the first pass."""

@@ -49,6 +49,7 @@ class LocalCluster:
             labels={"stoker.group": "local"},
             cpus=config.cluster.cpus or machine.cores(),
             gpus=None,
+            prints=config.driver,
         )
         arguments += raynode.store_arguments(config.cluster.object_store_mb)
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]

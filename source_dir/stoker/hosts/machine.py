@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
+NO_DEVICE = ("-1", "NoDevFiles")
+"""In CUDA_VISIBLE_DEVICES: neither this nor what follows is used."""
+HOST_CPUS_VARIABLE, HOST_GPUS_VARIABLE = "STOKER_HOST_CPUS", "STOKER_HOST_GPUS"
 """CPUs of this host that the job may use, from whoever starts it."""
 
 
@@ -54,6 +57,20 @@ def quota(top: Path = CGROUPS) -> Quota | None:
             if int(most) > 0:  # otherwise "max" or -1
                 found.append(Quota(int(most) / int(period), folder, usage))
     return min(found, default=None)
+
+
+def gpu_use() -> list[float]:
+    """Utilization in percent of each NVIDIA GPU that this process may use; [] if that is not measured."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", *NO_DEVICE):
+        return []
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    command += [f"--id={visible}"] if visible else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return [float(line) for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
 
 
 def cpu_times(top: Path = CGROUPS) -> tuple[float, float]:

@@ -40,8 +40,6 @@ STARTED, START_TIMEOUT_S = "Ray runtime started", 120.0
 STARTS, OWN_DEADLINE_S = 3, 30.0
 """How often to start Ray in all if it gives up at a deadline of its own, not all of which can be set."""
 STOP_TIMEOUT_S = 3.0
-NO_DEVICE = ("-1", "NoDevFiles")
-"""In CUDA_VISIBLE_DEVICES: neither this nor what follows is used."""
 
 OPEN_FOLDER = "s"
 """Ray's own folder, for sessions, in the private one."""
@@ -81,9 +79,10 @@ def store_arguments(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> list
     return [f"--object-store-memory={size}", f"--plasma-directory={tempfile.gettempdir()}"]
 
 
-def cpus_to_declare(gpus: int) -> int:
-    """CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
-    return max(1, machine.cores() - gpus)
+def cpus_to_declare(gpus: int, driver: bool = False) -> int:
+    """CPUs for Ray's tasks; one core per GPU is reserved for its train worker, unless a Ray script's own
+    trainer claims one."""
+    return max(1, machine.cores() - (0 if driver else gpus))
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
@@ -94,7 +93,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     if visible is None:
         return there
     listed = itertools.takewhile(
-        lambda each: each not in NO_DEVICE, visible.replace(",", " ").split()
+        lambda each: each not in machine.NO_DEVICE, visible.replace(",", " ").split()
     )
     return min(there, len(list(listed)))
 
@@ -248,13 +247,20 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 
 
 def arguments_for(
-    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, trains: bool = False
+    *,
+    address: str,
+    labels: dict[str, str],
+    cpus: int,
+    gpus: int | None,
+    trains: bool = False,
+    prints: bool = False,
 ) -> list[str]:
+    """`prints`: what workers print reaches the drivers, which the job's own does not need."""
     arguments = [
         f"--node-ip-address={address}",
         f"--num-cpus={cpus}",
         f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
-        "--include-log-monitor=false",
+        f"--include-log-monitor={str(prints).lower()}",
     ]
     if gpus is not None:
         arguments.append(f"--num-gpus={gpus}")

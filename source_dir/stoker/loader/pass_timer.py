@@ -6,12 +6,14 @@ import itertools
 import os
 import secrets
 import time
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import NamedTuple, TypeVar
 
 from stoker import session
 from stoker.events import kinds
 
 EVERY_S = 5.0
+Batch = TypeVar("Batch")
 
 
 class PassProgress(NamedTuple):
@@ -115,3 +117,26 @@ class PassTimer:
             {"rank": rank, "loader": self.number, "steps": steps, **figures}
         )
         session.tell(event.event, **event.values())
+
+
+def timed(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Your train loop: yield the batches, and report to the run how long the loop waited for each.
+
+        for batch in stoker.timed(shard.iter_torch_batches(batch_size=32)):
+
+    The rows of a batch are those of its first column, for a mapping, else its length.
+    """
+    session.join()
+    timer, source = PassTimer(), iter(batches)
+    try:
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            column = next(iter(batch.values()), ()) if isinstance(batch, Mapping) else batch
+            timer.took(asked, len(column) if isinstance(column, Sized) else 1)
+            yield batch
+    finally:
+        timer.ended()

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from stoker.session import (
     CPU_HOSTS_VARIABLE,
     EVENTS_VARIABLE,
     JOB_VARIABLE,
+    SUPERVISOR_VARIABLE,
 )
 from stoker.storage.checkpoint_store import Cleaner
 
@@ -48,6 +50,23 @@ NOT_THE_SCRIPTS = (
 """Variables that Ray sets for workers; a script that uses Ray is a separate driver."""
 
 
+def run_driver(settings: dict[str, Any]) -> None:
+    """Entered on the head in a task that claims nothing: starts a Ray script.
+
+    With `train.max_failures`, a script that fails is started again.
+    """
+    supervisor, config = settings["coordinator"], settings["config"]
+    supervisor.log.remote(kinds.DriverStarted())
+    for left in range(config.train.max_failures, -1, -1):
+        try:
+            _run(settings, 0, {ATTEMPT_VARIABLE: secrets.token_hex(4)})
+            return
+        except ScriptError as error:
+            if not left:
+                raise
+            supervisor.log.remote(kinds.TrainWorkerLost(cause=str(error), restarts_left=left - 1))
+
+
 def run_script(settings: dict[str, Any]) -> None:
     """Entered by Ray Train in every process.
 
@@ -64,15 +83,23 @@ def run_script(settings: dict[str, Any]) -> None:
     if rank == 0:
         supervisor.log.remote(kinds.PhaseDone(phase="train workers started"))
     settings = {**settings, "run_dir": run_dir_on(node, settings)}
+    _run(settings, rank, rank_environment(settings["config"], settings["job"]))
+
+
+def _run(settings: dict[str, Any], rank: int, own: dict[str, str]) -> None:
+    import ray
+
     config: Config = settings["config"]
+    supervisor, attempt = settings["coordinator"], {**os.environ, **own}[ATTEMPT_VARIABLE]
     path = find_script(config)
     for folder in (settings["checkpoint_dir"], settings["model_dir"], settings["run_dir"]):
         Path(folder).mkdir(parents=True, exist_ok=True)
     folder = Path(settings["folder"] or SOURCE_FOLDER / SCRIPT_FOLDER)
-    child = Child([sys.executable, str(path), *config.args], environment(settings), folder)
+    variables = {**environment(settings), **own}
+    child = Child([sys.executable, str(path), *config.args], variables, folder)
 
     def tell(output: str, events: list[dict[str, Any]], end: Exit | None) -> RankCommand:
-        call = supervisor.report.remote(os.environ[ATTEMPT_VARIABLE], rank, output, events, end)
+        call = supervisor.report.remote(attempt, rank, output, events, end)
         order: RankCommand = ray.get(call, timeout=ANSWER_S)
         return order
 
@@ -121,17 +148,15 @@ def watch(
             time.sleep(POLL_S)
 
 
-def environment(settings: dict[str, Any]) -> dict[str, str]:
-    import ray
+def rank_environment(config: Config, job: str) -> dict[str, str]:
+    """The variables that torchrun sets."""
+    import ray.train
 
-    context, config = ray.train.get_context(), settings["config"]
+    context = ray.train.get_context()
     local_size = context.get_local_world_size()
     threads = config.train.threads or max(1, machine.cores() // local_size)
     size, rank = str(context.get_world_size()), str(context.get_world_rank())
-    given = {name: value for name, value in os.environ.items() if name not in NOT_THE_SCRIPTS}
-    paths = [str(SOURCE_FOLDER), *filter(None, [given.get("PYTHONPATH")])]
     return {
-        **given,
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": str(context.get_local_rank()),
@@ -142,32 +167,52 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
         # PyTorch and Lightning detect an external launcher by these.
-        "TORCHELASTIC_RUN_ID": settings["job"],
+        "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.train.max_failures),
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONUNBUFFERED": "1",
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+    }
+
+
+def environment(settings: dict[str, Any]) -> dict[str, str]:
+    import ray
+
+    config: Config = settings["config"]
+    given = {name: value for name, value in os.environ.items() if name not in NOT_THE_SCRIPTS}
+    paths = [str(SOURCE_FOLDER), *filter(None, [given.get("PYTHONPATH")])]
+    of_the_job = {
         RUN_DIR_VARIABLE: settings["run_dir"],
         JOB_VARIABLE: settings["job"],
         CHECKPOINTS_VARIABLE: settings["checkpoint_dir"],
         CPU_HOSTS_VARIABLE: config.cluster.cpu_hosts.model_dump_json(),
         "SM_MODEL_DIR": settings["model_dir"],
         **{f"SM_CHANNEL_{name.upper()}": path for name, path in settings["channels"].items()},
-        **_same_runtime_environment(),
+    }
+    if config.driver:
+        of_the_job[SUPERVISOR_VARIABLE] = settings["job"]
+        with contextlib.suppress(ImportError, AttributeError):  # then only stoker.log reports
+            from stoker.scripts.train_reports import CALLBACK, VARIABLE
+
+            given[VARIABLE] = ",".join(filter(None, [given.get(VARIABLE), CALLBACK]))
+    return {
+        **given,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        **of_the_job,
+        **runtime_environment(of_the_job if config.driver else {}),
     }
 
 
-def _same_runtime_environment() -> dict[str, str]:
-    """The runtime environment with the job's code, on a cluster that the job did not form.
-
-    The script's tasks need it, too; Ray passes it to a job's driver in this variable.
+def runtime_environment(variables: dict[str, str]) -> dict[str, str]:
+    """What the script's own tasks and actors need: the job's code, if the job did not form the cluster, and
+    a Ray script's `variables`. Ray passes it to a driver in a variable.
     """
     import ray
 
     runtime = ray.get_runtime_context().runtime_env
     shared = {key: runtime[key] for key in ("working_dir", "pip") if runtime.get(key)}
+    shared |= {"env_vars": variables} if variables else {}
     return {RUNTIME_VARIABLE: json.dumps({"runtime_env": shared})} if shared else {}
 
 

@@ -46,7 +46,7 @@ def ignored_keys(resolved: Resolved) -> Iterator[str]:
     plain, whole = Config(), {"recipe", "seed", "export"} <= resolved.origins.keys()
     for key, origin in resolved.origins.items():
         section, _, name = key.partition(".")
-        if for_scripts(section, name.split(".")[0]):
+        if for_scripts(section, name.split(".")[0], resolved.config.driver):
             continue
         from_file = origin not in ("command line", "arguments")
         if not (whole and from_file and _at(resolved.config, key) == _at(plain, key)):

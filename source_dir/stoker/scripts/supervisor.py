@@ -4,6 +4,7 @@ and exits.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.config import redaction
 from stoker.config.schema import Config
 from stoker.events import kinds
 from stoker.figures import count_of
 from stoker.hosts.topology import NODE_LABEL
 from stoker.place import LAUNCH_DIR_VARIABLE, RunPlace
 from stoker.scripts.script_checks import script_command_line
+from stoker.session import NAMESPACE
 
 if TYPE_CHECKING:
     from stoker.events.sinks import Tracking
@@ -41,23 +44,34 @@ class ScriptWork:
         from stoker.train.resume import own_place, refuse_unshared
 
         self.config, self.place = config, place
+        self.job = f"{place.run_dir.name}-{secrets.token_hex(4)}"
         self.head = ray.get_runtime_context().get_node_id()
-        self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
         self.where, self.synced = own_place(config, place)
+        if config.driver:
+            # Its own trainer starts train workers, and says where their checkpoints go.
+            self.loop, self.workers, self.use_gpu = "stoker.scripts.rank:run_driver", 0, False
+            return
+        self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
     def start_coordinator(self) -> Any:
         import ray
 
-        actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: self.head})
+        actor = ray.remote(Supervisor).options(
+            num_cpus=0, label_selector={NODE_LABEL: self.head}, name=self.job, namespace=NAMESPACE
+        )
         scales = self.config.cluster.cpu_hosts.max > 0
-        supervisor = actor.remote(Path(str(self.config.script)).name, self.workers, scales)
+        processes = self.workers or 1
+        supervisor = actor.remote(Path(str(self.config.script)).name, processes, scales)
         supervisor.watch_hosts.remote()
         return supervisor
 
     def opening_line(self) -> str:
+        command = script_command_line(self.config)
+        if self.config.driver:
+            return f"{command}; starting it once, as a Ray driver on this host …"
         workers = count_of(self.workers, f"{'GPU' if self.use_gpu else 'CPU'} train worker")
-        return f"{script_command_line(self.config)}; starting it on {workers} …"
+        return f"{command}; starting it on {workers} …"
 
     def notes(self) -> list[str]:
         folder = Path(self.where)
@@ -67,7 +81,7 @@ class ScriptWork:
     def settings(self) -> dict[str, Any]:
         local = self.place.name == "local"
         return {
-            "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
+            "job": self.job,
             "run_dir": str(self.place.run_dir),
             "lasting": str(self.place.lasting or self.place.run_dir),
             "killed_after_s": self.place.killed_after_s,
@@ -78,6 +92,16 @@ class ScriptWork:
             "folder": os.environ.get(LAUNCH_DIR_VARIABLE) if local else None,
             "channels": self.config.params,
         }
+
+    def write_statistics(self, file: Path) -> None:
+        """What Ray Data logged on the head of each dataset that a Ray script executed; nothing without any."""
+        import ray
+
+        about = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).address_info
+        logs = sorted(Path(about["session_dir"], "logs/ray-data").glob("ray-data-*.log"))
+        texts = [f"== {log.stem}\n{log.read_text(errors='replace')}" for log in logs]
+        if texts:
+            file.write_text(redaction.scrub("\n".join(texts)))
 
     def leaves_model(self) -> bool:
         return self.place.model_dir.is_dir() and any(self.place.model_dir.iterdir())
@@ -109,7 +133,7 @@ class Supervisor:
     def watch_hosts(self) -> None:
         from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
 
-        self._agents = Agents(lambda used: self._tell(kinds.HostCpu(hosts=used)))
+        self._agents = Agents(self._tell)
 
     def report(
         self,
@@ -163,6 +187,10 @@ class Supervisor:
 
     def log(self, event: kinds.Event) -> None:
         self._tell(event.received())
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Call of a train worker that a Ray script's own trainer started."""
+        self.events.append(_finite(event))
 
     def _tell(self, event: kinds.Event) -> None:
         self.events.append(event.record())

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, Failure
-from stoker.events.kinds import Event, HostCpu, Note
+from stoker.events.kinds import Event, Note
 from stoker.hosts.topology import NODE_LABEL
 from stoker.protocol import BlockSlice, Directory, Made, Process, Reply, Shard, SplitSetup
 from stoker.ray_compat import HostRequest, draining_nodes
@@ -98,7 +98,7 @@ class DataService(ABC):
         self.over = False
         """Whether all leases end."""
         self.agents = Agents(
-            lambda used: self.log(HostCpu(hosts=used)),
+            self.log,
             cache=cache,
             note=lambda text: self.log(Note(text=text)),
             emptied=self.emptied,

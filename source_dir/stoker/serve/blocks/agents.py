@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import CacheError, where_raised
+from stoker.events.kinds import HostCpu
 from stoker.hosts import machine
 from stoker.hosts.topology import NODE_LABEL, host_name
 from stoker.protocol import Directory, Server
@@ -47,7 +49,7 @@ class HostAgent:
         self._cleaners = clean_up(self._folder, cache)
         self._address = ray.util.get_node_ip_address()
         self._server = BlockServer(self._address, secret, self._folder)
-        self._cpu = CpuMeter()
+        self._meter = Meter()
 
     def where(self) -> tuple[str, int]:
         return self._address, self._server.port
@@ -55,10 +57,10 @@ class HostAgent:
     def rows(self, *request: Any) -> tuple[dict[str, Any], int]:
         return rows_of(self._folder, *request)
 
-    def look(self, unused: list[str]) -> float:
-        """Drop blocks; CPU utilization of this host since the last call, in percent."""
+    def look(self, unused: list[str]) -> tuple[float, list[float]]:
+        """Drop blocks; utilization in percent of this host's CPUs since the last call, and of each GPU."""
         self._folder.remove(unused)
-        return self._cpu.sample()
+        return self._meter.sample()
 
 
 def rows_of(
@@ -84,17 +86,19 @@ def clean_up(folder: BlockFolder, cache: CacheSpec | None) -> list[Cleaner]:
     return cleaners
 
 
-class CpuMeter:
-    """The share of the CPUs that this process may use that is busy, between two samples."""
+class Meter:
+    """The share of the CPUs that this process may use that is busy between two samples, and GPUs' use now."""
 
     def __init__(self) -> None:
         self._last = machine.cpu_times()
+        self._has_gpus = shutil.which("nvidia-smi") is not None
 
-    def sample(self) -> float:
+    def sample(self) -> tuple[float, list[float]]:
         now = machine.cpu_times()
         busy, whole = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
-        return round(min(100.0, max(0.0, 100 * busy / max(whole, 1e-9))), 1)
+        used = round(min(100.0, max(0.0, 100 * busy / max(whole, 1e-9))), 1)
+        return used, machine.gpu_use() if self._has_gpus else []
 
 
 @dataclass
@@ -130,7 +134,7 @@ class Agents:
 
     def __init__(
         self,
-        told: Callable[[dict[str, float]], None],
+        told: Callable[[HostCpu], None],
         cache: CacheSpec | None = None,
         note: Callable[[str], None] = lambda text: None,
         emptied: Callable[[], set[str]] = set,
@@ -168,7 +172,7 @@ class Agents:
         import ray
 
         own = ray.get_runtime_context().get_node_id()
-        meter = CpuMeter()
+        meter = Meter()
         while True:
             alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
             for node in alive.keys() & self._emptied():
@@ -196,7 +200,9 @@ class Agents:
             }
             self.lost = frozenset(silent | given_up - {own})
             self.folder.remove(self._unused(own))
-            self._told({own: meter.sample()} | used)
+            used[own] = meter.sample()
+            gpus = {node: use for node, (_, use) in used.items() if use}
+            self._told(HostCpu(hosts={node: cpu for node, (cpu, _) in used.items()}, gpus=gpus))
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
 
     def _serve(self, address: str) -> tuple[str, int]:
@@ -219,11 +225,13 @@ class Agents:
         """A host may have to install the job's packages first: the second agent gets twice the time."""
         return AGENT_START_S * 2.0 ** len(self._deaths.get(node, []))
 
-    def _answers(self, agents: dict[str, _Agent]) -> tuple[dict[str, float], dict[str, str]]:
-        """CPU use by node; nodes whose agent has died, or does not start, with the cause."""
+    def _answers(
+        self, agents: dict[str, _Agent]
+    ) -> tuple[dict[str, tuple[float, list[float]]], dict[str, str]]:
+        """Use of CPUs and GPUs by node; nodes whose agent has died, or does not start, with the cause."""
         import ray
 
-        used: dict[str, float] = {}
+        used: dict[str, tuple[float, list[float]]] = {}
         died: dict[str, str] = {}
         starting = False
         for node, agent in agents.items():
@@ -245,7 +253,7 @@ class Agents:
                 if agent.server is None:
                     agent.server = Server(agent.actor, *ray.get(call))
                 else:
-                    used[node] = float(ray.get(call))
+                    used[node] = ray.get(call)
                 agent.since = time.monotonic()
             except ray.exceptions.RayError as error:
                 if agent.server is None:
