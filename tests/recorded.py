@@ -12,6 +12,17 @@ from stoker.events.recorder import Recorder
 from stoker.events.summary import Cluster, Host, Summary
 from stoker.train.device import StepTimes
 
+MODES = (
+    "val/acc1",
+    "val/auroc",
+    "val/accuracy",
+    "val/confusion",
+    "val/rates",
+    "val/holes",
+    "val/acc",
+)
+"""Metrics of which more is better."""
+
 
 def record(
     folder: Path,
@@ -32,6 +43,7 @@ def record(
     (folder / "config.yaml").write_text(resolved_yaml(load(job, ["train.lr=0.1"])))
     kinds = ["gpu", *["cpu"] * (hosts - 1)] if gpu else ["cpu"] * hosts
     summary = Summary(name="flowers", place="rehearsal", status="running", train_workers=1)
+    summary.metrics.modes = dict.fromkeys(MODES, "max")
     summary.cluster = Cluster(
         hosts=[
             Host(

@@ -15,6 +15,8 @@ class Accuracy:
     The same as torchmetrics' `MulticlassAccuracy(average="micro")`, which takes two seconds to import.
     """
 
+    higher_is_better = True
+
     def __init__(self) -> None:
         self.counts = torch.zeros(3, dtype=torch.int64)
         """Correct targets, all targets, scores that are NaN."""

@@ -153,14 +153,17 @@ class Recipe(BaseModel):
         return None
 
 
-def metric_names(recipe: Recipe) -> list[str]:
-    """Without importing torch for the default ones."""
-    own = type(recipe).metrics is not Recipe.metrics
-    return (
-        list(from_recipe(recipe, "metrics"))
-        if own
-        else ["f1" if several_labels(recipe) else "acc1"]
-    )
+class Better:
+    """Stands for a default metric where torch is not to be imported."""
+
+    higher_is_better = True
+
+
+def metrics_by_name(recipe: Recipe) -> dict[str, Any]:
+    """Its metrics by name."""
+    if type(recipe).metrics is not Recipe.metrics:
+        return dict(from_recipe(recipe, "metrics"))
+    return {"f1" if several_labels(recipe) else "acc1": Better()}
 
 
 def several_labels(recipe: Recipe) -> bool:

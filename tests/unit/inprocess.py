@@ -6,6 +6,7 @@ feed (`Batches`), which gives ready tensors.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rows import Counting
 
 from stoker.checkpoints import format as checkpoint
 from stoker.config.schema import Config
+from stoker.errors import UsageError
 from stoker.events.kinds import Note
 from stoker.recipe import class_names_of
 from stoker.storage.checkpoint_store import open_store
@@ -27,6 +29,7 @@ from stoker.train.build import build
 from stoker.train.device import StepTimes
 from stoker.train.manager import CheckpointManager, nothing_left
 from stoker.train.state import Worker
+from stoker.train.stopping import with_modes
 
 Tensors = dict[str, Any]
 
@@ -106,9 +109,12 @@ def start(
 
     Only for use with the fixture `no_cluster`.
     """
+    recipe = recipe or Counting()
     config = Config.model_validate(sections)
+    with contextlib.suppress(UsageError):  # of a metric, which training reports
+        config = with_modes(config, recipe)
     head = Head()
-    worker = Worker(config, recipe or Counting(), head, 0, 0, 1, torch.device("cpu"))
+    worker = Worker(config, recipe, head, 0, 0, 1, torch.device("cpu"))
     worker.classes = class_names_of(worker.recipe, None)
     keeper = CheckpointManager(worker, open_store(str(folder)))
     run = Run(worker, keeper, head)

@@ -7,10 +7,21 @@ from dataclasses import asdict
 
 import pytest
 from rows import Counting
+from torchmetrics import MeanAbsoluteError, MeanMetric
+from torchmetrics.classification import BinaryF1Score
+from torchmetrics.text import Perplexity
 
 from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.train.stopping import EarlyStopping, check_monitors, mode_of
+from stoker.events.summary import Metrics
+from stoker.train.stopping import (
+    EarlyStopping,
+    check_monitors,
+    modes,
+    monitored,
+    monitors,
+    with_modes,
+)
 
 
 def stopping_at(**limits: object) -> EarlyStopping:
@@ -82,7 +93,7 @@ def problems_of(overrides: list[str], has_val: bool) -> tuple[str, ...]:
         ("val/acc1", True, ""),
         ("val/loss", True, ""),
         ("train/loss", False, ""),
-        ("perf/anything", True, ""),
+        ("perf/anything", True, "does not say whether higher is better"),
     ],
 )
 def test_an_unknown_metric_is_refused_before_training(
@@ -90,7 +101,9 @@ def test_an_unknown_metric_is_refused_before_training(
 ) -> None:
     problems = problems_of([f"{key}={metric}"], has_val)
     assert len(problems) == bool(says)
-    assert all(problem.startswith(f"{key}: ") and says in problem for problem in problems)
+    assert all(
+        problem.startswith(key.rpartition(".")[0]) and says in problem for problem in problems
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,15 +135,61 @@ def test_the_best_value_is_told_also_if_it_improved_by_less_than_min_delta() -> 
     assert stopping.reason.endswith("best 0.45")
 
 
-LESS = "loss bce_loss valloss mae val_mae rmse smape rmsle ece ece_15 lpips hd95 fpr hamming wer TotalVariation"
-MORE = (
-    "acc1 maestro_acc f1/maestro tpr_at_fpr hamming_score iou/tv l1_acc sam_iou recall auroc psnr"
-)
+class Scored(Counting):
+    """Reports metrics of torchmetrics, one of its own, and a number without a direction."""
+
+    def metrics(self) -> dict[str, object]:
+        return {
+            "glossary_f1": BinaryF1Score(),
+            "mae": MeanAbsoluteError(),
+            "bpb": Perplexity(),
+            "mine": MeanMetric(),
+            "count_loss": MeanMetric(),
+        }
 
 
+@pytest.mark.parametrize("key", ["checkpoint.monitor", "train.early_stopping.monitor"])
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "min") for name in LESS.split()), *((name, "max") for name in MORE.split())],
+    [
+        ("glossary_f1", "max"),
+        ("mae", "min"),
+        ("bpb", "min"),
+        ("count_loss", "min"),
+        ("loss", "min"),
+        ("mine", None),
+    ],
 )
-def test_the_name_of_a_metric_tells_whether_less_is_better(name: str, mode: str) -> None:
-    assert mode_of(f"val/{name}", "auto") == mode
+def test_mode_is_what_the_metric_says_and_is_never_read_from_its_name(
+    name: str, mode: str | None, key: str
+) -> None:
+    overrides, recipe = [f"{key}=val/{name}"], Scored()
+    if mode is None:
+        mode_key = key.replace("monitor", "mode")
+        with pytest.raises(UsageError) as refused:
+            check_monitors(load(None, overrides).config, recipe, True)
+        assert [p.partition(":")[0] for p in refused.value.problems] == [mode_key]
+        overrides, mode = [*overrides, f"{mode_key}=max"], "max"
+    config = load(None, overrides).config
+    check_monitors(config, recipe, True)
+    config = with_modes(config, recipe)
+    early, best = monitors(config)
+    assert (best if key.startswith("checkpoint") else early).mode == mode
+    if key.startswith("checkpoint"):
+        chosen = monitored(config, {f"val/{name}": 0.5, "train/loss": 1.0})
+        assert chosen is not None and chosen["mode"] == mode
+
+
+def test_only_metrics_with_a_known_mode_have_a_best_value() -> None:
+    metrics = Metrics(modes=modes(load(None, []).config, Scored()))
+    for value in (0.4, 0.2, 0.3):
+        metrics.take(
+            {f"val/{name}": value for name in ("glossary_f1", "mae", "mine", "mae/cat", "loss")}
+            | {"val/latency_ms": value}
+        )
+    assert metrics.best == {
+        "val/glossary_f1": 0.4,
+        "val/mae": 0.2,
+        "val/mae/cat": 0.2,
+        "val/loss": 0.2,
+    }

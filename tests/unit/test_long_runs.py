@@ -37,6 +37,7 @@ LONG = MOST_ROWS + 500
 def run_of(folder: Path) -> tuple[Recorder, Tracking, Summary]:
     folder.mkdir()
     summary = Summary(name="long", train_workers=1)
+    summary.metrics.modes = {"val/acc": "max"}
     recorder = Recorder(folder, summary, 0.0)
     return recorder, Tracking(summary, [recorder]), summary
 

@@ -36,6 +36,7 @@ EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}
 
 def start(run: Path, steps: int = 200) -> tuple[Recorder, Summary]:
     summary = Summary(name="flowers", train_workers=1, steps=steps, status="succeeded")
+    summary.metrics.modes = {"val/acc1": "max"}
     summary.cluster = Cluster(hosts=[Host(host="here", group="gpu", cpus=2, gpus=0, ip="10.0.0.1")])
     return Recorder(run, summary, 0.0, price_list()), summary
 
@@ -75,7 +76,7 @@ def test_a_start_that_fails_early_loses_nothing(tmp_path: Path) -> None:
 def of_a_script(run: Path, *events: dict[str, Any]) -> Summary:
     """One start of a script; `time` orders its events."""
     summary = Summary(name="flowers", script="train.py", train_workers=1)
-    summary.metrics.modes = {"val/f": "min"}
+    summary.metrics.modes = {"val/f": "min", "val/accuracy": "max"}
     recorder = Recorder(run, summary, 0.0)
     for at, event in enumerate(events):
         recorder.on_event(event_of({"time": float(at), **event}))

@@ -467,10 +467,10 @@ def test_a_model_that_is_not_the_best_epochs_has_its_own_value(tmp_path: Path) -
     chosen = {"checkpoint": "step-2", "epoch": 2, "step": 2, "metric": "val/acc1", "mode": "max"}
     for value, note in (
         (0.95, "best, the model: epoch 2"),
-        (0.9, "best, the model: epoch 2, 90.00 %"),
+        (0.9, "best, the model: epoch 2, 0.9"),
     ):
         summary.model_from = chosen | {"value": value}
-        assert key_figures(summary)[0] == ("val/acc1", "95.00 %", note)
+        assert key_figures(summary)[0] == ("val/acc1", "0.95", note)
 
 
 def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:

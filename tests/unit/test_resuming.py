@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from rows import Counting
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.events.summary import Summary
+from stoker.events.summary import Metrics, Summary
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
@@ -129,8 +130,11 @@ def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
 def test_only_the_runs_own_epochs_are_among_the_best(tmp_path: Path) -> None:
     def best(folder: Path) -> dict[str, float]:
         place = RunPlace("local", folder, folder / "checkpoints", folder / "model", False)
-        config, summary = load(None, [f"checkpoint.resume={old}"]).config, Summary()
-        data = SimpleNamespace(recipe=None, sources={})
+        config, summary = (
+            load(None, [f"checkpoint.resume={old}"]).config,
+            Summary(metrics=Metrics(modes={"val/acc1": "max"})),
+        )
+        data = SimpleNamespace(recipe=Counting(), sources={})
         resuming.find_start(config, place, data, 1, summary, print)
         assert summary.epochs == 2 and summary.metrics.last["val/acc1"] == 0.5
         return {name: value for name, value in summary.metrics.best.items() if name == "val/acc1"}
@@ -151,7 +155,7 @@ def test_only_the_runs_own_starts_count_in_its_time_and_cost(tmp_path: Path) -> 
     def seconds(folder: Path) -> float:
         place = RunPlace("local", folder, folder / "checkpoints", folder / "model", False)
         config, summary = load(None, [f"checkpoint.resume={old}"]).config, Summary(started="now")
-        data = SimpleNamespace(recipe=None, sources={})
+        data = SimpleNamespace(recipe=Counting(), sources={})
         resuming.find_start(config, place, data, 1, summary, print)
         assert summary.started == ("earlier" if summary.earlier_s else "now")
         return summary.earlier_s

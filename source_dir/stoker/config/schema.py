@@ -113,7 +113,9 @@ class EarlyStoppingConfig(Section):
         None, "metric to check after each epoch, such as val/loss; null: train all epochs"
     )
     mode: Literal["auto", "min", "max"] = key(
-        "auto", "whether lower or higher is better; auto: decide by the metric's name"
+        "auto",
+        "whether lower or higher is better; auto: as the torchmetrics metric says, min for a name that ends in"
+        " loss; any other metric needs min or max",
     )
     min_delta: float = key(0.0, "an improvement must exceed this", ge=0)
     patience: int = key(3, "stop after this many epochs without improvement", ge=0)
@@ -235,7 +237,9 @@ class CheckpointConfig(Section):
         " train/loss",
     )
     mode: Literal["auto", "min", "max"] = key(
-        "auto", "whether lower or higher is better; auto: decide by the metric's name"
+        "auto",
+        "whether lower or higher is better; auto: as the torchmetrics metric says, min for a name that ends in"
+        " loss; any other metric needs min or max",
     )
 
 

@@ -35,7 +35,6 @@ from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
 from stoker.storage.checkpoint_store import open_store
 from stoker.train.recipe_work import RecipeWork
-from stoker.train.stopping import modes
 
 if TYPE_CHECKING:
     from stoker.entry.fit import Work
@@ -86,7 +85,6 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         place=place.name,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
-    summary.metrics.modes = modes(config)
     summary.cluster = Cluster(
         hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2)
     )

@@ -64,7 +64,6 @@ class Recorder(Sink):
             earlier = read_summary(run_dir / "summary.json")
             summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
             summary.earlier_cost = earlier.cost
-            earlier.metrics.modes = summary.metrics.modes
             if summary.script is not None:  # no checkpoint of its own fills them in
                 for name in TRAINED:
                     setattr(summary, name, getattr(earlier, name))

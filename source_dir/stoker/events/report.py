@@ -24,7 +24,7 @@ from stoker.events.charts import Bar, Moment, figure
 from stoker.events.kinds import MetricTable
 from stoker.events.prices import spot_note
 from stoker.events.runs import Point, RunData, figures_of, read_run
-from stoker.events.summary import Summary, less_is_better, number
+from stoker.events.summary import Summary, number
 from stoker.figures import count_of, duration, size
 
 REPORT = "report.html"
@@ -100,16 +100,14 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     speed, records = summary.speed, summary.records
     found: list[tuple[str, str, str]] = []
     best, model = summary.metrics.best, summary.model_from or {}
-    names = dict.fromkeys(
-        [model.get("metric"), *(name for name in best if name.startswith("val/"))]
-    )
-    for name in [name for name in names if name in best][:2]:
-        percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
-        shown = (lambda score: f"{100 * score:.2f} %") if percent else charts.figure
+    values = {**best, **{n: v for n, v in summary.metrics.last.items() if n not in best}}
+    names = dict.fromkeys([model.get("metric"), *best, *values])
+    for name in [n for n in names if n in values and n.startswith(("val/", "train/loss"))][:2]:
+        value, kind = values[name], "best" if name in best else "last"
         chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
         if chose and (own := model.get("value", value)) != value:  # the best checkpoint was damaged
-            chose += f", {shown(own)}"
-        found.append((name, shown(value), f"best{chose}"))
+            chose += f", {charts.figure(own)}"
+        found.append((name, charts.figure(value), f"{kind}{chose}"))
     if speed.steady_samples_per_s:
         found.append(("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
         found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
@@ -451,7 +449,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     for place, run in enumerate(runs, 1):
         row = figures_of(run.summary)
         known, chose = run.summary.metrics.best, (run.summary.model_from or {}).get("metric")
-        others = (name for name in known if name.startswith("val/") and "loss" not in name)
+        others = (name for name in known if name.startswith("val/") and name != "val/loss")
         best = next(
             (f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–"
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,71 +27,12 @@ STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_devic
 copying the batch to the device; and training."""
 
 
-LOSSES = ("loss", "error", "perplexity", "distance", "divergence", "entropy")
-"""Parts of a metric's name of which less is better."""
-ERRORS = ("mae", "mse", "mape", "msle")
-"""Ends of words, as in rmse and smape."""
-RATES = {
-    *(
-        "wer",
-        "cer",
-        "mer",
-        "eer",
-        "ppl",
-        "nll",
-        "fid",
-        "kid",
-        "fvd",
-        "ece",
-        "crps",
-        "epe",
-        "brier",
-        "lpips",
-    ),
-    *("ergas", "niqe", "brisque", "chamfer", "hausdorff", "logcosh"),
-}
-"""Words."""
-LESSER = {
-    *(
-        "fpr",
-        "fpr95",
-        "fnr",
-        "hd95",
-        "hamming",
-        "huber",
-        "l1",
-        "l2",
-        "sam",
-        "ter",
-        "tv",
-        "totalvariation",
-    ),
-    *(
-        "continuousrankedprobabilityscore",
-        "learnedperceptualimagepatchsimilarity",
-        "spatialdistortionindex",
-    ),
-    *(
-        "deepimagestructureandtexturesimilarity",
-        "spectralanglemapper",
-        "translationeditrate",
-        "wordinfolost",
-    ),
-}
-"""Whole names, whose words alone may mean something else."""
-
-
-def less_is_better(metric: str) -> bool:
-    """Whether a metric is a loss or an error, by its conventional name."""
-    # Below a metric's own name may stand a class, such as in val/acc/maestro: whole words count there.
-    name = metric.lower()
-    own, words = "/".join(name.split("/")[:2]), re.split(r"[^a-z]+", name)
-    return (
-        any(word in own for word in LOSSES)
-        or not {*LOSSES, *RATES}.isdisjoint(words)
-        or any(word.endswith(ERRORS) for word in words)
-        or re.sub(r"[^a-z0-9]", "", own.rpartition("/")[2]) in LESSER
-    )
+def mode_of(metric: str, modes: Mapping[str, str]) -> str | None:
+    """min or max: as `modes` says of the metric, or of the one with several values to which it belongs; min
+    for a name that ends in "loss". None: not known, so that no value is best.
+    """
+    whole = "/".join(metric.split("/")[:2])
+    return modes.get(metric) or modes.get(whole) or ("min" if metric.endswith("loss") else None)
 
 
 def append(rows: list[dict[str, Any]], row: dict[str, Any], by: str, number: str) -> None:
@@ -241,7 +182,7 @@ class Metrics(SummaryPart):
     last: dict[str, float] = {}
     best: dict[str, float] = {}
     modes: dict[str, str] = {}
-    """min or max, for metrics of which the configuration says what is better."""
+    """min or max, for metrics of which the configuration or torchmetrics says what is better."""
 
     def take(self, metrics: dict[str, Any], competes: bool = True) -> None:
         """Add an epoch's metrics; values that are not finite numbers do not count.
@@ -250,8 +191,8 @@ class Metrics(SummaryPart):
         """
         self.last = finite(metrics)
         for name, value in self.last.items() if competes else ():
-            if name.startswith(("val/", "train/")):
-                mode = self.modes.get(name) or ("min" if less_is_better(name) else "max")
+            mode = mode_of(name, self.modes) if name.startswith(("val/", "train/")) else None
+            if mode is not None:
                 pick = min if mode == "min" else max
                 self.best[name] = pick(self.best.get(name, value), value)
 

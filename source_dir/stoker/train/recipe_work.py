@@ -21,7 +21,7 @@ from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
 from stoker.serve.recipe_pass import least_rows
 from stoker.sizing.model import Scaler
 from stoker.train.resume import find_start, refuse_unshared
-from stoker.train.stopping import check_monitors
+from stoker.train.stopping import check_monitors, modes, with_modes
 
 
 class RecipeWork:
@@ -29,6 +29,8 @@ class RecipeWork:
     torch_config = "stoker.train.trainer:RecipeConfig"
 
     def __init__(self, config: Config, data: Data, place: RunPlace, tracking: Tracking) -> None:
+        config = with_modes(config, data.recipe)
+        tracking.summary.metrics.modes = modes(config, data.recipe)
         self.config, self.data, self.place = config, data, place
         import ray
 

@@ -13,10 +13,12 @@ from typing import Any
 
 from stoker.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
 from stoker.errors import UsageError, nearest
-from stoker.events.summary import less_is_better, number
+from stoker.events.summary import mode_of, number
 from stoker.figures import count_of
-from stoker.recipe import Recipe, metric_names
+from stoker.recipe import Recipe, metrics_by_name
 
+AUTOMATIC = {"val/acc1": "max", "val/loss": "min"}
+"""What checkpoint.monitor: auto selects, the first that there is, and its mode."""
 ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
 
 
@@ -37,7 +39,9 @@ class EarlyStopping:
     def of(cls, config: EarlyStoppingConfig) -> EarlyStopping | None:
         if config.monitor is None:
             return None
-        mode = mode_of(config.monitor, config.mode)
+        mode = config.mode if config.mode != "auto" else mode_of(config.monitor, {})
+        if mode is None:
+            raise UsageError(_undirected(config.monitor, "train.early_stopping.mode"))
         return cls(
             config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold
         )
@@ -77,12 +81,6 @@ class EarlyStopping:
         return value - by > than if self.mode == "max" else value + by < than
 
 
-def mode_of(metric: str, mode: str) -> str:
-    if mode != "auto":
-        return mode
-    return "min" if less_is_better(metric) else "max"
-
-
 def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
     """What early stopping and the best checkpoint watch: one metric unless both name one."""
     early, best = config.train.early_stopping, config.checkpoint
@@ -94,9 +92,31 @@ def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
     return early, best
 
 
-def modes(config: Config) -> dict[str, str]:
-    """Min or max by metric, as far as the configuration says."""
-    return {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
+def modes(config: Config, recipe: Recipe) -> dict[str, str]:
+    """min or max by metric, where the configuration or `higher_is_better` of torchmetrics says so."""
+    higher = {
+        f"val/{name}": getattr(metric, "higher_is_better", None)
+        for name, metric in metrics_by_name(recipe).items()
+    }
+    said = {
+        name: "max" if is_better else "min"
+        for name, is_better in higher.items()
+        if is_better is not None
+    }
+    return said | {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
+
+
+def with_modes(config: Config, recipe: Recipe) -> Config:
+    """The configuration with the modes of what it monitors."""
+    known, (early, best) = modes(config, recipe), monitors(config)
+    changed = [
+        part.model_copy(update={"mode": mode})
+        if part.monitor not in (None, "auto") and (mode := mode_of(str(part.monitor), known))
+        else part
+        for part in (early, best)
+    ]
+    train = config.train.model_copy(update={"early_stopping": changed[0]})
+    return config.model_copy(update={"train": train, "checkpoint": changed[1]})
 
 
 def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
@@ -104,12 +124,15 @@ def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | Non
     best = monitors(config)[1]
     name = best.monitor
     if name == "auto":
-        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
+        name = next((n for n in AUTOMATIC if n in metrics), "train/loss")
     value = metrics[known(name, metrics, "checkpoint.monitor")]
     if not math.isfinite(value):
         return None
+    mode = best.mode if best.mode != "auto" else mode_of(name, AUTOMATIC)
+    if mode is None:
+        raise UsageError(_undirected(name, "checkpoint.mode"))
     loss = metrics.get("val/loss", metrics.get("train/loss"))
-    return {"metric": name, "mode": mode_of(name, best.mode), "value": value, "loss": number(loss)}
+    return {"metric": name, "mode": mode, "value": value, "loss": number(loss)}
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:
@@ -140,11 +163,15 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
         # Metrics that the run measures itself are known only after the first epoch.
         if name not in (None, "auto", *ALWAYS) and not str(name).startswith(("perf/", "data/"))
     }
-    if not names:
-        return
+    known_modes = modes(config, recipe)
+    undirected = [
+        _undirected(str(name), key.replace("monitor", "mode"))
+        for key, name in asked.items()
+        if name not in (None, "auto") and not mode_of(str(name), known_modes)
+    ]
     there = [*ALWAYS]
     if has_val:
-        there += ["val/loss", *(f"val/{name}" for name in metric_names(recipe))]
+        there += ["val/loss", *(f"val/{name}" for name in metrics_by_name(recipe))]
     problems = [
         _unknown(name, there, key)
         + ("" if has_val or not name.startswith("val/") else " (no validation)")
@@ -152,8 +179,12 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
         # Metrics of several values have a name below their own for each.
         if name is not None and not any(f"{name}/".startswith(f"{one}/") for one in there)
     ]
-    if problems:
-        raise UsageError(*problems)
+    if problems or undirected:
+        raise UsageError(*(problems or undirected))
+
+
+def _undirected(name: str, key: str) -> str:
+    return f"{key}: {name} does not say whether higher is better; set min or max"
 
 
 def _unknown(name: str, there: list[str], key: str) -> str:

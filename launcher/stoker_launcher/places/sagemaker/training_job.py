@@ -15,7 +15,7 @@ from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.hosts.topology import has_gpu
-from stoker.recipe import load_recipe, metric_names
+from stoker.recipe import load_recipe, metrics_by_name
 from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
 from stoker_launcher.places.remote import (
     CloudRequest,
@@ -237,7 +237,7 @@ def metrics_of(job: Job) -> dict[str, str]:
         with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
             source = job.source_dir or examples_root()
             recipe = load_recipe(config.recipe, config.params, source)
-            names = metric_names(recipe)
+            names = list(metrics_by_name(recipe))
     for name in names[: MOST_METRICS - len(METRICS)]:
         if name.endswith("acc1"):
             found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"
