@@ -86,7 +86,7 @@ def fit(
     try:
         if config.driver:
             resolve_name(parts[0])(settings)
-            return ""
+            return None
         loop, torch_config = map(resolve_name, parts)
         trainer = make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how)
         end_at_once(trainer)
