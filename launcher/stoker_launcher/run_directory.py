@@ -345,7 +345,7 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
     if own and not is_run(path):
         raise UsageError(f"--resume {asked}: not a run directory")
     if _STEP.fullmatch(path.name):
-        return Resume(checkpoints=(path,)) if copied else Resume(str(path))
+        return Resume("auto", checkpoints=(path,)) if copied else Resume(str(path))
     if path.name == "checkpoints" and is_run(path.parent):
         path = path.parent
     if is_run(path):
@@ -355,7 +355,7 @@ def resolve_resume(asked: str | None, place: Place, config: Config) -> Resume:
         raise UsageError(
             f"--resume {asked}: neither a run directory nor a folder with step-… folders"
         )
-    return Resume(checkpoints=tuple(steps)) if copied else Resume(str(path))
+    return Resume("auto", checkpoints=tuple(steps)) if copied else Resume(str(path))
 
 
 def refuse_others(place: Place, config: Config) -> None:

@@ -67,6 +67,8 @@ class RunPlace:
     """Label of the group whose hosts train; None: any host with free resources."""
     expected_hosts: tuple[str, ...] = ()
     """Names of the job's hosts; empty if unknown."""
+    job: str = ""
+    """The service's name for this job, the same after each restart; empty if the place has none."""
 
     @property
     def lasting(self) -> Path | None:

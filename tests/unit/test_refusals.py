@@ -51,7 +51,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
             "checkpoint": {"monitor": "val/losss", "resume": "/nowhere/run"},
         },
         [
-            "--resume /nowhere/run: no checkpoint there",
+            "checkpoint.resume: /nowhere/run: no checkpoint there",
             "params.model: timm has no model 'resnet_18'; did you mean resnet18?",
             "nowhere: no such file or folder",
             "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",

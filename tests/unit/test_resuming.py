@@ -46,9 +46,12 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
     return folder / saved.name
 
 
-def plan(run_dir: Path, *overrides: str, where: str = "local") -> tuple[resuming.Start, list[str]]:
+def plan(
+    run_dir: Path, *overrides: str, where: str = "local", job: str = ""
+) -> tuple[resuming.Start, list[str]]:
     synced = where == "sagemaker"
-    place = RunPlace(where, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
+    folders = (run_dir, run_dir / "checkpoints", run_dir / "model")
+    place = RunPlace(where, *folders, synced, job=job)
     said: list[str] = []
     return resuming.plan_resume(load(None, overrides).config, place, said.append), said
 
@@ -89,7 +92,7 @@ def test_a_run_killed_in_its_first_save_begins_again_and_one_with_damaged_checkp
     assert start[1] is None and said[1].endswith("has no valid checkpoint; starting from scratch")
     (save(kept, 5) / "meta.json").write_text("{}")
     with pytest.raises(
-        UsageError, match=r"--resume: .* has no valid checkpoint \(step-00000005: meta"
+        UsageError, match=r"checkpoint.resume: .* has no valid checkpoint \(step-00000005: meta"
     ):
         plan(tmp_path, *where)
 
@@ -172,7 +175,56 @@ def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> No
     own = save(tmp_path / "new/checkpoints", 7)
     start, said = plan(tmp_path / "new", f"checkpoint.resume={old}")
     assert started_from(start) == str(own)
-    assert "has checkpoints of this run" in said[0]
+    assert "has checkpoints of this job" in said[0]
+
+
+OTHER = {"job": "other", "service_job": "other-1"}
+OWN = {"job": "job", "service_job": "job-1"}
+
+
+@pytest.mark.parametrize(
+    ("resume", "job", "written_by", "starts_from"),
+    [
+        ("", "job-1", OWN, "checkpoints"),
+        ("", "job-1", OTHER, None),
+        ("", "job-1", {"job": "job", "service_job": "job-0"}, None),
+        ("", "job-1", {}, None),  # by an earlier version
+        ("auto", "job-1", OTHER, "checkpoints"),
+        ("{shared}/checkpoints", "job-1", OTHER, "checkpoints"),
+        ("{shared}/checkpoints/step-00000005", "job-1", OTHER, "checkpoints"),
+        ("{shared}/else", "job-1", OTHER, "else"),
+        ("{shared}/else", "job-1", OWN, "checkpoints"),
+        ("never", "job-1", OWN, "checkpoints"),
+        ("never", "job-1", OTHER, ""),
+        ("", "", {}, "checkpoints"),
+        ("", "", {"job": "job"}, "checkpoints"),
+        ("", "", {"job": "other"}, None),
+        ("", "", OWN, None),
+        ("{shared}/else", "", {"job": "other"}, None),
+        ("auto", "", OTHER, "checkpoints"),
+    ],
+)
+def test_checkpoints_of_another_job_are_continued_only_on_request(
+    tmp_path: Path, resume: str, job: str, written_by: dict[str, str], starts_from: str | None
+) -> None:
+    save(tmp_path / "checkpoints", 5, **written_by)
+    save(tmp_path / "else", 3)
+    words = ["name=job", *([f"checkpoint.resume={resume.format(shared=tmp_path)}"] * bool(resume))]
+    where = "sagemaker" if job else "ray"
+    if starts_from is None:
+        with pytest.raises(UsageError, match=r"^checkpoint.resume: .*another job, .*set auto"):
+            plan(tmp_path, *words, where=where, job=job)
+        return
+    (store, start), _ = plan(tmp_path, *words, where=where, job=job)
+    assert (start.path if start else "").startswith(str(tmp_path / starts_from) * bool(starts_from))
+    assert (start is None) == (starts_from == "")
+    apart = bool(job) and store.where == str(tmp_path / "checkpoints" / job)
+    assert apart == (written_by == OTHER and starts_from != "checkpoints")
+    if apart:  # after a restart of the same job
+        save(Path(store.where), 7, **OWN)
+        assert plan(tmp_path, *words, where=where, job=job)[0][1].path.endswith(
+            f"{job}/step-00000007"
+        )
 
 
 def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path) -> None:
@@ -188,8 +240,11 @@ def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("{tmp}/nowhere", "--resume {tmp}/nowhere: no checkpoint there"),
-        ("{tmp}/kept/step-00000099", "--resume {tmp}/kept/step-00000099: no such checkpoint"),
+        ("{tmp}/nowhere", "checkpoint.resume: {tmp}/nowhere: no checkpoint there"),
+        (
+            "{tmp}/kept/step-00000099",
+            "checkpoint.resume: {tmp}/kept/step-00000099: no such checkpoint",
+        ),
         ("{tmp}/broken/step-00000003", "step-00000003: model.safetensors is absent"),
         ("{tmp}/broken", "no complete checkpoint in {tmp}/broken"),
         ("never", "checkpoint.dir: {tmp}/kept has checkpoints of an earlier run (step-00000010)"),
@@ -258,7 +313,7 @@ def test_another_run_is_refused_and_a_different_one_is_said(
             resuming.check_same_run(config, 1, start, lines.append)
         assert len(caught.value.problems) == 1
         assert refused in caught.value.problems[0]
-        assert "--resume never" in caught.value.problems[0]
+        assert "checkpoint.resume=never" in caught.value.problems[0]
     else:
         resuming.check_same_run(config, 1, start, lines.append)
         assert [line for line in lines if said not in line] == []

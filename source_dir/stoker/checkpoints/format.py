@@ -4,7 +4,7 @@ step-00000123/
     model.safetensors    the weights
     ema.safetensors      their moving average, if any
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
-    meta.json            run, epoch, step, data position, metrics, configuration
+    meta.json            job, run, epoch, step, data position, metrics, configuration
     history.json         the epochs so far
     manifest.json        SHA-256 of each of them, written last
     outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it, and
@@ -111,13 +111,24 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
     whole = {**saved.meta, **outcome}
-    # Not the run, as another one may have replaced this checkpoint.
-    added = {key: value for key, value in whole.items() if key not in ("history", "run")}
+    # Not its writer, as another run may have replaced this checkpoint.
+    left_out = ("history", "run", "job", "service_job")
+    added = {key: value for key, value in whole.items() if key not in left_out}
     added |= {"since": saved.since, "later": whole.get("history", [])[saved.since :]}
     added = json.loads(json.dumps(added))
     content = {"outcome": added, "sha256": _digest(added)}
     saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content))
     return replace(saved, meta=whole)
+
+
+def other_job(saved: Checkpoint, job: str, service_job: str) -> str:
+    """The job that wrote a checkpoint, if it is not this one; earlier versions did not record it."""
+    name, service = saved.meta.get("job", job), saved.meta.get("service_job", "")
+    if (name, service) == (job, service_job):
+        return ""
+    return (
+        f"{name} ({service or 'of no service, or of an earlier version'})" if service_job else name
+    )
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:

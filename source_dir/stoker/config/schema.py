@@ -220,9 +220,10 @@ class CheckpointConfig(Section):
     dir: Folder | None = key(
         None, "folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run"
     )
-    resume: Folder = key(
-        "auto",
-        "auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix",
+    resume: Folder | None = key(
+        None,
+        "default: the newest complete checkpoint of this job in dir; auto: that of any job; never;"
+        " or a path, s3:// or gs:// prefix",
     )
     every_steps: int | None = key(
         None, "also write a checkpoint every N steps within an epoch", ge=1

@@ -26,7 +26,7 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
     problems = [f"{key}: has no effect on a script; {REMEDY}" for key in ignored if key != "recipe"]
     if "recipe" in ignored:
         problems.append("recipe: a job has a recipe or a script, not both; leave one out")
-    if config.checkpoint.resume != "auto":
+    if config.checkpoint.resume not in (None, "auto"):
         problems.append(
             f"checkpoint.resume: {config.checkpoint.resume} has no effect on a script, which resumes from"
             " stoker.checkpoint_dir(); leave it out"

@@ -67,7 +67,9 @@ def train(settings: dict[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     worker.log(kinds.TrainWorkerStarted(rank=worker.rank, node=node), every_rank=True)
     worker.log(kinds.PhaseDone(phase="train workers started"))
-    keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
+    keeper = CheckpointManager(
+        worker, open_store(*settings["checkpoints"]), settings["service_job"]
+    )
     try:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"], resumed)

@@ -21,7 +21,15 @@ import torch
 import torch.distributed as dist
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Checkpoint, Content, Retention, Writer, awaiting, load_meta
+from stoker.checkpoints.format import (
+    Checkpoint,
+    Content,
+    Retention,
+    Writer,
+    awaiting,
+    load_meta,
+    other_job,
+)
 from stoker.config.redaction import learn_job, redact, scrubbed
 from stoker.errors import CheckpointError, UsageError
 from stoker.events.kinds import CheckpointWritten, ModelWritten, Note, Resumed
@@ -51,8 +59,8 @@ CALL_TIMEOUT_S = 120.0
 class CheckpointManager:
     """One per rank; rank 0 writes for all."""
 
-    def __init__(self, worker: Worker, store: CheckpointStore) -> None:
-        self.worker, self.store = worker, store
+    def __init__(self, worker: Worker, store: CheckpointStore, service_job: str = "") -> None:
+        self.worker, self.store, self.service_job = worker, store, service_job
         config = worker.config
         self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
@@ -161,6 +169,8 @@ class CheckpointManager:
     def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
         worker, clock = self.worker, self.worker.clock
         return {
+            "job": worker.config.name,
+            "service_job": self.service_job,
             "run": self.run,
             "step": worker.step,
             "samples": worker.samples + progress.samples,
@@ -272,6 +282,13 @@ class CheckpointManager:
 
     def newest(self) -> Checkpoint | None:
         return checkpoint.newest_valid(self.store, self._note)
+
+    def refuse_other_job(self, saved: Checkpoint) -> None:
+        if writer := other_job(saved, self.worker.config.name, self.service_job):
+            raise CheckpointError(
+                f"{saved.path}: another job, {writer}, has written this checkpoint during this run; give"
+                " each job a checkpoint.dir of its own"
+            )
 
     def write_model(self, target: Path) -> None:
         """In the writer's thread, which may take as long as it makes progress."""
@@ -457,6 +474,8 @@ def begin(
             own = chosen is not None and chosen[0] == keeper.store.where
             start = f"{chosen[0].rstrip('/')}/{chosen[2]}" if chosen is not None and own else ""
             refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
+            if found and found.path != start:
+                keeper.refuse_other_job(found)
         if found is None and chosen is not None:
             found = load_meta(open_store(*chosen[:2]), chosen[2])
         if found is not None:

@@ -70,6 +70,7 @@ class RecipeWork:
         return {
             "checkpoints": (self.where, self.synced),
             "resume": start and (start.store.where, start.store.synced, start.name),
+            "service_job": self.place.job,
             "model_dir": str(self.place.model_dir),
             "mounted": self.place.lasting is not None,
             "records": self.data.totals["train"],

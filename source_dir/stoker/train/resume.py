@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.checkpoints.format import Checkpoint, awaiting, load_meta, newest_valid
+from stoker.checkpoints.format import (
+    Checkpoint,
+    awaiting,
+    load_meta,
+    newest_valid,
+    other_job,
+)
 from stoker.config.redaction import redact, redacted_at
 from stoker.config.schema import Config
 from stoker.config.values import is_path
@@ -38,7 +44,7 @@ Start = tuple[CheckpointStore, Checkpoint | None]
 
 
 def check_path(config: Config) -> None:
-    if config.checkpoint.resume not in ("auto", "never"):
+    if config.checkpoint.resume not in (None, "auto", "never"):
         locate(config.checkpoint.resume)
 
 
@@ -62,47 +68,59 @@ def find_start(
 def plan_resume(config: Config, place: RunPlace, log: Callable[[str], Any]) -> Start:
     """Find the checkpoint to resume from.
 
-    A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
-    configuration continues from its latest checkpoint, not from the one it first started with.
+    A job's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
+    configuration continues from its latest checkpoint, not from the one it first started with. Those of
+    another job count only if the key asks for them.
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
+    asked = None if resume in (None, "auto", "never") else locate(str(resume))
+    within = asked is not None and Path(asked[0].where) == Path(own.where)
+    found = newest_valid(own, log)
+    if found and resume != "auto" and not within:
+        writer = other_job(found, config.name, place.job)
+        if writer and (resume is None or (asked and not place.job)):
+            otherwise = (
+                "never starts from scratch" if place.job else "or set another checkpoint.dir"
+            )
+            raise UsageError(
+                f"checkpoint.resume: {where} has checkpoints of another job, {writer}; set auto (as a"
+                f" hyperparameter, checkpoint__resume=auto) to continue it; {otherwise}"
+            )
+        if writer and place.job:
+            own = open_store(f"{where.rstrip('/')}/{place.job}", synced)
+            found = newest_valid(own, log)
     names, newest = own.names(), next(complete(own), "")
     if resume == "never":
-        if newest:
+        if newest and not (found and place.job):
             raise UsageError(
                 f"checkpoint.dir: {where} has checkpoints of an earlier run ({newest}), and"
                 " checkpoint.resume is never; choose another folder, or remove them"
             )
-        return own, None
-    given = open_store(str(place.checkpoint_dir), place.synced)
-    if not names and given.where != own.where and (left := next(complete(given), None)):
-        raise UsageError(
-            f"checkpoint.dir: {where} has no checkpoint, but {given.where} has those of this run ({left});"
-            " leave checkpoint.dir out, or move them there"
-        )
-    found = newest_valid(own, log)
-    if resume != "auto":
-        other, name = locate(resume)
-        if (
-            name
-            and newest
-            and Path(other.where) == Path(own.where)
-            and step_of(name) < step_of(newest)
-        ):
+        return own, found
+    if not names and config.checkpoint.dir:
+        left = newest_valid(open_store(str(place.checkpoint_dir), place.synced))
+        if left and not other_job(left, config.name, place.job):
             raise UsageError(
-                f"--resume {resume}: {where} also has the later {newest}, which resuming here would"
-                " overwrite; set checkpoint.dir to another folder"
+                f"checkpoint.dir: {where} has no checkpoint, but {left.store.where} has those of this run"
+                f" ({left.name}); leave checkpoint.dir out, or move them there"
+            )
+    if asked is not None:
+        other, name = asked
+        if name and newest and within and step_of(name) < step_of(newest):
+            raise UsageError(
+                f"checkpoint.resume: {resume}: {where} also has the later {newest}, which resuming here"
+                " would overwrite; set checkpoint.dir to another folder"
             )
         if found is None:
-            return own, chosen(other, name, resume, log)
-        if Path(other.where) != Path(own.where):
-            log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
+            return own, chosen(other, name, str(resume), log)
+        if not within:
+            log(f"{own.where} has checkpoints of this job: resuming from them, not from {resume}")
     if names and found is None:
         if place.name == "local" and newest:  # someone asked for it
             raise UsageError(
-                f"--resume: {where} has no valid checkpoint ({newest}: {verify(own, newest)}); start a"
-                " new run, in another checkpoint.dir if you have set it"
+                f"checkpoint.resume: {where} has no valid checkpoint ({newest}: {verify(own, newest)});"
+                " start a new run, in another checkpoint.dir if you have set it"
             )
         log(f"{where} has no valid checkpoint; starting from scratch")
     return own, found
@@ -127,7 +145,7 @@ def locate(path: str) -> tuple[CheckpointStore, str]:
     if last.startswith("step-") and last[5:].isdigit():
         store = open_store(parent or ".")
         if last not in store.names():
-            raise UsageError(f"--resume {path}: no such checkpoint in {store.where}")
+            raise UsageError(f"checkpoint.resume: {path}: no such checkpoint in {store.where}")
         return store, last
     tried = [path, f"{path.rstrip('/')}/checkpoints"]
     for folder in tried:
@@ -135,7 +153,7 @@ def locate(path: str) -> tuple[CheckpointStore, str]:
         if store.names():
             return store, ""
     raise UsageError(
-        f"--resume {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})"
+        f"checkpoint.resume: {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})"
     )
 
 
@@ -143,11 +161,11 @@ def chosen(store: CheckpointStore, name: str, path: str, log: Callable[[str], An
     if name:
         problem = verify(store, name)
         if problem:
-            raise UsageError(f"--resume {path}: {problem}")
+            raise UsageError(f"checkpoint.resume: {path}: {problem}")
         return load_meta(store, name)
     found = newest_valid(store, log)
     if found is None:
-        raise UsageError(f"--resume {path}: no complete checkpoint in {store.where}")
+        raise UsageError(f"checkpoint.resume: {path}: no complete checkpoint in {store.where}")
     return found
 
 
@@ -159,7 +177,7 @@ def check_same_run(
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
         f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
-        " from scratch with --resume never"
+        " from scratch with checkpoint.resume=never"
         for key in FIXED
         if _at(now, key) != _at(before, key)
     ]
@@ -176,7 +194,9 @@ def check_same_run(
         ):
             log(f"{text}; the records are compared")
         else:
-            problems.append(f"{text}; set it back, or start from scratch with --resume never")
+            problems.append(
+                f"{text}; set it back, or start from scratch with checkpoint.resume=never"
+            )
     if problems:
         raise UsageError(*problems)
     train = config.train

@@ -38,6 +38,7 @@ def place() -> RunPlace:
         killed_after_s=120.0,
         synced=True,
         failure=base / "output" / "failure",
+        job=os.environ.get("TRAINING_JOB_NAME", ""),
     )
 
 

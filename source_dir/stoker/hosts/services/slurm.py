@@ -114,6 +114,7 @@ def place() -> RunPlace:
         run / "model",
         failure=run / "failure",
         killed_after_s=float(os.environ.get(KILLED_AFTER_VARIABLE) or 0) or None,
+        job=_job_id(os.environ),
     )
 
 

@@ -211,7 +211,14 @@ def place() -> RunPlace:
     failure = (base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}"
     copies = {_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board}
     return RunPlace(
-        "vertex", _LOCAL, checkpoints, model, synced=True, copies=copies, failure=failure
+        name="vertex",
+        run_dir=_LOCAL,
+        checkpoint_dir=checkpoints,
+        model_dir=model,
+        synced=True,
+        copies=copies,
+        failure=failure,
+        job=os.environ.get(JOB_VARIABLE, ""),
     )
 
 
