@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -101,8 +101,8 @@ class Recipe(BaseModel):
             f"{type(self).__name__} does not say what to train: define model()"
         )
 
-    def on_device(self, split: Split) -> nn.Module | None:
-        """Train worker: a module applied to each batch (a dict of tensors) on the GPU, or None."""
+    def on_device(self, split: Split) -> nn.Module | Callable[[Batch], Batch] | None:
+        """Train worker: a module or function applied to each batch (a dict of tensors) on the GPU, or None."""
         return None
 
     def training_step(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:

@@ -44,6 +44,29 @@ def test_the_averaged_weights_lag_behind(single: Any) -> None:
     assert not torch.equal(weights["head.weight"], averaged["head.weight"])
 
 
+@pytest.mark.parametrize("kind", ["module", "function", "text"])
+def test_on_device_returns_a_module_or_a_function(kind: str) -> None:
+    class Half(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return {**batch, "image": batch["image"] / 2}
+
+    class Halved(Tiny):
+        def on_device(self, split: str) -> Any:
+            return {"module": Half(), "function": Half().forward, "text": "half"}[kind]
+
+    if kind == "text":
+        with pytest.raises(
+            UsageError, match=r"^recipe: Halved.on_device\('train'\) returned a str"
+        ):
+            make(recipe=Halved)
+        return
+    worker, step = make(recipe=Halved)
+    batch = feed(8, 8)[0]
+    assert torch.equal(step.prepare(batch)["image"], batch["image"] / 2)
+    values, _ = try_validation(worker, batch)
+    assert values["val/loss"] == pytest.approx(float(step.loss_of(step.prepare(batch))))
+
+
 def test_tied_weights_are_averaged_once_in_a_step() -> None:
     class Tied(Tiny):
         def model(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from stoker.checkpoints.format import Checkpoint
 from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
-from stoker.recipe import Recipe
+from stoker.recipe import Batch, Recipe, Split
 from stoker.train import strategies
 from stoker.train.state import Worker
 from stoker.train.strategies import plain
@@ -49,11 +50,31 @@ def build(worker: Worker, records: int | None, resumed: Checkpoint | None = None
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
     for split in ("train", "val"):
-        module = worker.recipe.on_device(split)
-        worker.modules[split] = (
-            module.to(worker.device) if module is not None else (lambda batch: batch)
-        )
+        worker.modules[split] = on_device(worker.recipe, split).to(worker.device)
     torch.manual_seed(seed + worker.rank)
+
+
+class OnDevice(torch.nn.Module):
+    """The function that a recipe's `on_device` returns, or nothing, as a module."""
+
+    def __init__(self, function: Callable[[Batch], Batch] | None) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, batch: Batch) -> Batch:
+        return batch if self.function is None else self.function(batch)
+
+
+def on_device(recipe: Recipe, split: Split) -> torch.nn.Module:
+    returned = recipe.on_device(split)
+    if isinstance(returned, torch.nn.Module):
+        return returned
+    if returned is None or callable(returned):
+        return OnDevice(returned)
+    raise UsageError(
+        f"recipe: {type(recipe).__name__}.on_device({split!r}) returned a {type(returned).__name__};"
+        " return a module or a function from batch to batch, or None"
+    )
 
 
 def keeping_groups(config: Config, before: dict[str, Any]) -> Config:

@@ -31,6 +31,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events.kinds import ExportWritten, Note
 from stoker.recipe import Batch, Recipe, Split
+from stoker.train.build import OnDevice, on_device
 from stoker.train.feed import as_one_batch
 from stoker.train.state import Worker, count_records
 
@@ -235,9 +236,9 @@ def describe_export(folder: Path, exports: Exports | None, results: list[dict[st
         about["outputs"] = [
             _spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)
         ]
-        about["includes"] = (
-            'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
-        )
+        before = exports.reference.before
+        nothing = isinstance(before, OnDevice) and before.function is None
+        about["includes"] = "" if nothing else 'the recipe\'s on_device("val")'
     forms = [result["format"] for result in results]
     others = [each for each in about.get("exports", ()) if each["format"] not in forms]
     about["exports"] = [*others, *results]
@@ -320,7 +321,7 @@ def fresh_model(recipe: Recipe, weights: Path) -> Any:
 
 def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) -> Any:
     """`on_device("val")` and `predict` as one module from columns to tensors."""
-    before = recipe.on_device("val")
+    before = on_device(recipe, "val")
 
     class Exported(nn.Module):
         def __init__(self) -> None:
@@ -330,9 +331,7 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
     module = Exported()
 
     def forward(*columns: Any) -> Any:
-        batch: Batch = dict(zip(names, columns, strict=True))
-        if module.before is not None:
-            batch = module.before(batch)
+        batch: Batch = module.before(dict(zip(names, columns, strict=True)))
         answer = recipe.predict(module.model, batch)
         if isinstance(answer, dict):
             outputs[:] = list(answer)
