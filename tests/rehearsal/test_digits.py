@@ -150,7 +150,8 @@ def test_a_stopped_job_goes_on_with_fewer_hosts(stopped: Path) -> None:
     assert content.weights and content.state
     epoch = content.meta["next_epoch"]
     assert content.meta["position"]["epoch"] == epoch
-    assert content.meta["job"] == content.meta["service_job"] == "digits", "as in TRAINING_JOB_NAME"
+    name = json.loads((stopped / "runs/latest/summary.json").read_text())["name"]
+    assert content.meta["job"] == content.meta["service_job"] == name, "as in TRAINING_JOB_NAME"
 
     code, _, summary, _ = rehearse_digits(
         stopped, f"train.epochs={epoch + 1}", *OPTIONS, "--resume", "runs/latest", hosts="gpu=1"
