@@ -351,7 +351,7 @@ class Plan(BaseModel):
     unstable: str = ""
     """Why the fingerprint cannot identify the records; empty: it can."""
     validation: str | None = None
-    """The same of the validation split; empty: there is none; None: not known, as in earlier checkpoints."""
+    """The same of the validation split; empty: there is none; None: not compared."""
     homes: int = 0
     bucket_by: str | None = None
     """Column whose length orders the rows of a block."""
@@ -364,8 +364,6 @@ class DataCursor(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    version: int = 1
-    """In 1, `deadly` has items of numbered sources by their number alone."""
     epoch: int
     rows: int = 0
     """Rows of this epoch consumed so far."""
@@ -375,8 +373,7 @@ class DataCursor(BaseModel):
     partial: dict[int, tuple[int, int]] = {}
     """Partly consumed shards: number → (whole blocks, rows of the next block)."""
     quarantined: dict[int, dict[str, str]] = {}
-    """The bad records of those next blocks, name → reason: they stay bad, or the rows would move. Of a shard
-    that is absent they are not known, as in earlier checkpoints."""
+    """The bad records of those next blocks, name → reason: they stay bad, or the rows would move."""
     digests: dict[int, int] = {}
     """The digests of those next blocks, if the order is exact."""
     by_row: bool = False

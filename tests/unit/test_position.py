@@ -192,30 +192,6 @@ def test_of_a_block_with_bad_records_only_one_that_was_trained_is_missed() -> No
         Run([[True, True, False, True]], position, True, random.Random(0))
 
 
-def test_older_checkpoints_miss_no_record() -> None:
-    cut = Run([[True] * 10], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
-    position = cut.stream.position(2, sum(cut.ids(range(2))))
-    older = position.model_dump(mode="json", exclude={"quarantined"})
-    old = Run(
-        [[True, False] + [True] * 8], DataCursor.model_validate(older), True, random.Random(0)
-    )
-    assert old.stream.splitter.rows == 7, "nobody knows whether that record was bad before"
-
-
-def test_what_a_checkpoint_does_not_know_of_a_block_the_next_one_does_not_know_either() -> None:
-    older = {"epoch": 0, "plan": PLAN.model_dump(), "rows": 3, "partial": {0: (0, 2), 1: (0, 1)}}
-    bad = BlockReport(shard=1, nth=0, rows=3, records=4, bad=[BadRecord("1/3", "damaged")])
-    good = replace(bad, shard=0, rows=4, bad=[])
-    trail = Trail(DataCursor.model_validate(older))
-    trail.report(good)
-    trail.arrive(0, 4)
-    position = trail.after(1, 0)
-    assert position.quarantined == {0: {}}
-    Trail(position).report(bad)
-    with pytest.raises(DataError, match="record 1/3"):
-        Trail(position).report(replace(bad, shard=0))
-
-
 def test_a_record_that_could_not_be_read_stays_bad_in_a_block_that_is_made_again() -> None:
     cut = Run([[False] + [True] * 9], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = cut.stream.position(2, sum(cut.ids(range(2))))

@@ -602,30 +602,6 @@ def test_a_configuration_cannot_be_changed() -> None:
         load(None).config.train.epochs = 3  # type: ignore[misc]
 
 
-def test_the_configuration_of_an_older_run_has_keys_that_are_gone_at_their_defaults(
-    tmp_path: Path,
-) -> None:
-    old = {
-        "name": "old",
-        "data": {"share": None, "max_tokens": None},
-        "checkpoint": {"every_minutes": None},
-        "vertex": {"entry": "container"},
-        "rehearsal": {"cpu_quota": None},
-        "sagemaker": {
-            "channels": {
-                "a": {"uri": "s3://b/x", "content_type": None, "distribution": "FullyReplicated"}
-            }
-        },
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
-    found = load(tmp_path / "config.yaml")
-    assert (
-        found.config
-        == load({"name": "old", "sagemaker": {"channels": {"a": {"uri": "s3://b/x"}}}}).config
-    )
-    assert sorted(found.origins) == ["name", "sagemaker.channels.a.uri"]
-
-
 @pytest.mark.parametrize("typed", ["none", "None", "null", "'none'"])
 def test_none_can_be_typed_where_it_is_a_choice(typed: str) -> None:
     config = load(None, [f"data.cache={typed}", f"train.scheduler={typed}"]).config

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,24 +39,6 @@ TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
 SECRETS_FILE = "job.secrets.json"
 """Next to a staged `job.yaml`: the values redacted there. Readable by the owner only."""
-
-
-_REMOVED: dict[str, tuple[Any, str]] = {
-    "data.max_tokens": (None, "cut long rows in the chain, or set train.accumulate_steps"),
-    "data.share": (None, "each run preprocesses its own blocks: remove the key"),
-    "checkpoint.every_minutes": (None, "set checkpoint.every_steps"),
-    "vertex.entry": (
-        "container",
-        "Google's prebuilt images run the container entry: remove the key",
-    ),
-    "rehearsal.cpu_quota": (None, "rehearsal.cpus is what Ray uses on a host"),
-    "sagemaker.channels.*.content_type": (None, "Stoker's readers need none: remove the key"),
-    "sagemaker.channels.*.distribution": (
-        "FullyReplicated",
-        "every host gets every object: remove the key",
-    ),
-}
-"""Former keys: their default, which the config.yaml of an older run has, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +112,6 @@ def load(
             f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
             f" set it with {'.'.join(keys)}=…"
         )
-    for key, value, default, instead in _without_removed(tree):
-        place = origins.pop(key, where)
-        if value != default:
-            problems.append(f"{place}: {key}: was removed (got {value!r}); {instead}")
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -147,17 +124,6 @@ def load(
     if problems:
         raise UsageError(*problems)
     return Resolved(config, origins, Path(path) if path else None)
-
-
-def _without_removed(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Take former keys out of a tree: key, value, former default and what to do instead of each."""
-    for name, value in list(tree.items()):
-        key = f"{prefix}{name}"
-        former = _REMOVED.get(re.sub(r"(?<=^sagemaker\.channels\.).+(?=\.)", "*", key))
-        if former is not None:
-            yield key, tree.pop(name), *former
-        elif isinstance(value, dict):
-            yield from _without_removed(value, f"{key}.")
 
 
 def unquoted(text: str) -> Text:

@@ -15,7 +15,6 @@ from stoker.errors import DataError, Failure, UsageError
 from stoker.events import kinds
 from stoker.events.kinds import Event
 from stoker.protocol import BlockSlice, DataCursor, Plan, StepAssignment
-from stoker.read.sources import item_name
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.passes import Passes
@@ -104,11 +103,7 @@ class Coordinator(DataService):
             start, note = start_at(beginning.position, start)
             if note:
                 self.event(kinds.Note(text=note))
-            deadly = self.suspects.of("train")
-            deadly |= start.deadly
-            if start.version < 2:
-                source = self.passes.sources["train"]
-                deadly |= {item_name(source, key): reason for key, reason in start.deadly.items()}
+            self.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = error
         self.attempt = RecipeAttempt(
@@ -196,7 +191,7 @@ class Coordinator(DataService):
             new = fresh(epoch + 1, self.plan, self.by_row)
             place = new if pass_ is None else pass_.position(steps, id_sum)
             deadly = dict(self.suspects.of("train"))
-            return place.model_copy(update={"deadly": deadly, "version": 2}).model_dump(mode="json")
+            return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
     def epoch_done(
         self, attempt: int, split: str, epoch: int, rank: int, used: Used, steps: int | None = None

@@ -71,7 +71,6 @@ def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor
     refuse_other_data(position, start.plan)
     if position.epoch != start.epoch:
         raise ValueError(f"the position is of epoch {position.epoch}, not of {start.epoch}")
-    # What the checkpoint could not say, such as an older one, is as it is now.
     absent = [key for key in ("validation", "cache_share") if getattr(position.plan, key) is None]
     plan = position.plan.model_copy(update={key: getattr(start.plan, key) for key in absent})
     position = position.model_copy(update={"plan": plan})
@@ -149,10 +148,9 @@ class Trail:
     def _refuse_moved(self, report: BlockReport) -> None:
         """Refuse that rows which were consumed of the next block of a shard are others now."""
         whole, rows = self.start.partial.get(report.shard, (0, 0))
-        known = self.start.quarantined.get(report.shard)
-        if not rows or report.nth != whole or known is None:
+        if not rows or report.nth != whole:
             return
-        before = 0
+        known, before = self.start.quarantined.get(report.shard, {}), 0
         for bad in sorted(report.bad, key=lambda bad: bad.place):
             if bad.called in known:
                 before += 1
@@ -218,16 +216,14 @@ class Trail:
             "bad": bad,
             "bad_ids": bad_ids % ID_MODULUS,
         }
-        quarantined, digests = {}, {}
+        quarantined, digests = dict[int, dict[str, str]](), dict[int, int]()
         for shard, (_, rows_of_next) in there._partial.items():
             # None, if the next one was not made again since `start`.
             blocks = there._blocks.get(shard)
-            those = blocks[0].bad if blocks else start.quarantined.get(shard)
-            if rows_of_next and those is not None:
-                quarantined[shard] = those
-            digest = blocks[0].digest if blocks else start.digests.get(shard)
-            if rows_of_next and digest:
-                digests[shard] = digest
+            if rows_of_next:
+                quarantined[shard] = blocks[0].bad if blocks else start.quarantined.get(shard, {})
+                digest = blocks[0].digest if blocks else start.digests.get(shard, 0)
+                digests |= {shard: digest} if digest else {}
         return start.model_copy(
             update={
                 "rows": start.rows + rows,

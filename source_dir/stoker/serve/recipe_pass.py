@@ -488,10 +488,8 @@ class RecipeAttempt(Attempt):
         deadly = self.suspects.of(split)
         if deadly and (total := self.totals[split]) is not None:
             budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
-            bad = len(
-                {name.removeprefix("item ") for name in deadly}
-            )  # an earlier checkpoint gave both
-            refuse_over_budget(bad, total, f"{total} {split} records", budget, BadRecord(*first))
+            of = f"{total} {split} records"
+            refuse_over_budget(len(deadly), total, of, budget, BadRecord(*first))
 
     def account(self, pass_: RecipePass, block: ReadyBlock) -> None:
         split, epoch, report = pass_.account.split, pass_.account.epoch, block.report

@@ -203,7 +203,7 @@ def history(run_dir: Path) -> list[LoggedAttempt]:
     if not found:
         raise UsageError(
             f"{run_dir}: no event `attempt` in events.jsonl: the run has not started training, is a"
-            " script, or comes from an earlier version"
+            " script"
         )
     return found
 
@@ -412,12 +412,10 @@ def losses_of(
     run_dir: Path, config: Config, recipe: Recipe, step: int, parts: Sequence[RankBatch]
 ) -> tuple[list[list[float]] | None, str]:
     where = config.checkpoint.dir or str(run_dir / "checkpoints")
-    # Of an earlier version's run, and not in the folder of this command.
+    # A relative one is of the folder that the run was started in.
     if "://" not in where and not Path(where).is_absolute() and not Path(where).is_dir():
-        return (
-            None,
-            f"no losses: the run wrote to {where} in another folder; add checkpoint.dir=/…/{where}",
-        )
+        there = f"the run wrote to {where} in another folder"
+        return None, f"no losses: {there}; add checkpoint.dir=/…/{where}"
     store = open_store(where)
     # The complete checkpoint nearest to the start of the step; the earlier one of two.
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))
