@@ -40,7 +40,6 @@ from stoker.place import (
     LAUNCH_DIR_VARIABLE,
     PACKAGE_VARIABLE,
     PLACE_VARIABLE,
-    PROCESS_FILE,
     RUN_DIR_VARIABLE,
     SOURCE_DIR_VARIABLE,
     STOP_FILE,
@@ -60,7 +59,7 @@ from stoker_launcher.job import (
 from stoker_launcher.places import place_named
 from stoker_launcher.places import ray as ray_jobs
 from stoker_launcher.places.local import outlast, started
-from stoker_launcher.run_directory import MACHINE, PastRun, resolve_resume, written
+from stoker_launcher.run_directory import PastRun, resolve_resume, written
 
 ORIGIN = "stoker.run"
 POLL_S = 0.5
@@ -417,8 +416,6 @@ def submit(request: NotebookRequest) -> NotebookRun:
         if isinstance(error, OSError):
             raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
         raise
-    if request.lasting is None:
-        (run_dir / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
     return NotebookRun(request, process, None if local else code.parent, new, latest, earlier)
 
 

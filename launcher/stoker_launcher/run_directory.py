@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,7 +22,8 @@ from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.place import ORIGINS_FILE, PROCESS_FILE, RUN_DIR_VARIABLE
+from stoker.hosts.run_lock import PROCESS_FILE, holder_of
+from stoker.place import ORIGINS_FILE
 from stoker.storage.checkpoint_store import complete, open_store
 from stoker.storage.filesystems import deepest_there
 from stoker_launcher import places
@@ -32,13 +32,6 @@ from stoker_launcher.places import EXIT_CODES, Place, Resume
 if TYPE_CHECKING:
     from stoker_launcher.job import Job
 
-_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-MACHINE = ""
-if _BOOT.exists():
-    MACHINE = f"{socket.gethostname()} {_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
-"""Containers of one host may have its name, and boot with it, but count processes of their own."""
-SILENT_S = 60.0
-"""A run on another machine that gives no sign for so long has ended, as one that was killed; see LIFE_S."""
 LEAST_FREE_BYTES = 20 * 2**20
 """Less does not even fit a run's logs."""
 
@@ -134,8 +127,6 @@ class PastRun:
     def __init__(self, run_dir: Path) -> None:
         self.id = str(run_dir)
         self.run_dir = run_dir
-        self._signs, self._since = [0], 0.0
-        """When its files were last written, by the clock of their server; since when that is known here."""
 
     def summary(self) -> dict[str, Any]:
         try:
@@ -151,76 +142,8 @@ class PastRun:
             at = datetime.fromisoformat(str(self.summary().get("started"))).timestamp()
         return at, len(self.run_dir.name), self.run_dir.name
 
-    def process_id(self) -> int | None:
-        """The process id of the run on this machine; None after its end."""
-        own = variables = os.fsencode(f"{RUN_DIR_VARIABLE}={self.run_dir}")
-        try:
-            text, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
-            os.kill(number := int(text), 0)
-            if Path("/proc/self").exists():  # process ids are reused
-                variables = Path(f"/proc/{number}/environ").read_bytes()
-        except (OSError, ValueError) as error:
-            if not isinstance(error, PermissionError) or not self._is_owners(number, machine):
-                return None
-        return number if machine in ("", MACHINE) and own in variables.split(b"\0") else None
-
-    def is_copy(self) -> bool:
-        """Whether its process lives, and writes to the folder that this one is a copy of, or was before."""
-        name = os.fsencode(f"{RUN_DIR_VARIABLE}=")
-        with contextlib.suppress(OSError, ValueError):
-            number, _, machine = (self.run_dir / PROCESS_FILE).read_text().partition(" ")
-            variables = Path(f"/proc/{int(number)}/environ").read_bytes().split(b"\0")
-            folders = [
-                Path(os.fsdecode(v.removeprefix(name))) for v in variables if v.startswith(name)
-            ]
-            started = [
-                PastRun(folder).summary().get("started") for folder in folders if folder.exists()
-            ]
-            return (
-                bool(folders)
-                and machine in ("", MACHINE)
-                and {*started} <= {self.summary().get("started")}
-            )
-        return False
-
-    def _is_owners(self, number: int, machine: str) -> bool:
-        """Whether a process of another user is the run's, as far as that can be told."""
-        with contextlib.suppress(OSError):
-            return (
-                bool(machine)
-                and Path(f"/proc/{number}").stat().st_uid == self.run_dir.stat().st_uid
-            )
-        return False
-
-    def elsewhere(self) -> str | None:
-        """Where the run is, as far as its files say; None after its end, and if it was started here.
-
-        Its end may be that nothing was written for SILENT_S, which shows if this is asked again and again.
-        """
-        signs = [
-            written(self.run_dir, name) for name in ("summary.json", "events.jsonl", PROCESS_FILE)
-        ]
-        if signs != self._signs:
-            self._signs, self._since = signs, time.monotonic()
-        summary, file = self.summary(), self.run_dir / PROCESS_FILE
-        machine = file.read_text().partition(" ")[2] if file.exists() else ""
-        if not file.exists() and summary.get("place") == "ray":
-            machine = "a Ray cluster"
-        under_way = summary.get("status") in ("running", "starting")
-        under_way &= time.monotonic() - self._since < SILENT_S
-        host = machine if machine.startswith("a ") else machine.partition(" ")[0]
-        return host if under_way and machine not in ("", MACHINE) else None
-
-    def writes_elsewhere(self) -> bool:
-        """Whether a run of another machine goes on; without a sign of that, only after a wait."""
-        if host := self.elsewhere():
-            print(
-                f"note: {self.id} ran on {host}; looking whether it still writes", file=sys.stderr
-            )
-        before = self._signs
-        while self.elsewhere() and self._signs == before:
-            time.sleep(0.5)
-        return self._signs != before
+    def alive(self) -> bool:
+        return holder_of(self.run_dir).state == "running"
 
     def status(self) -> str:
         from stoker.events.console import metrics_text
@@ -228,14 +151,13 @@ class PastRun:
 
         found = self.summary()
         status = str(found.get("status", "unknown"))
-        host = self.elsewhere()
-        if not host and status in ("running", "starting") and self.process_id() is None:
-            last = found.get("steps", 0)
-            return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
-        at = datetime.fromtimestamp(max(self._signs) / 1e9).astimezone().isoformat(" ", "seconds")
-        parts = [
-            f"running on {host}, as far as its files say (last sign at {at})" if host else status
-        ]
+        holder = holder_of(self.run_dir)
+        if status in ("running", "starting") and not self.alive():
+            if holder.state == "ended":
+                last = found.get("steps", 0)
+                return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
+            status += ", as far as its files say"
+        parts = [f"{status} on {holder.host}" if holder.host else status]
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):
@@ -258,29 +180,30 @@ class PastRun:
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         path = self.run_dir / "logs" / "console.log"
-        while follow and not path.exists() and (self.process_id() or self.elsewhere()):
+        while follow and not path.exists() and self.alive():
             time.sleep(0.2)
         if not path.exists():
             return
         with path.open() as file:
             while True:
-                running = follow and (self.process_id() or self.elsewhere())
+                running = follow and self.alive()
                 yield from (line.rstrip("\n") for line in file)
                 if not running:
                     return
                 time.sleep(0.3)
 
     def wait(self) -> int:
-        while self.process_id() or self.elsewhere():
+        while self.alive():
             time.sleep(0.5)
         return EXIT_CODES.get(str(self.summary().get("status")), 1)
 
     def stop(self) -> str | None:
-        if (number := self.process_id()) is None:
-            where = "is not of this machine" if self.elsewhere() else "has already ended"
+        holder = holder_of(self.run_dir)
+        if holder.process is None:
+            where = "has already ended" if holder.state == "ended" else "is not of this machine"
             raise UsageError(f"{self.id}: this run {where}: {self.status()}")
         try:
-            os.kill(number, signal.SIGTERM)
+            os.kill(holder.process, signal.SIGTERM)
         except PermissionError:
             raise UsageError(f"{self.id}: this run is another user's, who has to stop it") from None
         return None
@@ -289,14 +212,8 @@ class PastRun:
 def is_lost(run_dir: Path) -> bool:
     """Whether a run's process on this machine is gone, although its summary says that it runs."""
     run = PastRun(run_dir.resolve())
-    if (
-        not (run.run_dir / PROCESS_FILE).is_file()
-        or run.process_id()
-        or run.elsewhere()
-        or run.is_copy()
-    ):
-        return False
-    return run.summary().get("status") == "running"  # read last, as it may have ended meanwhile
+    # Read last, as it may have ended meanwhile.
+    return holder_of(run.run_dir).state == "ended" and run.summary().get("status") == "running"
 
 
 def attach(run_id: str) -> PastRun:
@@ -443,10 +360,16 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
 
 def _run(run_dir: Path, place: Place, config: Config) -> Resume:
     run = places.attach(str(run_dir))  # asks Slurm about a run of its own
-    if isinstance(run, PastRun) and (run.process_id() or run.writes_elsewhere()):
+    holder = holder_of(run_dir)
+    if isinstance(run, PastRun) and run.alive():
         here = f"first: stoker stop {shlex.quote(str(run_dir))}"
-        on, stop = (f" on {host}", "there") if (host := run.elsewhere()) else ("", here)
+        on, stop = (f" on {holder.host}", "there") if holder.host else ("", here)
         raise UsageError(f"--resume: {run_dir} is still running{on}; stop it {stop}")
+    if holder.state == "unlocked" and PastRun(run_dir).summary().get("status") == "running":
+        raise UsageError(
+            f"--resume: {run_dir} may still be running: its disk has no file locks to tell; if it is not,"
+            f" remove {PROCESS_FILE} from it"
+        )
     steps, copied = kept_in(run_dir, config), place.checkpoints == "copies"
     if not steps and not kept_outside(config, place):
         on = " on its hosts" if copied else ""

@@ -15,10 +15,6 @@ ORIGINS_FILE = "job.origins.json"
 """In the staged source: the origin of each value of `job.yaml`."""
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
 """In the staged source: the token of the job's Ray cluster."""
-PROCESS_FILE = "process.id"
-"""In a local run's directory: the id of its process, and its machine. Earlier versions wrote the id alone."""
-LIFE_S = 15.0
-"""How often a run sets the time of that file."""
 STOP_FILE = "stop.requested"
 """In the run directory: a stop was requested. Local jobs write it themselves; on Slurm `stoker stop` does."""
 LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -25,7 +24,7 @@ from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 from stoker_launcher import run_directory as launcher
-from stoker_launcher.places import local, place_named
+from stoker_launcher.places import place_named
 
 
 def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
@@ -447,30 +446,6 @@ def test_a_rehearsal_takes_over_from_a_bucket_only_what_it_is_told_to(
     monkeypatch.setattr(launcher, "PRIVATE", ("/opt/ml/",))  # as if `root` were not below /tmp
     with pytest.raises(UsageError, match="has checkpoints of another run"):
         resolve(None, "rehearsal", given(f"{root}/ck"))
-
-
-def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
-    import subprocess
-    import sys
-
-    run = Path(runs.output_dir) / "digits-20260102-000000"
-    (run / "process.id").write_text(str(os.getpid()))
-    assert resolve(str(run), "local", runs).run_dir == run, "the number belongs to another program"
-    command = [sys.executable, "-c", "import time; time.sleep(60)", "train.py"]
-    stranger = subprocess.Popen(command, env=local.environment(run.with_name("other")))
-    process = subprocess.Popen(command, env=local.environment(run))
-    try:
-        (run / "process.id").write_text(str(stranger.pid))
-        with pytest.raises(UsageError, match="this run has already ended"):
-            local.attach(str(run)).stop()
-        assert stranger.poll() is None, "another run, which got the number"
-        (run / "process.id").write_text(str(process.pid))
-        with pytest.raises(UsageError, match="is still running; stop it first"):
-            resolve("auto", "local", runs)
-    finally:
-        for one in (stranger, process):
-            one.kill()
-            one.wait()
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,20 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError
+from stoker.hosts import run_lock
+from stoker.hosts.run_lock import PROCESS_FILE
 from stoker.place import ORIGINS_FILE
 from stoker_launcher import notebook, run_directory
 from stoker_launcher.job import Job, open_job
@@ -113,86 +114,93 @@ def refusal(asked: str = "auto") -> str:
     return problem
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from stoker.hosts import run_lock
+run_lock.hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
 @contextlib.contextmanager
-def writing(file: Path) -> Iterator[None]:
-    """A run elsewhere that goes on."""
-    over = threading.Event()
-
-    def write() -> None:
-        while not over.wait(0.1):
-            with file.open("a") as opened:
-                opened.write("{}\n")
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    yield
-    over.set()
-    thread.join()
+def running(run_dir: Path, machine: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of a run, on another machine if one is named."""
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        if machine:
+            file = run_dir / PROCESS_FILE
+            file.write_text(f"{process.pid} {file.stat().st_ino} {machine}")
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-@pytest.mark.parametrize("status", ["running", "starting"])
-def test_a_run_of_another_machine_is_under_way_while_it_writes(
-    status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = a_run(status=status, steps=12)
-    (run_dir / "process.id").write_text(f"{os.getpid()} gpu-7 4711")
+@pytest.mark.parametrize("machine", ["", "gpu-7 an-earlier-boot pid:[1]"])
+def test_a_run_is_alive_while_its_process_holds_the_lock(machine: str) -> None:
+    """After SIGKILL, too; where its machine counts is that another one's process is not ours to stop."""
+    run_dir = a_run(status="running", steps=12)
     run = attach(str(run_dir))
-    assert run.status().startswith("running on gpu-7, as far as its files say (last sign at 20")
-    where = f"{run_dir} is still running on gpu-7; stop it there"
-    with writing(run_dir / "events.jsonl"):
-        assert refusal() == refusal(str(run_dir)) == f"--resume: {where}"
-    with pytest.raises(UsageError, match="not of this machine: running on gpu-7, as far"):
+    with running(run_dir, machine) as process:
+        on = " on gpu-7" if machine else ""
+        assert run.status().startswith(f"running{on}  step 12")
+        end = "there" if machine else f"first: stoker stop {run_dir}"
+        assert refusal() == refusal(str(run_dir))
+        assert refusal() == f"--resume: {run_dir} is still running{on}; stop it {end}"
+        assert not run_directory.is_lost(run_dir)
+        if machine:
+            with pytest.raises(UsageError, match="is not of this machine: running on gpu-7"):
+                run.stop()
+        else:
+            run.stop()
+            assert process.wait() == -signal.SIGTERM
+    assert run_directory.is_lost(run_dir) and run.wait() == 1 and resumed() == run_dir
+    assert run.status().startswith("failed: the process exited without a result (last step: 12)")
+    with pytest.raises(UsageError, match="this run has already ended"):
         run.stop()
-    monkeypatch.setattr(run_directory, "SILENT_S", 2.0)
-    assert resumed() == run_dir, "it was killed, or its machine is gone"
-    assert run.wait() == 1
-    (run_dir / "summary.json").write_text('{"status": "interrupted"}')
-    assert resumed() == run_dir and run.wait() == 143
 
 
-@pytest.fixture
-def alive() -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    process = subprocess.Popen(command, env=local.environment(Path("runs", NAME).resolve()))
-    yield process
-    process.kill()
-    process.wait()
+def test_only_one_process_continues_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.1)
+    run_dir = a_run()
+    with running(run_dir), pytest.raises(UsageError, match="another process runs this job"):
+        run_lock.hold(run_dir)
 
 
-def test_a_run_of_this_machine_is_known_by_its_process_and_boot(
-    alive: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_lock_tells_is_said_as_the_files_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy, of a run that Stoker did not start here, and on a disk without locks."""
     run_dir = a_run(status="running")
-    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
-    assert attach(str(run_dir)).status() == "running" and "is still running" in refusal()
-    (run_dir / "process.id").write_text(f"{alive.pid} {socket.gethostname()} an-earlier-boot")
-    monkeypatch.setattr(run_directory, "SILENT_S", 1.0)
-    assert attach(str(run_dir)).status().startswith(f"running on {socket.gethostname()}, as far")
-    assert resumed() == run_dir, (
-        "after a while without a sign: it may be another container of that name"
-    )
-    (run_dir / "process.id").write_text(str(alive.pid))
-    assert "is still running" in refusal(), "as earlier versions wrote it"
+    said = "running, as far as its files say"
+    assert attach(str(run_dir)).status() == said and resumed() == run_dir
+    with running(run_dir):
+        copy = shutil.copytree(run_dir, Path("runs/copy").resolve())
+        assert attach(str(copy)).status() == said and not run_directory.is_lost(copy)
+        monkeypatch.setattr(run_lock.fcntl, "flock", mock.Mock(side_effect=OSError(95, "none")))
+        assert attach(str(run_dir)).status() == said and not run_directory.is_lost(run_dir)
+        assert "its disk has no file locks" in refusal()
+    (run_dir / PROCESS_FILE).unlink()
+    assert resumed() == run_dir
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_the_run_of_another_user_is_alive(alive: subprocess.Popen[bytes]) -> None:
+def test_the_run_of_another_user_is_alive() -> None:
     run_dir = a_run(status="running")
-    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
     look = "import os, sys\nfrom stoker_launcher.run_directory import PastRun\nos.setresuid(*[65534] * 3)\n"
     look += "run = PastRun(__import__('pathlib').Path())\nprint(run.status())\nrun.stop()"
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "launcher")}
-    done = subprocess.run(
-        [sys.executable, "-c", look], cwd=run_dir, env=variables, capture_output=True, text=True
-    )
-    assert done.stdout == "running\n", done.stderr
-    assert "this run is another user's, who has to stop it" in done.stderr
-    assert alive.poll() is None
+    with running(run_dir) as alive:
+        done = subprocess.run(
+            [sys.executable, "-c", look], cwd=run_dir, env=variables, capture_output=True, text=True
+        )
+        assert done.stdout == "running\n", done.stderr
+        assert "this run is another user's, who has to stop it" in done.stderr
+        assert alive.poll() is None
 
 
-def test_a_run_of_slurm_is_asked_for_in_its_queue(
-    alive: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_slurm_is_asked_for_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = a_run(status="interrupted")
     (run_dir / "slurm.job").write_text("77\n")
     squeue = Path("squeue").resolve()
@@ -204,18 +212,8 @@ def test_a_run_of_slurm_is_asked_for_in_its_queue(
         command.write_text("#!/bin/sh\necho JobState=TIMEOUT\n")
         command.chmod(0o755)
     assert resumed() == run_dir, "the job has ended"
-    (run_dir / "process.id").write_text(f"{alive.pid} {run_directory.MACHINE}")
-    assert "is still running; stop it first" in refusal(), "continued on this machine since"
-
-
-def test_a_run_of_ray_jobs_in_a_shared_folder_is_left_alone() -> None:
-    run_dir = a_run("tab-20260101-120000-ab12", status="running", place="ray")
-    with writing(run_dir / "events.jsonl"):
-        assert "is still running on a Ray cluster; stop it there" in refusal()
-    step = run_dir / "checkpoints/step-00000010"
-    assert run_directory.resolve_resume(str(step), place_named("local"), config()).value == str(
-        step
-    )
+    with running(run_dir):
+        assert "is still running; stop it first" in refusal(), "continued on this machine since"
 
 
 # ---- latest ----

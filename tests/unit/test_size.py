@@ -16,11 +16,10 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 from stoker.events.summary import read_summary
-from stoker.place import PROCESS_FILE
+from stoker.hosts.run_lock import PROCESS_FILE
 from stoker_launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
 from stoker_launcher.advise.sizing import job_samples
 from stoker_launcher.command_line import app
-from stoker_launcher.run_directory import MACHINE
 
 BLURS = [
     {"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)
@@ -262,7 +261,7 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
     assert notes("{size: 32}") == ["the run failed: disk full"]
     summary.status, summary.error = "running", None
     summary.write(run)
-    (run / PROCESS_FILE).write_text(f"{2**22 + 1} {MACHINE}")
+    (run / PROCESS_FILE).write_text("1")  # whose lock nobody holds
     assert notes("{size: 32}") == ["the run failed: it ended without a result"], "it was killed"
 
 

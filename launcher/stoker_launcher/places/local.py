@@ -23,7 +23,6 @@ from stoker.place import (
     CHECK_VARIABLE,
     LAUNCH_DIR_VARIABLE,
     PLACE_VARIABLE,
-    PROCESS_FILE,
     RUN_DIR_VARIABLE,
     SOURCE_DIR_VARIABLE,
     STOP_FILE,
@@ -32,7 +31,7 @@ from stoker.scripts.script_checks import script_command_line
 from stoker_launcher import run_directory
 from stoker_launcher.job import COMMAND, Job
 from stoker_launcher.places import Place
-from stoker_launcher.run_directory import MACHINE, PastRun, attach, written
+from stoker_launcher.run_directory import PastRun, attach, written
 
 FORWARD_AFTER_S = 2.0
 Result = TypeVar("Result")
@@ -89,8 +88,8 @@ class LocalRun(PastRun):
         self.process, self.new, self.latest = process, new, latest
         self._noticed_at = written(run_dir, STOP_FILE)
 
-    def process_id(self) -> int | None:
-        return self.process.pid if self.process.poll() is None else None
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
     def status(self) -> str:
         code = self.process.poll()
@@ -181,7 +180,6 @@ def submit(request: LocalRequest) -> LocalRun:
     if threading.current_thread() is not threading.main_thread():
         passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
     process = started(run_dir / "code", environment(run_dir, request.job.source_dir), **passed)
-    (run_dir / PROCESS_FILE).write_text(f"{process.pid} {MACHINE}")
     return LocalRun(run_dir, process, new, latest)
 
 

@@ -30,6 +30,7 @@ from stoker.events.prices import prices_of
 from stoker.events.recorder import Recorder
 from stoker.events.sinks import Board, Sink, Tracking
 from stoker.events.summary import Cluster, Host, Summary
+from stoker.hosts import run_lock
 from stoker.hosts.topology import GROUP_LABEL, host_name, label
 from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
@@ -77,6 +78,8 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
     config = resolved.config
     redaction.learn_job(config.model_dump(mode="json"))
     log = open_log(place.run_dir)
+    if place.name in ("local", "ray") and not place.copies:  # of others, ask their service
+        run_lock.hold(place.run_dir)
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(
         name=config.name,

@@ -14,7 +14,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import Service, services
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.place import LAUNCH_DIR_VARIABLE, LIFE_S, ORIGINS_FILE, PLACE_VARIABLE
+from stoker.place import LAUNCH_DIR_VARIABLE, ORIGINS_FILE, PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
@@ -63,14 +62,15 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster."""
-    from stoker.hosts import cluster, forks
-    from stoker.place import CHECK_VARIABLE, PROCESS_FILE, local_place
+    from stoker.hosts import cluster, forks, run_lock
+    from stoker.place import CHECK_VARIABLE, local_place
 
     starting = None
-    process_file = local_place().run_dir / PROCESS_FILE
-    threading.Thread(target=_show_life, args=[process_file], name="life", daemon=True).start()
     gc.disable()  # until the driver runs, to import faster
     check_only, on_cluster = CHECK_VARIABLE in os.environ, os.environ.get(PLACE_VARIABLE) == "ray"
+    here = local_place()
+    if here.run_dir.is_dir() and not here.copies and not check_only:
+        run_lock.hold(here.run_dir)  # on a Ray cluster, the driver creates it
     try:
         resolved = read_configuration(arguments, {})
         if on_cluster:
@@ -102,14 +102,6 @@ def run_locally(arguments: list[str]) -> int:
             return driver.run(resolved, place, opened).code
         finally:
             gc.unfreeze()  # else libraries in C++ say at the end which of their objects "leaked"
-
-
-def _show_life(file: Path) -> None:
-    """Thread: other machines on a shared disk see by the time of this file that the run goes on."""
-    while True:
-        with contextlib.suppress(OSError):
-            os.utime(file)
-        time.sleep(LIFE_S)
 
 
 def _refused(error: StokerError) -> int:

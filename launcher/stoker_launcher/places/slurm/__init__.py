@@ -176,9 +176,9 @@ class SlurmRun(PastRun):
     def state(self) -> State:
         return slurm_commands.state_of(self.job_id)
 
-    def process_id(self) -> int | None:
-        """The job's id while Slurm has the job in its queue; or that of a local process that continues it."""
-        return int(self.job_id.partition("_")[0]) if self.state().active else super().process_id()
+    def alive(self) -> bool:
+        """Whether Slurm has the job in its queue, or a local process continues it."""
+        return self.state().active or super().alive()
 
     def status(self) -> str:
         return self._status_in(self._patiently(self.state))
