@@ -47,8 +47,24 @@ class Records(Dataset[Any]):
 
 
 class Draws(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = {"train": [random.Random(1), np.random.default_rng(2)]}
+
     def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(), float(torch.rand(()))
+        time.sleep(0.002)  # so that all processes take part
+        own = [generator.random() for generator in self.own["train"]]
+        return index, random.random(), np.random.rand(), float(torch.rand(())), *own
+
+
+class Masks:
+    """As a collator with a seed that creates its generator in the first call."""
+
+    generator: Any = None
+
+    def __call__(self, records: list[Any]) -> Any:
+        self.generator = self.generator or torch.Generator().manual_seed(42)
+        return [*torch.tensor(records).T, torch.rand(len(records), generator=self.generator)]
 
 
 class Stream(IterableDataset[Any]):
@@ -83,8 +99,12 @@ def test_what_records_draw_is_the_same_on_a_cluster_and_in_this_process(
     for where in ("", "process"):
         monkeypatch.setenv("STOKER_LOADER", where)
         torch.manual_seed(0)
-        found.append(list(DataLoader(Draws(), batch_size=5, shuffle=True)))
+        loader = DataLoader(Draws(), batch_size=5, shuffle=True, collate_fn=Masks())
+        found.append([batch for _ in range(2) for batch in loader])
     assert equal(*found)
+    for column in range(1, 7):
+        draws = [float(value) for batch in found[0] for value in batch[column]]
+        assert len({*draws}) == len(draws) == 2 * len(Draws())
 
 
 def test_more_workers_of_an_iterable_dataset_than_processes_take_turns_from_any_place_on() -> None:

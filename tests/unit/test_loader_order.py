@@ -7,7 +7,6 @@ import itertools
 import random
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    Subset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -481,41 +479,6 @@ class Stops(Records):
 def test_a_record_that_raises_stop_iteration_does_not_end_the_pass_as_if_it_were_whole() -> None:
     with pytest.raises(RuntimeError, match="StopIteration at index 0"):
         list(DataLoader(Stops()))
-
-
-class Augments(Records):
-    def __init__(self, rng: Any = None, transform: Any = None) -> None:
-        super().__init__()
-        self.rng, self.transform = rng, transform
-
-
-@pytest.mark.parametrize(
-    ("dataset", "where"),
-    [
-        (Augments(np.random.default_rng(0)), "dataset.rng"),
-        (Augments(np.random.RandomState(0)), "dataset.rng"),
-        (Augments(torch.Generator()), "dataset.rng"),
-        (Augments(transform=Augments(random.Random(0))), "dataset.transform.rng"),
-        (Subset(Subset(Augments(random.Random(0)), [0, 1]), [1]), "dataset.dataset.dataset.rng"),
-    ],
-)
-def test_a_generator_of_a_datasets_own_is_told(dataset: Any, where: str) -> None:
-    with pytest.warns(
-        UserWarning, match=rf"{where} is a random generator.*seeded for each record"
-    ) as told:
-        made = DataLoader(dataset)
-        list(made)
-        list(made)
-    assert len(told) == 1
-
-
-def test_other_parts_of_a_dataset_are_not_taken_for_generators() -> None:
-    itself = Augments(transform=random)
-    itself.dataset = itself  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DataLoader(itself)
-        DataLoader(Augments(np.random.RandomState, transform=torch.nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("size", [4, None])

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from stoker.chain.collating import CollateFn, as_rows
 from stoker.chain.columns import (
@@ -28,6 +28,7 @@ from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage
 from stoker.errors import ChainError, where_raised
 from stoker.protocol import BadRecord, BlockReport, Pad, Record, Schema, StageCost
+from stoker.read.generators import HeldGenerators
 from stoker.read.host_cache import KeptRecord
 from stoker.read.sources import ID_MODULUS, record_id, seed_globals, seed_torch
 
@@ -45,8 +46,10 @@ class Segment(NamedTuple):
 class SegmentRun:
     """The stages of a segment for some records of a block, and what they cost."""
 
-    def __init__(self, stages: list[Stage], seed: str, report: BlockReport) -> None:
-        self.stages, self._seed, self._report = stages, seed, report
+    def __init__(
+        self, stages: list[Stage], seed: str, report: BlockReport, held: HeldGenerators
+    ) -> None:
+        self.stages, self._seed, self._report, self._held = stages, seed, report, held
         self._costs = [report.costs.setdefault(s.name, StageCost(random=s.random)) for s in stages]
         self._generator = _generators(stages)
         self._passed, self._sizes = 0, list[int]()
@@ -57,6 +60,8 @@ class SegmentRun:
         sizes: list[int] = []
         # The result must not depend on where a record is processed, so each record has its own seed.
         rng = self._generator(f"{self._seed}/{key}")
+        self._held.seed(f"{self._seed}/{key}")
+        spare = self._held.spare(record)
         before = clock()
         try:
             for stage, cost in zip(self.stages, self._costs, strict=True):
@@ -71,6 +76,8 @@ class SegmentRun:
             text = " ".join(str(error).split())[:300] + _text_in(record, error)
             _quarantine(self._report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
             return None
+        if self._held.created():
+            return self.take(cast(Record, spare))
         self._sizes, self._passed = sizes or self._sizes, self._passed + 1
         record["key"] = key
         return record
@@ -98,14 +105,24 @@ class Chain:
     """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
     schemas: tuple[Schema, ...] = ()
     """Schemas of the split, which every block must have; empty: each block reports its own."""
+    _held: dict[tuple[int, ...], HeldGenerators] = field(default_factory=dict, init=False)
     share: float = 1.0
     """Share of the records that are cached, chosen by key; all stages of the others are fused."""
 
     def of(self, stages: list[Stage]) -> Chain:
         other = copy(self)
         other.__dict__.pop("_segments", None)
-        other.stages = stages
+        other.stages, other._held = stages, {}
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_held": {}}
+
+    def _held_by(self, stages: list[Stage]) -> HeldGenerators:
+        """The generators of stages that draw, seeded as the global ones are."""
+        if (key := tuple(map(id, stages))) not in self._held:
+            self._held[key] = HeldGenerators(*(stage.apply for stage in stages if stage.random))
+        return self._held[key]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickling imports what the transforms need, before any record is timed."""
@@ -222,9 +239,10 @@ class Chain:
     def _per_record(
         self, records: Iterable[Record], segment: Segment, seed: str, report: BlockReport
     ) -> Iterator[Record]:
-        cached = direct = SegmentRun(segment.stages, seed, report)
+        cached = direct = SegmentRun(segment.stages, seed, report, self._held_by(segment.stages))
         if self.share < 1 and segment.direct is not None:
-            direct = SegmentRun(segment.direct, seed, report)
+            held = self._held_by(segment.direct)
+            direct = SegmentRun(segment.direct, seed, report, held)
         return self._each(records, segment.is_prefix, cached, direct)
 
     def _each(
@@ -245,12 +263,19 @@ class Chain:
         records, columns, _, _ = self._pack(records, report, stage.name)
         if not records:
             return []
+        # Seed by all records of the block: another block may have the same first record.
+        text = f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records)
+        held = self._held_by([stage])
         if stage.random:
-            # Seed by all records of the block: another block may have the same first record.
-            seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
+            seed_globals(text)
+            held.seed(text)
+            spare = held.spare(columns)
         started = time.thread_time()
         try:
             out = stage.apply(columns)
+            if stage.random and held.created():
+                seed_globals(text)
+                out = stage.apply(spare)
         except Exception as error:
             raise ChainError(f"stage {stage.name}: {where_raised(error)}") from error
         cost = report.costs.setdefault(stage.name, StageCost())

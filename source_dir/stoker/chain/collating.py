@@ -15,6 +15,7 @@ from stoker.chain.columns import BATCHABLE, Ragged
 from stoker.chain.picture import channels_last
 from stoker.errors import SchemaError, where_raised
 from stoker.protocol import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
+from stoker.read.generators import HeldGenerators
 from stoker.read.sources import seed_globals
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 
@@ -36,6 +37,11 @@ def _opened(recipe: bytes) -> Recipe:
     """One object per process, so that what `collate` keeps in it is created once."""
     path, params = pickle.loads(recipe)  # noqa: S301 - written by the head or a train worker
     return load_recipe(path, params, SOURCE_FOLDER)
+
+
+@cache
+def _held(recipe: bytes) -> HeldGenerators:
+    return HeldGenerators(_opened(recipe))
 
 
 def as_rows(records: list[Record]) -> dict[str, Ragged]:
@@ -71,10 +77,16 @@ def records_of(rows: Ragged) -> list[Record]:
 
 
 def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:
-    seed_globals(seed)
     keys = [str(record.get("key")) for record in records]
     try:
+        held = _held(*collate.args) if isinstance(collate, partial) else HeldGenerators(collate)
+        seed_globals(seed)
+        held.seed(seed)
+        spare = held.spare(records)
         batch = collate([_as_tensors(record) for record in records])
+        if held.created():
+            seed_globals(seed)
+            batch = collate([_as_tensors(record) for record in spare or ()])
     except Exception as error:
         which = ", ".join(keys[:SHOWN_KEYS]) + (", …" if keys[SHOWN_KEYS:] else "")
         raise SchemaError(f"collate: {where_raised(error)}, with records {which}") from error

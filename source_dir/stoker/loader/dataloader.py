@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import random
 import secrets
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe
@@ -31,7 +28,6 @@ from stoker.serve.blocks.packing import pack
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
 VERSION = 2
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 Item = TypeVar("Item", covariant=True)
 OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
 """Attributes that change between passes. Workers get None, or each pass would send another content."""
@@ -97,15 +93,6 @@ class DataLoader(TorchDataLoader[Item]):
             warnings.warn(
                 'stoker.DataLoader: on_error="quarantine" has no effect on an IterableDataset: skip'
                 " records that cannot be loaded in its __iter__",
-                stacklevel=3,
-            )
-        own = "" if isinstance(self.dataset, IterableDataset) else own_generator(self.dataset)
-        if own:
-            warnings.warn(
-                f"stoker.DataLoader: {own} is a random generator of the dataset. Each process and each pass"
-                " begins with a copy in the same state. If __getitem__ draws from it as it is, draws repeat"
-                " and depend on which process makes a batch: there, use the global functions of torch, NumPy"
-                " or random, which are seeded for each record, or seed a generator from the index",
                 stacklevel=3,
             )
         counting = [each for each in self._samplers() if hasattr(each, "state_dict")]
@@ -350,23 +337,6 @@ class DataLoader(TorchDataLoader[Item]):
         set_states(self._own(), found["own"])
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
-
-
-def own_generator(dataset: Any) -> str:
-    """Where a dataset, one of its parts, or one that it wraps holds a generator; empty: none was found."""
-    where = "dataset"
-    for _ in range(9):
-        parts = _attributes(dataset)
-        for name, part in parts.items():
-            for inner, each in {"": part, **_attributes(part)}.items():
-                if isinstance(each, GENERATORS) and not isinstance(each, random.SystemRandom):
-                    return f"{where}.{name}.{inner}".rstrip(".")
-        dataset, where = parts.get("dataset"), f"{where}.dataset"
-    return ""
-
-
-def _attributes(each: Any) -> dict[str, Any]:
-    return {} if isinstance(each, type | ModuleType) else getattr(each, "__dict__", {})
 
 
 @functools.lru_cache(1)

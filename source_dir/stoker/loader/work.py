@@ -27,6 +27,7 @@ import numpy as np
 from stoker.chain.chain import use_one_thread
 from stoker.loader.worker_output import Said, Settings, heard, reload, set_as
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
+from stoker.read.generators import HeldGenerators
 from stoker.read.sources import restore_generators, seed_globals, states
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import (
@@ -160,6 +161,24 @@ class LoaderWork:
     _begun: set[int] = field(default_factory=set)
     _generators: Any = None
     """Their states after `worker_init_fn`, with which the first pass of a stream begins."""
+    _held: HeldGenerators | None = None
+
+    @property
+    def held(self) -> HeldGenerators:
+        """The generators of dataset and `collate`; those of an iterable dataset draw as in torch's workers."""
+        if self._held is None:
+            dataset = self.dataset
+            self._held = (
+                HeldGenerators(self.collate, apart=dataset)
+                if self.iterable
+                else HeldGenerators(dataset, self.collate)
+            )
+            self._held.find(sent=True)
+        return self._held
+
+    def _seed(self, text: str) -> None:
+        seed_globals(text)
+        self.held.seed(text)
 
     def run(self, order: LoadRequest, room: Room) -> Iterator[tuple[list[Parts], bool]]:
         """Yield groups of batches: one group for a map-style dataset, otherwise single batches.
@@ -231,7 +250,9 @@ class LoaderWork:
                 torch.manual_seed(order.base_seed + distinct)
                 np.random.seed(torchs._generate_state(order.base_seed, distinct))  # type: ignore[no-untyped-call]
                 if self.worker_init_fn is not None:
+                    held = self.held  # found before others are made
                     self.worker_init_fn(worker)
+                    held.find()
                 self._generators = states()
         self._begun.add(worker)
         if self.iterable and not self.workers:
@@ -249,8 +270,9 @@ class LoaderWork:
             data = self._records(seed, number, indices, bad)
             if bad and not data:
                 return MadeBatch(None, tuple(bad), empty=True)
-            seed_globals(f"{seed}/{number}/collate")
-            return MadeBatch(self.collate(data), tuple(bad))
+            self._seed(f"{seed}/{number}/collate")
+            made = MadeBatch(self.collate(data), tuple(bad))
+            return self._one(seed, number, indices) if self.held.created() else made
         except _AtIndexError as at:
             return failed(at.__cause__ or at, f"index {at.index!r} (batch {number})")
         except BaseException as error:
@@ -262,7 +284,7 @@ class LoaderWork:
             return found[0] if found else found
         together = getattr(self.dataset, "__getitems__", None)
         if together and not self.quarantines:
-            seed_globals(f"{seed}/{number}")
+            self._seed(f"{seed}/{number}")
             try:
                 return together(indices)
             except BaseException as error:
@@ -272,7 +294,7 @@ class LoaderWork:
     def _good(self, indices: Any, seed: str, bad: list[tuple[Any, str]]) -> list[Any]:
         data = []
         for nth, index in enumerate(indices):
-            seed_globals(f"{seed}/{nth}")
+            self._seed(f"{seed}/{nth}")
             try:
                 data.append(self.dataset[index])
             except (
@@ -288,13 +310,23 @@ class LoaderWork:
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
         info, fetcher, number, generators = torchs._worker_info, None, 0, states()
+
+        def collate(records: Any) -> Any:
+            self.held.seed(f"{order.seed}/{order.worker}/{number}/collate")
+            spare, before = self.held.spare(records), states()
+            made = self.collate(records)
+            if self.held.created():
+                restore_generators(before)
+                made = self.collate(spare)
+            return made
+
         while True:
             torchs._worker_info = info  # every time: streams and passes take turns in this process
             restore_generators(generators)
             try:
                 if fetcher is None:
                     fetcher = _IterableDatasetFetcher(
-                        self.dataset, self.auto_collation, self.collate, self.drop_last
+                        self.dataset, self.auto_collation, collate, self.drop_last
                     )
                     continue
                 made: MadeBatch | Failed = MadeBatch(fetcher.fetch(range(self.batch_size or 1)))  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from importlib.abc import MetaPathFinder
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord, Record, Shard
+from stoker.read.generators import HeldGenerators
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,14 @@ class Source(ABC):
     random: bool = True
     """False: reading draws no random numbers. Otherwise the global generators of `random`, NumPy and torch
     are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
+
+    @cached_property
+    def held(self) -> HeldGenerators:
+        """The generators of what it reads, seeded as the global ones are."""
+        return HeldGenerators(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "held"}
 
     notes: tuple[str, ...] = ()
     """Lines on what lies beside the records and is not read, for the screen and `peek`."""
@@ -335,12 +344,15 @@ def _forget_torch() -> None:
         sys.meta_path.remove(_when_loaded)
 
 
-def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
-    """The items of a reader, with the global generators seeded before each item is made."""
+def seeded(
+    records: Iterable[T], keys: Iterable[str] | None, text: str, held: HeldGenerators
+) -> Iterator[T]:
+    """The items of a reader, with the global generators and its own seeded before each item is made."""
     reader = iter(records)
     names = map(str, range(sys.maxsize)) if keys is None else chain(keys, repeat("end"))
     for name in names:
         seed_globals(f"{text}/{name}")
+        held.seed(f"{text}/{name}")
         try:
             item = next(reader)
         except StopIteration:
@@ -450,9 +462,13 @@ class TorchSource(NumberedSource):
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in shard.items:
             rewind = partial(restore_generators, states())
-            item = read_again(
-                str(index), partial(self.dataset.__getitem__, index), rewind, far=True
+            read = partial(
+                read_again, str(index), partial(self.dataset.__getitem__, index), rewind, far=True
             )
+            item = read()
+            if self.held.created():
+                rewind()
+                item = read()
             if isinstance(item, BadRecord):
                 yield item._replace(name=item_name(self, item.key))
                 continue

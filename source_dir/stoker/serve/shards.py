@@ -297,7 +297,7 @@ def seeded_reading(
     listing = listing_of(source, work.shard)
     keys = None if listing is None else [key for key, _ in listing]
     what = "read" if keys else f"shard/{work.number}"
-    return seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
+    return seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}", source.held)
 
 
 def run_chain(
