@@ -34,7 +34,7 @@ class Failure:
     """Why work, an attempt or a run failed; the same value on every host that it passes."""
 
     kind: str
-    """Class of the exception; pickled itself, it would lose its traceback."""
+    """Key of the error, else class of the exception; pickled itself, it would lose its traceback."""
     where: str = ""
     """File and line, unless the text is complete without."""
     text: str = ""
@@ -61,7 +61,7 @@ class Failure:
 
     def error(self) -> DataError:
         """To raise on another host."""
-        error = DataError(str(self))
+        error = DataError(str(self), key=self.kind)
         error.failure = self
         return error
 
@@ -76,11 +76,14 @@ class StokerError(Exception):
     exit_code = 1
     failure: Failure
 
-    def __init__(self, *problems: str, record: str = "") -> None:
+    def __init__(self, *problems: str, key: str = "", record: str = "") -> None:
+        """`key` is for a single problem whose text does not begin with it."""
         super().__init__("\n".join(problems))
-        self.problems = tuple(p if isinstance(p, ErrorLine) else ErrorLine(p) for p in problems)
-        lines = [problem.partition("\n")[0] for problem in problems]
-        self.failure = Failure(type(self).__name__, text="; ".join(lines), record=record)
+        self.problems = tuple(
+            p if isinstance(p, ErrorLine) else ErrorLine(p, key) for p in problems
+        )
+        text = "; ".join(problem.partition("\n")[0] for problem in problems)
+        self.failure = Failure(self.key or type(self).__name__, text=text, record=record)
 
     @property
     def key(self) -> str:

@@ -12,14 +12,12 @@ import pytest
 from test_planner import PROCESSES, RECORDS, Shards
 
 from stoker.config.schema import Config
-from stoker.protocol import BadRecord, BlockReport, Made, Process, Server
-from stoker.read.sources import read_range, record_id
+from stoker.protocol import BlockReport, Made, Process, Server
+from stoker.read.sources import record_id
 from stoker.serve import service
 from stoker.serve.actor import Coordinator
 from stoker.serve.blocks.agents import _Agent
-from stoker.serve.cursor import fresh
 from stoker.serve.passes import Passes
-from stoker.serve.shards import Guard
 
 GROUPS = [6, 6, 6]
 ROWS = RECORDS * sum(GROUPS)
@@ -121,7 +119,6 @@ def trained(head: Coordinator) -> tuple[int, dict[str, Any]]:
         given = head.next(0, "train", 0, 0, step)
         if given is None:
             break
-        assert not isinstance(given, str), given
         seen += [f"{part.block}/{i}" for part in given.blocks for i in range(part.start, part.stop)]
     used = len(seen), sum(map(record_id, seen)) % 2**63, 0
     return len(set(seen)), head.epoch_done(0, "train", 0, 0, used)
@@ -229,36 +226,3 @@ def test_a_late_call_of_a_dead_process_takes_nothing_from_the_one_in_its_place(
     living.work()
     rows, counts = trained(head)
     assert rows == counts["trained"] == ROWS
-
-
-def test_deadly_items_of_an_earlier_checkpoint_are_refused_and_counted_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(service, "Agents", NoAgents)
-    config = Config.model_validate({"recipe": "none:None", "data": {"bad_record_budget": 0.25}})
-    source = read_range(8)
-    passes = Passes(config, {"train": source}, {"train": b""})
-    given = {
-        "config": config,
-        "node": "head",
-        "budget_bytes": 10**6,
-        "most_waiting": 4,
-        "scaler": None,
-    }
-    head = Coordinator(passes, {"train": 8}, passes.identity("f"), **given)
-    monkeypatch.setattr(head, "start_engine", lambda me: None)
-    place = fresh(0, head.plan, by_row=False).model_dump(mode="json")
-    head.begin(
-        None, 0, 1, 0, {**place, "deadly": {"2": "its process died", "5": "its process died"}}
-    )
-    (shard,) = source.shards(8, None)
-    found = Guard(head.suspects.of("train"), None).read(source, shard, None)
-    assert [record.key for record in found if isinstance(record, BadRecord)] == ["2", "5"]
-    head.attempt.refuse_deadly("train")
-    later = {
-        **head.position(0, 0, 0, 0),
-        "deadly": {"7": "its process died"},
-    }  # by the key of a record
-    head.suspects.deadly.clear()
-    head.begin(None, 1, 1, 0, later)
-    assert head.suspects.of("train").keys() == {"7"}

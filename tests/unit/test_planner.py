@@ -21,12 +21,12 @@ from stoker.data import Shard, Source
 from stoker.errors import DataError, Failure
 from stoker.events.kinds import Note
 from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Made, Process
-from stoker.serve.accounting import ChainCosts, EpochAccount
+from stoker.serve.accounting import ChainCosts
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Passes, Shared
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
-from stoker.serve.recipe_pass import RecipeAttempt, RecipePass, Splitter
+from stoker.serve.recipe_pass import RecipeAttempt
 
 PROCESSES = count()
 RECORDS = 4
@@ -359,22 +359,6 @@ def test_of_lost_blocks_those_come_first_that_training_needs_first(order: str) -
     assert {key[1:] for key in head.planner.lost} == {(needed[1][1], nth) for nth in range(3)}
 
 
-def test_lost_blocks_come_first_also_if_those_before_them_in_their_shard_are_no_longer_needed() -> (
-    None
-):
-    head = Head([3] * 4, "exact", hosts=2, budget=10**9)
-    look(head)
-    make_all(head)
-    for node in ("h0", "h1"):
-        head.lose(node)
-    head.take(0)
-    head.take(1)  # all of the first block
-    breaks, helper = Worker(head, "h1"), Worker(head, "h0")
-    assert breaks.ask()
-    assert breaks.again().ask() and helper.ask() and helper.claim is not None
-    assert helper.claim.work[0].number == 0
-
-
 def test_bad_records_of_a_block_that_is_made_again_stay_bad_and_its_good_ones_good() -> None:
     head = Head([2] + [1] * 1000, "any", hosts=1, budget=10**9)
     look(head)
@@ -471,20 +455,6 @@ def test_work_that_cannot_be_read_is_tried_again_and_then_ends_the_run() -> None
         DataError, match="train shard s0: failed 4 times, on h0: OSError: Input/output error"
     ):
         head.planner.failed(worker.me, worker.claim.number, failure, 3)
-
-
-@pytest.mark.parametrize("order", ["any", "exact"])
-def test_a_process_that_is_started_again_goes_on_with_what_it_had_not_delivered(order: str) -> None:
-    head = Head([3, 3], order, 1, 10_000)
-    look(head)
-    first = Worker(head, "h0")
-    first.ask()
-    first.step()
-    left = list(first.todo)
-    again = first.again()
-    assert again.ask() and again.todo == left
-    assert not first.step(), "what the process that died has sent comes too late"
-    assert head.delivered == [(0, 0)]
 
 
 @pytest.mark.parametrize("bound", [False, True])

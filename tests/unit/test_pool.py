@@ -56,62 +56,50 @@ def test_on_one_host_it_makes_no_difference_whether_it_trains(trains: bool) -> N
     assert pool_of(ChainHost("only", 2, trains)).missing({}) == ["only"] * 2
 
 
-def test_a_host_that_is_about_to_leave_gets_no_chain_worker_and_its_own_end() -> None:
+@pytest.mark.parametrize(
+    ("staying", "options", "running", "leaving", "missing"),
+    [
+        pytest.param(
+            [A], {"closing": ["b"]}, {"p": "a", "q": "b"}, ["q"], ["a"] * 3, id="its host leaves"
+        ),
+        pytest.param([A], {"idle": True}, {"p": "a", "q": "a"}, ["p", "q"], [], id="no work"),
+        pytest.param([A, B], {}, {f"p{n}": "a" for n in range(5)}, ["p4"], ["b"] * 4, id="moved"),
+        pytest.param([GPU, A], {}, {"p": "gpu", "q": "a"}, ["p"], ["a"] * 3, id="it trains"),
+    ],
+)
+def test_chain_workers_where_none_belong_end(
+    staying: list[ChainHost],
+    options: dict[str, Any],
+    running: dict[str, str],
+    leaving: list[str],
+    missing: list[str],
+) -> None:
     pool = pool_of(A, B)
-    pool.update([A], False, 5, closing=["b"])
-    pool.workers_are({"p": "a", "q": "b"}, 6)
-    assert pool.leaving == ["q"] and pool.missing({}) == ["a"] * 3
-    assert not pool.is_gone("b"), "what it has in hand it delivers"
-
-
-def test_without_work_no_chain_worker_stays() -> None:
-    pool = pool_of(A)
-    pool.update([A], False, 5, idle=True)
-    pool.workers_are({"p": "a", "q": "a"}, 6)
-    assert pool.leaving == ["p", "q"] and pool.missing({}) == []
-
-
-def test_chain_workers_that_ray_started_elsewhere_end() -> None:
-    pool = pool_of(A, B)
-    moved = {f"p{n}": "a" for n in range(6)}
-    pool.workers_are(moved, 100.0)
-    assert pool.leaving == ["p4", "p5"], "those of a lost host"
-    pool.workers_are({f"p{n}": "a" for n in range(4)}, 101.0)
-    assert not pool.leaving and pool.missing({}) == ["b"] * 4
-
-
-def test_chain_workers_on_a_host_that_trains_end_when_it_need_not_help() -> None:
-    pool = pool_of(GPU, A, hungry=True)
-    pool.workers_are({"p": "gpu", "q": "a"}, 3.0)
-    assert not pool.leaving
-    for now in (100.0, 100.0 + SHRINK_AFTER_S):
-        pool.update([GPU, A], False, now)
-    pool.workers_are({"p": "gpu", "q": "a"}, 130.0)
-    assert pool.leaving == ["p"]
-
-
-def test_work_that_was_tried_goes_where_chain_workers_run() -> None:
-    pool = pool_of(GPU, A, hungry=True)
-    pool.workers_are({"p0": "gpu"}, 1.0)
-    assert pool.may_work("gpu", {"gpu"}) and not pool.may_work("a", {"gpu"})
-
-
-def test_avoided_hosts_get_work_only_where_there_is_no_other() -> None:
-    pool = pool_of(A, B)
-    pool.avoided = {"a"}
-    assert not pool.may_work("a") and pool.may_work("b")
-    pool.update([A], False, 5)
-    assert pool.may_work("a")
-
-
-def test_work_goes_where_it_has_not_failed_yet() -> None:
-    pool = pool_of(A, B, ChainHost("c", 2))
-    assert [node for node in "abc" if pool.may_work(node, {"a", "b"})] == ["c"]
-    pool.avoided = {"c"}
-    assert [node for node in "abc" if pool.may_work(node, {"a"})] == ["b"]
-    assert [node for node in "abc" if pool.may_work(node, {"a", "b"})], (
-        "rather there than where it hangs"
+    pool.update(staying, False, 100.0, **options)
+    pool.workers_are(running, 101.0)
+    assert pool.leaving == leaving
+    assert pool.missing({}) == missing
+    assert not pool.is_gone("b") or "b" not in options.get("closing", ()), (
+        "it delivers what it has begun"
     )
+
+
+@pytest.mark.parametrize(
+    ("avoided", "tried", "works"),
+    [
+        ("", "ab", "c"),
+        ("c", "a", "b"),
+        ("a", "", "bc"),
+        ("abc", "", "abc"),
+        ("", "abc", "abc"),
+    ],
+)
+def test_work_goes_where_it_has_not_failed_or_been_late(
+    avoided: str, tried: str, works: str
+) -> None:
+    pool = pool_of(A, B, ChainHost("c", 2))
+    pool.avoided = set(avoided)
+    assert [node for node in "abc" if pool.may_work(node, set(tried))] == list(works)
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 9), st.booleans())))

@@ -9,7 +9,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +17,7 @@ from hypothesis import strategies as st
 from benchmarks import long_passes
 from stoker.errors import DataError, UsageError
 from stoker.protocol import BadRecord, BlockReport, DataCursor, PassPlan, Plan
-from stoker.read.identity import identity_of
-from stoker.read.images import ImageFolderSource
-from stoker.read.sources import RangeSource, TorchSource, record_id
+from stoker.read.sources import record_id
 from stoker.serve import recipe_pass
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, refuse_other_data
@@ -268,22 +265,6 @@ def test_delivered_shards_take_memory_for_their_gaps_only(numbers: list[int]) ->
     assert {number for number in range(-1, 53) if number in kept} == set(numbers)
     assert [n for first, stop in kept.ranges for n in range(first, stop)] == sorted(set(numbers))
     assert all(stop < first for (_, stop), (first, _) in pairwise(kept.ranges)), "no two that touch"
-
-
-def test_a_fingerprint_follows_the_records_and_not_the_folder_they_lie_in(tmp_path: Path) -> None:
-    def images(folder: str, count: int, content: bytes = b"12") -> str:
-        for label in ("cat", "dog"):
-            (tmp_path / folder / label).mkdir(parents=True)
-            for i in range(count):
-                (tmp_path / folder / label / f"{i}.jpg").write_bytes(content)
-        return ImageFolderSource(str(tmp_path / folder)).fingerprint()
-
-    assert images("here", 2) == images("there", 2)
-    assert len({images("a", 2), images("b", 3), images("c", 2, b"123")}) == 3
-    assert (
-        RangeSource(7).fingerprint() == RangeSource(7).fingerprint() != RangeSource(8).fingerprint()
-    )
-    assert identity_of(TorchSource([1, 2])).text != identity_of(TorchSource((1, 2))).text
 
 
 EARLY, LATE = 3_000, 12_000

@@ -66,7 +66,8 @@ class EpochAccount:
             )
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: block {report.nth} of shard number {report.shard}"
-                f" arrived, but {awaited}"
+                f" arrived, but {awaited}",
+                key="account.order",
             )
         if report.last:
             self.due.pop(report.shard, None)
@@ -96,7 +97,8 @@ class EpochAccount:
         if self.bad == self.read >= FIRST and budget < 1:
             raise DataError(
                 f"none of the first {self.read} {self.split} records can be used"
-                f"{first_bad_record(self.first_bad)}"
+                f"{first_bad_record(self.first_bad)}",
+                key="data.bad_record_budget",
             )
         whole = max(self.read, LEAST_ASSUMED if total is None else total)
         known = f"{whole} {self.split} records"
@@ -108,13 +110,15 @@ class EpochAccount:
         if total is not None and self.read != total:
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: the source counted {total} records before training,"
-                f" but gave {self.read}: the data has changed or is damaged"
+                f" but gave {self.read}: the data has changed or is damaged",
+                key="account.source",
             )
         counted = self.trained + self.bad + self.remainder
         if counted != self.read:
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: {self.read} records were read, but {self.trained}"
-                f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}"
+                f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}",
+                key="account.counts",
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
             changed = (
@@ -122,7 +126,8 @@ class EpochAccount:
             )
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
-                f" records came twice and others are missing{changed}"
+                f" records came twice and others are missing{changed}",
+                key="account.ids",
             )
         self.whole = True
         return self.counts(total)
@@ -149,7 +154,8 @@ def refuse_over_budget(
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
-            f" ({budget:.2%}; raise it to skip them){first_bad_record(first)}"
+            f" ({budget:.2%}; raise it to skip them){first_bad_record(first)}",
+            key="data.bad_record_budget",
         )
 
 

@@ -157,7 +157,8 @@ class Trail:
             elif bad.place - before < rows:  # it was a row then, one of those consumed
                 raise DataError(
                     f"record {bad.key}, of whose block rows were trained before, {bad.reason}: others"
-                    " would be trained twice or never; restore it, or resume from an earlier checkpoint"
+                    " would be trained twice or never; restore it, or resume from an earlier checkpoint",
+                    key="block.remade",
                 )
 
     def arrive(self, shard: int, rows: int) -> int:

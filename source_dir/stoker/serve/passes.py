@@ -291,7 +291,7 @@ class Attempt(ABC):
 
     def stalled(self, pass_: Pass, reason: str) -> None:
         """A pass has waited longer than its `stall_s`: raises if that ends this attempt."""
-        raise DataError(reason)
+        raise DataError(reason, key=pass_.stall_key)
 
     def repeats(self, split: str, task: str) -> None:  # noqa: B027 - a script has no such account
         """Work is done again, because its host or process was lost."""

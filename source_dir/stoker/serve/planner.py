@@ -410,7 +410,8 @@ class Planner:
             return
         what = self._lost_block(pass_, known)
         if known.records != block.records:
-            raise DataError(f"{what} differs from what it was: the data has changed")
+            text = f"{what} differs from what it was: the data has changed"
+            raise DataError(text, key="block.remade")
         if known.report.digest != report.digest:
             self.attempt.differs(pass_.plan.split, what)
         self.holdings.move(known, block.node, block.file)
@@ -419,9 +420,9 @@ class Planner:
         for each in item.shards:
             for nth in range(each.skip, item.stop or 0):
                 if (block := self.lost.get((item.pass_, each.number, nth))) is not None:
-                    raise DataError(
-                        f"{self._lost_block(item.pass_, block)} does not exist: the data has changed"
-                    )
+                    what = self._lost_block(item.pass_, block)
+                    text = f"{what} does not exist: the data has changed"
+                    raise DataError(text, key="block.remade")
 
     def _lost_block(self, pass_: Pass, block: ReadyBlock) -> str:
         report = block.report

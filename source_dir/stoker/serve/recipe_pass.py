@@ -295,7 +295,8 @@ class RecipePass(Pass):
         given = self.position(steps, 0).books.trained - self.account.carried.trained
         if used != given:
             raise DataError(
-                f"train epoch {self.account.epoch + 1}: {given} records were given out, but {used} trained"
+                f"train epoch {self.account.epoch + 1}: {given} records were given out, but {used} trained",
+                key="account.counts",
             )
         self.reconciled = True
         return {"split": "train", **self.account.counts(self.total)}
@@ -475,7 +476,8 @@ class RecipeAttempt(Attempt):
             rows, split = mine.splitter.rows, mine.account.split
             if mine.account.carried.trained == 0 and not mine.splitter.has(0):
                 few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
-                raise DataError(f"the {split} split has {few if rows else 'no records'}")
+                text = f"the {split} split has {few if rows else 'no records'}"
+                raise DataError(text, key="data.remainder")
             self.event(kinds.PassProduced(split=split, epoch=mine.account.epoch))
             self.changed.notify_all()
             self.ready.notify_all()

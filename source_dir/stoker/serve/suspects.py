@@ -69,7 +69,8 @@ class Suspects:
         if suspect.unnamed >= UNNAMED_DEATHS:
             raise DataError(
                 f"{task}: its process died {suspect.deaths} times, the last time {suspect.doing}, and no"
-                " record is to blame: look for a crash in native code in the chain, or give hosts more memory"
+                " record is to blame: look for a crash in native code in the chain, or give hosts more memory",
+                key="chain_worker.died",
             )
         suspect.key, suspect.doing = "", "starting"
         # A single death usually means a lost host: restart at once.

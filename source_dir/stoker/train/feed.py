@@ -118,7 +118,8 @@ class Feed:
         except LateError:
             raise DataError(
                 f"no {self.split} batch for {self.data.stall_timeout_s:.0f} s (data.stall_timeout_s):"
-                " the CPU hosts are stuck or too slow"
+                " the CPU hosts are stuck or too slow",
+                key="data.stall_timeout_s",
             ) from None
 
     def _resize(self, prefetcher: Prefetcher[Any, Any], batch_bytes: int) -> None:
@@ -141,7 +142,8 @@ class Feed:
         except ray.exceptions.GetTimeoutError:
             raise DataError(
                 f"step {step}: no {self.split} data for {self.data.stall_timeout_s:.0f} s"
-                " (data.stall_timeout_s)"
+                " (data.stall_timeout_s)",
+                key="data.stall_timeout_s",
             ) from None
 
     def _fetch(self, portion: StepAssignment, produced: float) -> HostBatch:
