@@ -21,12 +21,12 @@ from stoker.data import Shard, Source
 from stoker.errors import DataError, Failure
 from stoker.events.kinds import Note
 from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Made, Process
-from stoker.serve.accounting import ChainCosts
+from stoker.serve.accounting import ChainCosts, EpochAccount
 from stoker.serve.items import Held, ReadyBlock
 from stoker.serve.passes import Passes, Shared
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
-from stoker.serve.recipe_pass import RecipeAttempt
+from stoker.serve.recipe_pass import RecipeAttempt, RecipePass, Splitter
 
 PROCESSES = count()
 RECORDS = 4
