@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from damage import read_all
+from damage import preprocessed, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import Batches, batches, no_cluster, start
@@ -19,9 +19,9 @@ from pyarrow import parquet
 
 from stoker.config.loading import load
 from stoker.data import read_any, read_delta, read_parquet
-from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord
+from stoker.serve.opening import open_data
 
 __all__ = ["no_cluster"]
 rows_of = partial(read_all, seed=0)
@@ -299,23 +299,22 @@ def test_a_delta_column_is_its_own_whatever_stands_beside_it(
     check_whatever_stands_beside_a_column(made, data, partial(read_delta, folder))
 
 
-def told(source: str, folder: Path) -> str:
-    job = {"recipe": source, "params": {"data": str(folder)}, "train": {"batch_size": 1}}
-    with pytest.raises(UsageError) as refused:
-        open_all(load(job))
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("rooms", [["3", "4"], ["3", "n/a"]])
-def test_text_in_a_column_of_numbers_is_told_before_the_start_with_the_column(
+def test_text_in_a_column_of_numbers_is_named_with_each_record(
     rooms: list[str], tmp_path: Path
 ) -> None:
     table = pa.table({"size": [50.0, 60.0], "rooms": rooms, "price": [1.0, 2.0]})
     for split in ("train", "val"):
         parquet.write_table(table, tmp_path / f"{split}.parquet")
-    said = told("stoker_launcher.projects.tabular.recipe:Table", tmp_path)
-    assert "'<' not supported between instances of 'str'" in said
-    assert "columns of text: rooms" in said and "size (float), rooms (text), price (float)" in said
+    job = {
+        "recipe": "stoker_launcher.projects.tabular.recipe:Table",
+        "params": {"data": str(tmp_path)},
+        "train": {"batch_size": 1},
+    }
+    [(_, report)] = preprocessed(open_data(load(job).config), "train")
+    assert len(report.bad) == 2
+    assert "'<' not supported between instances of 'str'" in report.bad[0].reason
+    assert "(columns of text: rooms)" in report.bad[0].reason
 
 
 def test_text_that_reaches_the_model_is_told_with_the_column(

@@ -459,15 +459,6 @@ def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
     assert trained(tmp_path, **columns) == [(i, i % 3) for i in range(6)]
     _, data = opened(tmp_path, **columns)
     assert data.notes() == [f"{tmp_path}/: members that are not read: meta"]
-    deep = io.BytesIO()
-    Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(deep, "PNG")
-    write(
-        tmp_path,
-        [(n.replace("jpg", "png"), deep.getvalue() if "jpg" in n else b"1") for n, _ in names],
-    )
-    assert (
-        "which leaves 16 of 256 levels" in opened(tmp_path, num_classes=3, **columns)[1].notes()[1]
-    )
 
 
 @pytest.mark.parametrize("suffix", ["breed.txt", "id"])

@@ -309,9 +309,9 @@ class Chain:
 
 
 def _text_in(record: Record, error: Exception) -> str:
-    found = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
-    mixed = found and isinstance(error, TypeError | ValueError) and "str" in str(error)
-    return f" (columns of text: {', '.join(found)})" if mixed else ""
+    names = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
+    mixed = names and isinstance(error, TypeError | ValueError) and "str" in str(error)
+    return f" (columns of text: {', '.join(names)})" if mixed else ""
 
 
 def _keep(

@@ -124,7 +124,6 @@ def _length(value: Any) -> int:
     )
 
 
-_ALIKE = "convert all of them to RGB in the chain, with DecodeImage() or v2.RGB()"
 BATCHABLE = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -158,22 +157,13 @@ def pack_columns(
         keys = [record["key"] for record in good]
         for name in names:
             values = [record[name] for record in good]
-            channels_first = name == "image" and any(
-                hasattr(value, "numpy") and value.ndim == 3 for value in values
-            )
+            pad = None if stage else pads.get(name)
+            if pad and name == "image" and any(hasattr(v, "numpy") and v.ndim == 3 for v in values):
+                raise SchemaError("column 'image': pad would add black channels to a tensor")
             values = _arrays(name, values)
             wanted = expected.columns[name] if expected else None
-            pad = None if stage else pads.get(name)
-            kind = _kind(
-                name,
-                keys,
-                values,
-                wanted,
-                expected.record if expected else "",
-                stage,
-                pad,
-                channels_first,
-            )
+            origin = expected.record if expected else ""
+            kind = _kind(name, keys, values, wanted, origin, stage, pad)
             columns[name], kinds[name] = _stack(values, kind, name, keys, stage), kind
     return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
 
@@ -237,7 +227,6 @@ def _kind(
     origin: str,
     stage: str,
     pad: Pad | None,
-    channels_first: bool,
 ) -> Column:
     """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad."""
     same = _same(values)
@@ -245,8 +234,6 @@ def _kind(
     if stage:
         kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
     if pad is not None:
-        if channels_first:
-            raise SchemaError(f"column {name!r}: pad would add black channels, not rows; {_ALIKE}")
         kinds = [
             kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds
         ]
@@ -350,22 +337,18 @@ def _not_batchable(name: str, key: str, value: Any) -> str:
 
 def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) -> str:
     if found.dtype == wanted.dtype:
-        if name == "image" and _channels(found.shape) != _channels(wanted.shape):
-            return (
-                f"column {name!r} differs in channels between records: {found.shape} in {key}, {wanted.shape}"
-                f" in {origin}, as for grey and colour; {_ALIKE}"
+        if name == "image":
+            hint = "; DecodeImage() gives all the same channels"
+        else:
+            lengths = found.shape[1:] == wanted.shape[1:] and len(found.shape) == len(wanted.shape)
+            hint = (
+                f", or let batches pad it: pad = {{{name!r}: 0}} in the recipe" if lengths else ""
             )
-        lengths = found.shape[1:] == wanted.shape[1:] and len(found.shape) == len(wanted.shape)
-        pads = f", or let batches pad it: pad = {{{name!r}: 0}} in the recipe" if lengths else ""
         return (
             f"column {name!r} differs in shape between records: {found.shape} in {key}, {wanted.shape} in"
-            f" {origin}; resize or crop in the chain{pads}"
+            f" {origin}; resize or crop in the chain{hint}"
         )
     return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
-
-
-def _channels(shape: tuple[int, ...]) -> int:
-    return (shape[2] if shape[2] <= 4 else -shape[0]) if len(shape) == 3 else 0
 
 
 def size_of(column: Any) -> int:

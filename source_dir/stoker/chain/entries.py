@@ -222,10 +222,11 @@ def declare(stages: list[Stage]) -> None:
     for number, stage in enumerate(stages):
         entry = stage.apply
         if own := declared_by(entry):
-            if moved and not own.keys() <= declared.keys():
+            new = [name for name in own if name not in declared]
+            if moved and new:
                 raise UsageError(
-                    f"preprocess(): {moved} moves the image before {stage.name} declares"
-                    f" {', '.join(own.keys() - declared.keys())}; put {moved} behind {stage.name}"
+                    f"preprocess(): {moved} moves the image before {stage.name} declares {', '.join(new)};"
+                    f" put {moved} behind {stage.name}"
                 )
             declared = declared | own
         elif isinstance(entry, Rename):

@@ -35,6 +35,9 @@ class Declaration(RecordTransform):
     def __init__(self, *columns: str) -> None:
         self.columns = columns
 
+    def prepare(self) -> None:
+        from torchvision import tv_tensors  # noqa: F401
+
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         size = image_size(record_image(record))
         values = {name: column_value(record, name) for name in self.columns}
@@ -68,10 +71,13 @@ class DecodeMask(Declaration):
         return {**record, **masks}
 
     def part(self, name: str, value: Any, size: tuple[int, int]) -> Any:
+        import numpy as np
         from torchvision import tv_tensors
 
         if not hasattr(value, "shape"):
             raise TypeError(f"{name} is still encoded; put DecodeMask({name!r}) before this stage")
+        if "uint16" in str(value.dtype):  # torch hardly supports it
+            value = np.asarray(value, np.int32)
         return tv_tensors.Mask(_tensor(value))
 
     def _numbers(self, name: str, value: Any) -> Any:
@@ -194,19 +200,14 @@ def parts_of(record: Record, declared: Mapping[str, Declaration], image: Any) ->
 
     parts: dict[str, Any] = {}
     for name, value in record.items():
-        if (
-            name == "image"
-            or value is None
-            or not (isinstance(value, TVTensor) or name in declared)
-        ):
+        typed = isinstance(value, TVTensor)
+        if name == "image" or value is None or not (typed or name in declared):
             continue
         size = image_size(image)
         # A stage of the user's own may have made an array or a plain tensor of it.
-        if not isinstance(value, TVTensor):
-            value = declared[name].part(name, value, size)
-        if (own := _size_of(value)) not in (size, None):
+        parts[name] = value if typed else declared[name].part(name, value, size)
+        if (own := _size_of(parts[name])) not in (size, None):
             raise ValueError(f"{name} has size {own}, its image {size}")
-        parts[name] = value
     return parts
 
 
@@ -219,16 +220,12 @@ def _size_of(part: Any) -> tuple[int, ...] | None:
 def misfit(record: Record) -> str:
     """Why a record may not leave the chain; empty: its masks have the size of its image."""
     types, image = sys.modules.get("torchvision.tv_tensors"), record.get("image")
-    if types is None or not hasattr(image, "shape"):
-        return ""
-    masks = {name: value for name, value in record.items() if isinstance(value, types.Mask)}
-    size = image_size(image) if masks else None
-    return "; ".join(
-        f"{name} has size {_size_of(mask)}, its image {size}: change both alike, or end the chain with"
-        " v2.ToPureTensor()"
-        for name, mask in masks.items()
-        if _size_of(mask) != size
-    )
+    for name, value in record.items() if types and hasattr(image, "shape") else ():
+        if isinstance(value, types.Mask) and (own := _size_of(value)) != (
+            size := image_size(image)
+        ):  # type: ignore[union-attr]
+            return f"{name} has size {own}, its image {size}; if that is meant, end with v2.ToPureTensor()"
+    return ""
 
 
 class ImageModule(RecordTransform):
@@ -312,11 +309,8 @@ def moves_pixels(module: Any) -> bool:
     from torchvision.transforms import v2
 
     kinds = [kind for leaf in _leaves(module) for kind in type(leaf).__mro__]
-    homes = [
-        getattr(v2, kind.__name__, kind).__module__
-        for kind in kinds
-        if "torchvision" in kind.__module__
-    ]
+    own = [kind for kind in kinds if kind.__module__.startswith("torchvision.")]
+    homes = [getattr(v2, kind.__name__, kind).__module__ for kind in own]
     return any(home.endswith(("._geometry", "._auto_augment")) for home in homes)
 
 
@@ -339,11 +333,9 @@ class Joint(ImageModule):
         format: str = "XYXY",
     ) -> None:
         super().__init__(transform)
-        needed = () if masks is None and boxes else masks if masks is not None else ("mask",)
-        self.needed = (*needed, *boxes)
-        self.own: dict[str, Declaration] = dict.fromkeys(
-            ("mask",) if masks is None else masks, DecodeMask()
-        )
+        names = ("mask",) if masks is None else masks
+        self.needed = (*(() if masks is None and boxes else names), *boxes)
+        self.own: dict[str, Declaration] = dict.fromkeys(names, DecodeMask())
         self.own |= {name: Boxes(name, format) for name in boxes}
         self.declared = self.own
 

@@ -162,14 +162,9 @@ class Sheet:
         masks = {
             n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"
         }
-        boxes = {n: a for n, a in known.items() if n in self.boxes or "box" in n}
-        boxes = {
-            n: a
-            for n, a in boxes.items()
-            if a.dtype.kind in "iuf" and a.ndim == 2 and a.shape[1] == 4
-        }
+        boxes = {n: a for n, a in known.items() if n in self.boxes and a.shape[1:] == (4,)}
         drawn = [
-            _corners(box, self.boxes.get(n, "XYXY"))
+            _corners(box, self.boxes[n])
             for n, array in boxes.items()
             for box in np.nan_to_num(array.astype(float))
         ]
