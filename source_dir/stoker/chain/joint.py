@@ -219,11 +219,12 @@ def _size_of(part: Any) -> tuple[int, ...] | None:
 
 def misfit(record: Record) -> str:
     """Why a record may not leave the chain; empty: its masks have the size of its image."""
-    types, image = sys.modules.get("torchvision.tv_tensors"), record.get("image")
+    types: Any = sys.modules.get("torchvision.tv_tensors")
+    image = record.get("image")
     for name, value in record.items() if types and hasattr(image, "shape") else ():
         if isinstance(value, types.Mask) and (own := _size_of(value)) != (
             size := image_size(image)
-        ):  # type: ignore[union-attr]
+        ):
             return f"{name} has size {own}, its image {size}; if that is meant, end with v2.ToPureTensor()"
     return ""
 
