@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from stoker.config.loading import SECRETS_FILE
 from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
-from stoker.config.redaction import is_secret
+from stoker.config.redaction import redact
 from stoker.errors import nearest
 from stoker.hosts.raynode import LONGEST_TEMP_DIR
 from stoker.place import (
@@ -296,7 +296,7 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
         if line.lstrip().startswith("#SBATCH"):
             yield f"{key}: #SBATCH lines belong into slurm.gpu.extra and slurm.cpu.extra"
         for name, value in re.findall(r"(\w+)=[\"']?([^\s\"']+)", line):
-            if is_secret(name, value) and not value.startswith("$"):
+            if redact(value, name) != value and not value.startswith("$"):
                 yield (
                     f"{key}: {name} looks like a secret, which the script and the run's files would show;"
                     " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
