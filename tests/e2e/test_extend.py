@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from pages import DOCS, examples
-from typer.testing import CliRunner
-
-from stoker_launcher import places
-from stoker_launcher.command_line import app
 
 SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
 PAGE = DOCS / "extend.md"
@@ -82,13 +78,31 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
     assert float(rows[1].split(",")[1]) == summary["metrics"]["last"]["train/loss"]
 
 
-def test_an_own_place_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_of_an_installed_package_is_found_by_its_name(tmp_path: Path) -> None:
+    """`status` asks every place whose run it is; one that is broken says so only where it is named."""
+    page = PAGE.read_text()
     [(name, text)] = [(name, text) for name, text in examples(PAGE.name).items() if "/" in name]
-    (tmp_path / Path(name).name).write_text(text)
-    monkeypatch.setattr(places, "__path__", [*places.__path__, str(tmp_path)])
-    importlib.invalidate_caches()
-    digits = str(PAGE.parents[1] / "source_dir" / "configs" / "digits.yaml")
-    asked = ["run", digits, "--on", "nice", "--dry-run", f"output_dir={tmp_path}"]
-    shown = CliRunner().invoke(app, asked)
-    assert shown.exit_code == 0, shown.exception
-    assert "priority low" in shown.output
+    [project] = re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text(text)
+    info = tmp_path / "stoker_nice-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stoker-nice\nVersion: 1.0\n")
+    entries = tomllib.loads(project)["project"]["entry-points"]["stoker.places"]
+    lines = [f"{key} = {value}" for key, value in {**entries, "broken": "no_such:PLACE"}.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[stoker.places]", *lines]))
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def stoker(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, str(SUBMIT), *words], env=variables, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    job = [str(PAGE.parents[1] / "source_dir/configs/digits.yaml"), f"output_dir={tmp_path}"]
+    code, shown = stoker(*job, "--on", "nice", "--dry-run")
+    assert code == 0 and "priority low" in shown, shown
+    code, shown = stoker(*job, "--on", "broken", "--dry-run")
+    assert code == 2 and "--on broken: no_such:PLACE cannot be imported" in shown, shown
+    code, shown = stoker("status", str(tmp_path))
+    assert code == 2 and "not a run directory" in shown, shown

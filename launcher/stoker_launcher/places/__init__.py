@@ -1,11 +1,14 @@
-"""Laptop: the places that run jobs, one module each, named as `--on` names them."""
+"""Laptop: the places that run jobs, named as `--on` names them: one module each, and installed packages' own."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -19,13 +22,23 @@ EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
 """By a run's status."""
 
 
+ENTRY_POINTS = "stoker.places"
+
+
 def names() -> list[str]:
     """The values of `--on`; imports no place."""
-    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "remote"]
+    own = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "remote"]
+    return list(dict.fromkeys([*own, *sorted(entry_points(group=ENTRY_POINTS).names)]))
 
 
 def every_place() -> Iterator[Place]:
-    yield from map(place_named, names())
+    for name in names():
+        try:
+            place = place_named(name)
+        except UsageError as error:  # a package that is broken; the others work
+            print(f"warning: {error}", file=sys.stderr)
+        else:
+            yield place
 
 
 def place_named(name: str) -> Place:
@@ -33,7 +46,16 @@ def place_named(name: str) -> Place:
         raise UsageError(
             f"--on {name}: no such place (known: {', '.join(known)})" + nearest(name, known)
         )
-    found: Place = importlib.import_module(f"{__name__}.{name}").PLACE
+    if importlib.util.find_spec(f"{__name__}.{name}"):
+        found: Place = importlib.import_module(f"{__name__}.{name}").PLACE
+        return found
+    (entry, *_) = entry_points(group=ENTRY_POINTS, name=name)
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise UsageError(
+            f"--on {name}: {entry.value} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     return found
 
 
