@@ -69,15 +69,8 @@ WRONG: list[tuple[str, str, str]] = [
     # hosts and groups
     (f"{NO_PAIR}", "gpu.type", "name an instance type"),
     ("gpu.type=ml.g5.3xlarge", "gpu.type", "did you mean ml.g5."),
-    ("gpu.type=g5.xlarge", "gpu.type", "begin with ml."),
-    ("gpu.type=ml.c5.xlarge", "gpu.type", "has no GPU"),
-    ("cpu.type=ml.g5.xlarge", "cpu.type", "would idle"),
-    ("gpu.type=ml.trn1.2xlarge", "gpu.type", "Trainium"),
-    ("gpu.count=0", "gpu.count", "at least 1"),
-    ("cpu.count=-1", "cpu.count", "at least 1"),
     ("groups=[{name: x, type: ml.c5.xlarge}]", "groups", "keep one"),
     (f"{NO_PAIR}; groups={many('{name: gN, type: ml.c5.xlarge}', 6)}", "groups", "at most 5"),
-    (f"{NO_PAIR}; groups=[{{name: a, type: ml.g5.xlarge}}, {{name: a, type: ml.c5.xlarge}}]", "groups", "every name must differ"),
     (f"{NO_PAIR}; groups=[{{name: {'a' * 65}, type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "groups.0.name", "at most 64 characters"),
     (f"{NO_PAIR}; groups=[{{name: '', type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "groups.0.name", "must not be empty"),
     (f"{NO_PAIR}; groups=[{{name: a, type: ml.c5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "cluster.gpu_group", "name one of a, b"),
@@ -87,26 +80,18 @@ WRONG: list[tuple[str, str, str]] = [
     ("train.workers=2", "train.workers", "one train worker per GPU"),
     ("checkpoint.dir=ckpt", "checkpoint.dir", "leave it out"),
     # times
-    ("max_wait_s=90000", "max_wait_s", "only spot jobs wait"),
-    ("spot=true; max_wait_s=60", "max_wait_s", "at least max_runtime_s"),
-    ("keep_alive_s=600", "keep_alive_s", "several instance groups"),
-    ("cpu.type=null; keep_alive_s=600; spot=true", "keep_alive_s", "spot"),
     ("cpu.type=null; keep_alive_s=30000", "keep_alive_s", "at most 21,600"),
     ("max_retries=0", "max_retries", "at least 1"),
     ("max_retries=31", "max_retries", "at most 30"),
     ("request={RetryStrategy: {MaximumRetryAttempts: 3}}", "request.RetryStrategy", "sagemaker.max_retries"),
     ("max_runtime_s=300", "cluster.join_timeout_s", "not below sagemaker.max_runtime_s"),
     # disks, keys, network
-    ("volume_kms_key=alias/mine", "volume_kms_key", "NVMe"),
     ("kms_key=my key", "kms_key", "key id"),
     ("subnets=[subnet-1]", "security_groups", "together"),
     ("security_groups=[sg-1]", "subnets", "together"),
-    ("subnets=[vpc-1]; security_groups=[sg-1]", "subnets", "begin with subnet-"),
     ("subnets=[subnet-a b]; security_groups=[sg-1]", "subnets", "has a form that SageMaker rejects"),
-    ("subnets=[subnet-1]; security_groups=[default]", "security_groups", "begin with sg-"),
     ("subnets=[subnet-1]; security_groups=[sg-1, sg-2, sg-3, sg-4, sg-5, sg-6]", "security_groups", "at most 5"),
     ("network_isolation=true; params.data=s3://b/train", "params.data", "sagemaker.channels.data.uri"),
-    ("network_isolation=true", "network_isolation", "put a wheels/ folder"),
     ("network_isolation=true; entry=script-mode", "entry", "downloads the code from S3"),
     # what has no key of its own
     ("request={ResourceConfig: {TrainingPlan: x}}", "request.ResourceConfig.TrainingPlan", "did you mean TrainingPlanArn"),
@@ -118,18 +103,12 @@ WRONG: list[tuple[str, str, str]] = [
     ("request={Environment: {HF_TOKEN: x}}", "request.Environment", "sagemaker.environment"),
     ("request={OutputDataConfig: {KmsKeyId: x}}", "request.OutputDataConfig.KmsKeyId", "sagemaker.kms_key"),
     ("request={RoleArn: x}", "request.RoleArn", "sagemaker.role"),
-    ("request={InputDataConfig: [{ChannelName: code, DataSource: {}}]}", "request.InputDataConfig", "named 'code'"),
     ("request={InputDataConfig: [{ChannelName: a}]}", "request.InputDataConfig", "is required"),
     # channels and parameters
-    ("channels={data: {uri: 's3://b/x', groups: [cpu]}}", "channels.data.groups", "add gpu"),
-    ("channels={data: {uri: 's3://b/x', groups: [gpu, cpu, gpu]}}", "channels.data.groups", "listed twice"),
-    ("channels={data: {uri: 's3://b/x'}, Data: {uri: 's3://b/y'}}", "channels.Data", "only by case"),
-    ("channels={Code: {uri: 's3://b/x'}}", "channels.Code", "only by case"),
-    ("channels={code: {uri: 's3://b/x'}}", "channels.code", "choose another"),
+    ("channels={code: {uri: 's3://b/x'}}", "channels.code", "carries the source"),
     ("channels={'my data': {uri: 's3://b/x'}}; params={my data: x}", "channels.my data", "letters, digits"),
     ("channels={data: {uri: /data/train}}", "channels.data.uri", "s3://"),
     ("channels={data: {uri: 'https://b.s3.amazonaws.com/x'}}", "channels.data.uri", "s3://"),
-    ("channels={data: {uri: 's3://b/x', groups: [data]}}", "channels.data.groups", "the job has gpu, cpu"),
     (f"channels={many('cN: {uri: s3://b/N}', 20)}; params={many('cN: x', 20)}", "channels", "at most 20"),
     ("params.data=./no/such/folder", "params.data", "no such file or folder here"),
     ("params.data=/etc/host*", "params.data", "no such file or folder here"),
@@ -150,9 +129,6 @@ WRONG: list[tuple[str, str, str]] = [
     (f"hyperparameters={many('params.pN: 1', 100)}", "hyperparameters", "at most 100"),
     ("tags={team: 'a;b'}", "tags.team", "letters, digits"),
     (f"tags={many('tN: x', 50)}", "tags", "at most 50"),
-    ("tags={'aws:team': x}", "tags.aws:team", "belong to AWS"),
-    ("tags={'AWS:team': x}", "tags.AWS:team", "belong to AWS"),
-    ("channels={data: {uri: 's3://b/x'}}; request={InputDataConfig: [{ChannelName: data}]}", "request.InputDataConfig", "two channels are named"),
     ("hyperparameters={train.epochs: 3, train__epochs: 4}", "hyperparameters.train__epochs", "set twice"),
     # names and images
     ("role=null", "role", "docs/iam/job-role.json"),
@@ -161,12 +137,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("region=null", "region", "not set"),
     ("s3_uri=null", "s3_uri", "needed with --offline"),
     ("s3_uri=my-bucket/x", "s3_uri", "s3://bucket/prefix"),
-    ("image=pytorch:2.13", "image", "not an image in ECR"),
-    ("image=763104351884.dkr.ecr.eu-west-1.amazonaws.com/pytorch:2.13", "image", "image of the job's region"),
-    (f"image={ECR}/pytorch-training:2.10.0-gpu-py310", "image", "3.11 to 3.13"),
-    (f"image={ECR}/pytorch-training:2.5.1-gpu-py311", "image", "2.6 or newer"),
-    (f"image={ECR}/pytorch-training:2.10.0-cpu-py312", "image", "the GPU one"),
-    (f"image={ECR}/pytorch-inference:2.10.0-gpu-py312", "image", "training image"),
     ("region=us-gov-west-1", "image", "name one"),
 ]  # fmt: skip
 
@@ -328,15 +298,6 @@ def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> 
     assert body["AlgorithmSpecification"]["TrainingImage"] == "registry.example.com/me/train:1"
 
 
-def test_hosts_without_network_need_wheels_or_an_image_of_their_own(tmp_path: Path) -> None:
-    isolated = {"sagemaker.network_isolation": "true"}
-    own = isolated | {"sagemaker.image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/mine:1"}
-    assert sagemaker.plan(make_job(own), offline=True).body["EnableNetworkIsolation"]
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "ray.whl").touch()
-    assert sagemaker.plan(make_job(isolated, tmp_path), offline=True).body["EnableNetworkIsolation"]
-
-
 def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
     (tmp_path / "a.tar").touch()
 
@@ -416,16 +377,11 @@ def test_data_that_is_already_in_s3_is_left_alone() -> None:
     assert request.data == () and request.data_at == {}
 
 
-def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
+def test_empty_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert any(
         "holds no files" in line for line in refusal({"params.data": str(tmp_path / "empty")})
     )
-    (tmp_path / "large").mkdir()
-    with (tmp_path / "large" / "x.bin").open("wb") as file:
-        file.truncate(3 * 10**9)  # sparse
-    problems = refusal({"params.data": str(tmp_path / "large"), "sagemaker.volume_gb": "2"})
-    assert any("do not fit" in line for line in problems)
 
 
 def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class HostGroup:
     """The configuration key that defines them: `sagemaker.gpu`, or `sagemaker.groups.1`."""
     vcpus: int | None = None
     gpus: int | None = 0
-    """Per host; None: it has some, and the tables do not know how many."""
+    """Per host; None: unknown here."""
     gpu_name: str = ""
     gbps: float | None = None
 
@@ -69,10 +69,12 @@ def names_of(groups: Sequence[HostGroup]) -> list[str]:
 
 
 def training_group(config: Config, groups: Sequence[HostGroup]) -> str | None:
-    """The group that trains: the one configured, else the only one with GPUs, else the only one."""
+    """The group that trains: the one configured, else `gpu`, the only one with GPUs, or the only one."""
     names = names_of(groups)
     if named := config.cluster.gpu_group:
         return named if named in names else None
+    if declared := [group.name for group in groups if group.key.endswith(".gpu")]:
+        return declared[0]
     with_gpus = names_of([group for group in groups if group.gpus != 0])
     if len(with_gpus) == 1:
         return with_gpus[0]
@@ -94,7 +96,9 @@ def cost_table(groups: Sequence[HostGroup], limits: str, seconds: int, prices: P
             str(group.count),
             group.type,
             "?" if group.vcpus is None else str(group.vcpus * group.count),
-            f"{group.gpus * group.count}×{group.gpu_name}" if group.gpus else "-",
+            f"{group.gpus * group.count}×{group.gpu_name}"
+            if group.gpus
+            else ("?" if group.gpus is None else "-"),
             "?" if group.gbps is None else f"{group.gbps:g}",
             dollars(group.usd_per_hour(prices), 3),
         )

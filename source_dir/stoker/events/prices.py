@@ -55,15 +55,12 @@ def _machines(service: str, fee: float = 1.0) -> dict[str, Machine]:
 
 MACHINES = _machines("sagemaker")
 GOOGLE_MACHINES = _machines("vertex", TRAINING_FEE)
-_NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z]*d)\.")
-ATTACHES = "n1-"
-"""Google's series whose machines GPUs can be attached to."""
 ATTACHED_USD_PER_HOUR = {
     "NVIDIA_TESLA_T4": 0.35,
     "NVIDIA_TESLA_V100": 2.48,
     "NVIDIA_TESLA_P100": 1.46,
 }
-"""Each GPU that is attached to such a machine, on Compute Engine."""
+"""Each GPU that is attached to a machine, on Compute Engine."""
 ACCELERATORS = {
     "g2-standard-": "NVIDIA_L4",
     "g4-standard-": "NVIDIA_RTX_PRO_6000",
@@ -80,10 +77,6 @@ ACCELERATORS = {
 
 def machine(instance_type: str) -> Machine | None:
     return MACHINES.get(instance_type)
-
-
-def has_nvme(instance_type: str) -> bool:
-    return bool(_NVME_FAMILY.match(instance_type))
 
 
 def built_in_accelerator(machine_type: str) -> str | None:

@@ -270,12 +270,3 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
     here = {name: f"{name}=={version}" for name, version in _versions_here(text).items()}
     return [line for name, line in sorted((here | own).items()) if name not in OF_TORCH]
-
-
-def unfit(python: re.Match[str] | None, torch: re.Match[str] | None) -> str:
-    """Laptop: why an image does not fit, from the versions in its name as (major, minor); "" if it fits."""
-    if python and (version := ".".join(python.groups())) not in PYTHONS:
-        return f"Python {version}, but Stoker needs {SUPPORTED_PYTHONS}; choose another image"
-    if torch and not at_least(version := ".".join(torch.groups()), OLDEST_TORCH):
-        return f"PyTorch {version}, but Stoker needs {OLDEST_TORCH} or newer; choose another image"
-    return ""

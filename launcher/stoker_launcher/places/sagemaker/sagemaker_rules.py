@@ -16,13 +16,9 @@ from typing import Any
 from stoker.config.loading import load
 from stoker.config.redaction import is_secret
 from stoker.errors import UsageError, nearest
-from stoker.events import prices
-from stoker.hosts import requirements
-from stoker.hosts.topology import has_gpu
 from stoker_launcher.places.remote import nearest_of, shared_problems, training_group
 from stoker_launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
-    IMAGE_ACCOUNT,
     INPUT,
     REMEDIES,
     SageMakerRequest,
@@ -33,16 +29,7 @@ RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "
 
 
 def problems(request: SageMakerRequest) -> list[str]:
-    rules = (
-        _groups,
-        _shared,
-        _settings,
-        _channels,
-        _parameters,
-        _request,
-        _hyperparameters,
-        _image,
-    )
+    rules = (_groups, _shared, _parameters, _taken, _hyperparameters, _image)
     found = [line for rule in rules for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(request.body, request.keys)
@@ -58,9 +45,10 @@ def warnings(request: SageMakerRequest) -> list[str]:
         notes.append(
             "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that"
         )
-    if settings.subnets and not settings.network_isolation:
+    if settings.subnets or settings.network_isolation:
         notes.append(
-            "in a VPC without NAT, pip cannot reach an index: put a wheels/ folder into the source"
+            "in a VPC without NAT, or with network isolation, pip cannot reach an index: put a wheels/ folder"
+            " into the source"
         )
     if hosts > 1 and not settings.encrypt_traffic:
         notes.append(
@@ -95,34 +83,6 @@ def _groups(request: SageMakerRequest) -> Iterator[str]:
         )
     if settings.groups and (settings.gpu.type or settings.cpu.type):
         yield "sagemaker.groups: given together with sagemaker.gpu or cpu; keep one of the two forms"
-    names = [group.name for group in groups]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"sagemaker.groups: two groups are named {name!r}; every name must differ"
-    for group in groups:
-        if group.count < 1:
-            yield f"{group.key}.count: at least 1 (got {group.count}); to have none, remove the group"
-        if group.type.startswith("ml.trn"):
-            yield (
-                f"{group.key}.type: Trainium has no CUDA (got {group.type!r}); use a type with GPUs"
-            )
-        if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
-            yield (
-                f"{group.key}.type: must begin with ml. (got {group.type!r}); use ml.{group.type}"
-            )
-    if (
-        settings.gpu.type
-        and not settings.gpu.type.startswith("ml.trn")
-        and settings.gpu.type in instance_types()
-        and not has_gpu(settings.gpu.type)
-    ):
-        yield (
-            f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs, set it as"
-            " sagemaker.cpu.type and remove gpu"
-        )
-    if settings.gpu.type and settings.cpu.type and has_gpu(settings.cpu.type):
-        yield (
-            f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; use an ml.c5 or ml.m5 type"
-        )
 
 
 def _shared(request: SageMakerRequest) -> Iterator[str]:
@@ -143,57 +103,13 @@ def _shared(request: SageMakerRequest) -> Iterator[str]:
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
 
 
-def _settings(request: SageMakerRequest) -> Iterator[str]:
-    settings = request.settings
-    if settings.max_wait_s is not None and not settings.spot:
-        yield "sagemaker.max_wait_s: only spot jobs wait; add sagemaker.spot=true or remove it"
-    if settings.max_wait_s is not None and settings.max_wait_s < settings.max_runtime_s:
-        yield (
-            f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
-            f" (got {settings.max_wait_s}); it counts waiting and running together"
-        )
-    if settings.keep_alive_s and len(request.groups) > 1:
-        yield "sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it"
-    if settings.keep_alive_s and settings.spot:
-        yield "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
-
-    need_gb = sum(item.bytes for item in request.data) / 1e9
-    with_nvme = [group.type for group in request.groups if prices.has_nvme(group.type)]
-    if settings.volume_kms_key and with_nvme:
-        yield (
-            f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
-            " are encrypted by the hardware; remove it"
-        )
-    if need_gb > 0.9 * settings.volume_gb and len(with_nvme) < len(request.groups):
-        yield (
-            f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
-            f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
-        )
-
-
-def _channels(request: SageMakerRequest) -> Iterator[str]:
-    groups = [group.name for group in request.groups]
-    trains = training_group(request.job.resolved.config, request.groups)
-    for name, channel in request.settings.channels.items():
-        key = f"sagemaker.channels.{name}"
-        if name == CODE_CHANNEL:
-            yield f"{key}: the channel of this name carries the source; choose another"
-        for group in channel.groups:
-            if group not in groups:
-                yield f"{key}.groups: no such group (got {group!r}); the job has {', '.join(groups)}"
-        if channel.groups and trains is not None and trains not in channel.groups:
-            yield (
-                f"{key}.groups: the head, a host of {trains}, reads the channel, too (got"
-                f" {channel.groups}); add {trains}"
-            )
-        if len(set(channel.groups)) < len(channel.groups):
-            yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
-    if CODE_CHANNEL in request.data_at:
-        yield f"params.{CODE_CHANNEL}: the channel of this name carries the source; rename the parameter"
-
-
 def _parameters(request: SageMakerRequest) -> Iterator[str]:
     settings, config = request.settings, request.job.resolved.config
+    if CODE_CHANNEL in (*settings.channels, *request.data_at):
+        yield f"sagemaker.channels.{CODE_CHANNEL}: this channel carries the source; rename it, or the parameter"
+    if settings.network_isolation and settings.entry == "script-mode":
+        toolkit = "AWS's toolkit downloads the code from S3, which network_isolation forbids"
+        yield f"sagemaker.entry: {toolkit}; use container"
     for name, value in config.params.items():
         if name in request.data_at or not isinstance(value, str):
             continue
@@ -212,39 +128,10 @@ def _parameters(request: SageMakerRequest) -> Iterator[str]:
             )
 
 
-def _request(request: SageMakerRequest) -> Iterator[str]:
+def _taken(request: SageMakerRequest) -> Iterator[str]:
     for path in request.taken:
         key = request.keys.get(path)
         yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
-    seen: dict[str, str] = {}
-    for index, channel in enumerate(request.body.get("InputDataConfig", [])):
-        name = str(channel.get("ChannelName"))
-        key = request.keys.get(f"InputDataConfig[{index}]", "sagemaker.channels")
-        if (other := seen.get(name.lower())) == name:
-            yield f"{key}: two channels are named {name!r}; rename one"
-        elif other is not None:
-            yield f"{key}: {name!r} differs from the channel {other!r} only by case; rename one"
-        seen.setdefault(name.lower(), name)
-    for name in request.settings.tags:
-        if name.lower().startswith("aws:"):
-            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
-    for key, prefix in (("subnets", "subnet-"), ("security_groups", "sg-")):
-        for value in getattr(request.settings, key):
-            if not value.startswith(prefix):
-                yield f"sagemaker.{key}: ids begin with {prefix} (got {value!r}); name the id"
-    if request.settings.network_isolation and request.settings.entry == "script-mode":
-        yield (
-            "sagemaker.entry: AWS's toolkit downloads the code from S3, which network_isolation forbids; use"
-            " container"
-        )
-    source, image = request.job.source_dir, request.settings.image or IMAGE_ACCOUNT
-    wheels = source is not None and (source / "wheels").is_dir()
-    if request.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:
-        yield (
-            "sagemaker.network_isolation: pip reaches no index then, and the image lacks Ray; put a wheels/"
-            " folder next to requirements.txt (pip download -d wheels -r requirements.txt), or use an image"
-            " that has the packages"
-        )
 
 
 def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
@@ -267,37 +154,8 @@ def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
 
 
 def _image(request: SageMakerRequest) -> Iterator[str]:
-    image = request.body["AlgorithmSpecification"].get("TrainingImage")
-    key = "sagemaker.image"
-    if image is None:
-        if request.region:  # a missing region is a problem of its own
-            yield f"{key}: no default image is known for region {request.region!r}; name one"
-        return
-    if request.body["AlgorithmSpecification"].get("TrainingImageConfig"):
-        return  # a private registry
-    registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
-    if registry is None:
-        yield (
-            f"{key}: not an image in ECR; use <account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>"
-            f" (got {image!r})"
-        )
-        return
-    if registry[2] != request.region:
-        yield (
-            f"{key}: in region {registry[2]}, the job in {request.region}; use the image of the job's region"
-        )
-    if "inference" in image:
-        yield (
-            f"{key}: an inference image has no training toolkit (got {image!r}); use a training image"
-        )
-    if "-cpu" in image and any(group.gpus != 0 for group in request.groups):
-        yield (
-            f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one"
-        )
-    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
-    torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
-    if why := requirements.unfit(python, torch if registry[1] == IMAGE_ACCOUNT else None):
-        yield f"{key}: {why}"
+    if request.region and "TrainingImage" not in request.body["AlgorithmSpecification"]:
+        yield f"sagemaker.image: no default image is known for region {request.region!r}; name one"
 
 
 PYTHON_TYPES: dict[str, Any] = {

@@ -14,7 +14,6 @@ from stoker.config.loading import TYPED
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
-from stoker.hosts.topology import has_gpu
 from stoker.recipe import load_recipe, metrics_by_name
 from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
 from stoker_launcher.places.remote import (
@@ -80,7 +79,7 @@ MOST_METRICS = 40
 def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
     known = prices.machine(type_)
     if known is None:
-        return HostGroup(name, type_, count, key, gpus=None if has_gpu(type_) else 0)
+        return HostGroup(name, type_, count, key, gpus=None)
     return HostGroup(
         name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps
     )

@@ -18,8 +18,6 @@ from stoker.config.places import VertexConfig
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import google_prices
-from stoker.figures import count_of
-from stoker.hosts import requirements
 from stoker.hosts.services.vertex import MOUNTS, POOLS_VARIABLE, gcs_folder
 from stoker.place import PLACE_VARIABLE
 from stoker_launcher.job import COMMAND, Job, find_data_uploads
@@ -39,9 +37,6 @@ from stoker_launcher.places.vertex import google_cloud
 CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
 ARCHIVE = "code.tar.gz"
 One = TypeVar("One")
-PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
-"""Part of the names of Google's prebuilt training containers."""
-MOST_POOLS = 4
 RESERVED_VARIABLES = (
     "AIP_",
     "CLOUD_ML_",
@@ -53,14 +48,7 @@ RESERVED_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class WorkerPool(HostGroup):
-    accelerator: str | None = None
-    asked: int | None = None
-    """GPUs per host, as configured."""
-
-
-def pools_of(settings: VertexConfig) -> Iterator[WorkerPool]:
+def pools_of(settings: VertexConfig) -> Iterator[HostGroup]:
     listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
     listed += [
         (pool.name, pool, f"vertex.pools.{index}") for index, pool in enumerate(settings.pools)
@@ -69,14 +57,11 @@ def pools_of(settings: VertexConfig) -> Iterator[WorkerPool]:
         kind, accelerator, asked = hosts.machine_type, hosts.accelerator, hosts.count
         if not kind:
             continue
-        attached = accelerator is not None and kind.startswith(prices.ATTACHES)
-        gpus = asked if asked is not None else prices.built_in_gpus(kind) or int(attached)
+        gpus = asked if asked is not None else prices.built_in_gpus(kind) or int(bool(accelerator))
         gpu_name = (accelerator or prices.built_in_accelerator(kind) or "") if gpus else ""
         known = prices.GOOGLE_MACHINES.get(kind)
         vcpus = known.vcpus if known else None
-        yield WorkerPool(
-            name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, asked
-        )
+        yield HostGroup(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name)
 
 
 def replicas_by_pool(sizes: Sequence[tuple[One, int]]) -> list[tuple[One, int]]:
@@ -101,7 +86,6 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class VertexRequest(CloudRequest):
-    groups: tuple[WorkerPool, ...]
     project: str = ""
 
     @property
@@ -234,7 +218,7 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    rules = (_pools, _accelerators, _shared, _places, _image)
+    rules = (_pools, _shared, _places)
     found = [line for rule in rules for line in rule(request)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
@@ -280,63 +264,10 @@ def _pools(request: VertexRequest) -> Iterator[str]:
         return
     if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
         yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
-    for pool in pools:
-        if pool.count < 1:
-            yield f"{pool.key}.replicas: at least 1 (got {pool.count}); to have none, remove the pool"
-        if wrong := _wrong_type(pool.type):
-            yield f"{pool.key}.machine_type: {wrong} (got {pool.type!r}); for example g2-standard-8"
-    most = MOST_POOLS if pools[0].count <= 1 else MOST_POOLS - 1
-    if len(pools) > most:
-        why = (
-            "" if most == MOST_POOLS else "; the first host of the first pool is a pool of its own"
-        )
-        yield f"vertex.pools: at most {most} pools (got {len(pools)}){why}; merge pools of one type"
     for name in dict.fromkeys(pool.name for pool in pools):
         kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
         if len(kinds) > 1:
             yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
-
-
-def _wrong_type(machine_type: str) -> str:
-    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", machine_type):
-        return "no Google Cloud machine type"
-    if machine_type.startswith(("ct", "cloud-tpu")):
-        return "TPUs have no CUDA"
-    return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
-
-
-def _accelerators(request: VertexRequest) -> Iterator[str]:
-    settings = request.settings
-    for pool in request.groups:
-        built_in, there = prices.built_in_accelerator(pool.type), prices.built_in_gpus(pool.type)
-        if pool.asked is not None and pool.asked < 0:
-            yield f"{pool.key}.count: at least 0 (got {pool.asked})"
-        elif built_in and pool.accelerator not in (None, built_in):
-            yield (
-                f"{pool.key}.accelerator: {pool.type} has {built_in} built in (got"
-                f" {pool.accelerator!r}); remove the key or choose another machine type"
-            )
-        elif built_in and pool.asked not in (None, there) and pool.type in prices.GOOGLE_MACHINES:
-            yield (
-                f"{pool.key}.count: {pool.type} has {count_of(there, 'GPU')} (got {pool.asked});"
-                " remove the key or choose another machine type"
-            )
-        elif pool.accelerator and not built_in and not pool.type.startswith(prices.ATTACHES):
-            yield (
-                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.type});"
-                " use n1-standard-8, or g2-standard-8 with GPUs built in"
-            )
-        elif pool.asked and not pool.accelerator and not built_in:
-            yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
-    trains = next((pool for pool in request.groups if pool.key == "vertex.gpu"), None)
-    if trains and not trains.gpus and not _wrong_type(trains.type):
-        yield (
-            f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
-            " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
-        )
-    if settings.gpu.machine_type and any(p.gpus for p in request.groups if p.key == "vertex.cpu"):
-        kind = settings.cpu.machine_type
-        yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
 
 
 def _shared(request: VertexRequest) -> Iterator[str]:
@@ -355,47 +286,15 @@ def _places(request: VertexRequest) -> Iterator[str]:
             "vertex.project: not set, and the credentials name none; set it, or run"
             " `gcloud auth application-default login`"
         )
-    if not re.fullmatch(r"[a-z]+-[a-z]+\d+", settings.region):
-        yield f"vertex.region: not a region (got {settings.region!r}); for example us-central1"
-    if settings.gcs_uri is None:
-        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
-    elif not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", settings.gcs_uri):
-        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
-    if settings.spot and settings.persistent_resource:
-        yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
-    for name in settings.environment:
-        if name.startswith(RESERVED_VARIABLES):
-            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
-        elif not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            yield f"vertex.environment.{name}: names have letters, digits and _ only; rename it"
-    for name in ("tensorboard", "kms_key"):
-        value = getattr(settings, name)
-        if value and f"/locations/{settings.region}/" not in value:
-            yield f"vertex.{name}: must be in the job's region, {settings.region} (got {value!r})"
-    if settings.tensorboard and not settings.service_account:
-        yield "vertex.tensorboard: requires vertex.service_account, which may write to it; set it"
-    for name, value in settings.labels.items():
-        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}", f"{name}={value}"):
-            yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
-
-
-def _image(request: VertexRequest) -> Iterator[str]:
-    image = request.settings.image
-    if not image:
+    if not settings.image:
         yield (
             "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
             " Artifact Registry or Docker Hub (docs/vertex.md)"
         )
-        return
-    if ".dkr.ecr." in image:
-        yield f"vertex.image: Vertex AI cannot read ECR (got {image!r}); push it to Artifact Registry"
-    if (
-        PREBUILT in image
-        and re.search(r"(-cpu|-xla)\.", image)
-        and any(p.gpus for p in request.groups)
-    ):
-        yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
-    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
-    torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
-    if why := requirements.unfit(python, torch):
-        yield f"vertex.image: {why}"
+    if settings.gcs_uri is None:
+        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
+    elif not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", settings.gcs_uri):
+        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
