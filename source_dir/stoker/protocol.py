@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 Record = dict[str, Any]
 """One record: columns by name, plus its identity under "key"."""
+StepKey = tuple[int, bool, int]
+"""(epoch, whether in the validation that follows its training, first batch of the step in its pass)."""
 BlockPlace = tuple[int, int]
 """Number of a shard in its pass, and number of a block in the shard."""
 
@@ -314,8 +316,6 @@ class StepAssignment:
 
     blocks: list[BlockSlice]
     padded: int = 0
-    stop: str = ""
-    """Why the run stops after this step; empty: it continues."""
     schema: Schema | None = None
     """Schema of the split; None: there are no rows."""
 

@@ -12,8 +12,9 @@ import pytest
 from streaming import Train, flat
 
 from stoker.config.schema import Config
-from stoker.errors import UsageError
+from stoker.errors import DataError, UsageError
 from stoker.events.kinds import TrainWorkerLost
+from stoker.train.stop_gate import StopGate
 
 RECORDS, BAD = 523, (5, 77, 300)
 
@@ -120,7 +121,8 @@ def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(
     assert call("new_attempt") == 1
     call("log", lost)
     train.again(1, 0, late)
-    assert call("next", 1, "train", 0, 0, 0) == "this attempt is over"
+    with pytest.raises(DataError, match="this attempt is over"):
+        call("next", 1, "train", 0, 0, 0)
     assert call("new_attempt") == 2
     train.again(1, 0, late)
     assert list(train.steps("train", 0)) == whole[4:]
@@ -186,15 +188,35 @@ def test_ready_blocks_outlast_a_lost_train_worker(ray_cluster: None, order: str)
     train.close()
 
 
-def test_a_stop_reaches_all_ranks_in_the_same_step(ray_cluster: None) -> None:
+def test_ranks_stop_after_the_furthest_step_that_any_has_begun(ray_cluster: None) -> None:
+    import ray
+
+    train = Train(job(train_records=200), workers=3)
+    gates = [StopGate(train.coordinator, 0, rank) for rank in range(3)]
+    begun = [(0, False, 4), (0, False, 5), (0, False, 4)]  # rank 1 is one step ahead
+    assert all(gate.enter(step) for gate, step in zip(gates, begun, strict=True))
+    ray.get(train.coordinator.request_stop.remote("enough"))
+    while not all(gate.reason for gate in gates):
+        time.sleep(0.01)
+    further = [[gate.enter((0, False, step)) for step in (5, 6)] for gate in gates]
+    assert further == [[True, False]] * 3
+    assert not gates[0].enter((0, True, 0)), "nor does a validation begin"
+    for gate in gates:
+        gate.close()
+    train.close()
+
+
+def test_ranks_that_have_begun_nothing_do_one_step(ray_cluster: None) -> None:
     import ray
 
     train = Train(job(train_records=200), workers=2)
-    steps = train.steps("train", 0)
-    next(steps)
-    ray.get(train.coordinator.next.remote(0, "train", 0, 0, 1))  # rank 0 runs ahead
-    next(steps), next(steps)
     ray.get(train.coordinator.request_stop.remote("enough"))
-    next(steps)
-    assert [p.stop for p in train.portions] == [""] * 6 + ["enough"] * 2
+    gates = [StopGate(train.coordinator, 0, rank) for rank in range(2)]
+    while not all(gate.reason for gate in gates):
+        time.sleep(0.01)
+    assert [[gate.enter((0, False, step)) for step in (0, 1)] for gate in gates] == [
+        [True, False]
+    ] * 2
+    for gate in gates:
+        gate.close()
     train.close()

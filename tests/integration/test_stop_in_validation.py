@@ -84,6 +84,38 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     ] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_train_workers_stop_after_the_step_under_way(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Steps are fetched eight at a time, and the stop comes in the fourth."""
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    run_dir = tmp_path / "run"
+    job: dict[str, Any] = {
+        "recipe": "rows:LongSteps",
+        "params": {"train_records": 20 * workers, "val_records": 4, "run_dir": str(run_dir)},
+        "data": {"order": "exact"},
+        "train": {"epochs": 1, "batch_size": 1, "workers": workers, "lr": 0.01, "threads": 1},
+    }
+    begun = [run_dir / f"begun-{rank}" for rank in range(workers)]
+
+    def are_in_the_fourth_step() -> bool:
+        return all(file.exists() and file.stat().st_size >= 4 for file in begun)
+
+    with when(are_in_the_fourth_step, lambda: driver.request_stop("SIGTERM")):
+        stopped = run_job(tmp_path, run_dir=run_dir, **job)
+    assert (stopped.code, stopped.summary.status) == (143, "interrupted"), stopped.summary.error
+    steps = {file.stat().st_size for file in begun}
+    assert len(steps) == 1 and max(steps) <= 5, "the step under way, and at most one more"
+    assert stopped.summary.steps == max(steps)
+
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    rest = run_job(tmp_path, run_dir=run_dir, **job)
+    assert (rest.code, rest.summary.steps) == (0, 20), rest.summary.error
+    assert rest.summary.records.trained == 20 * workers
+    assert {file.stat().st_size for file in begun} == {20}, "each step once"
+
+
 @pytest.mark.parametrize(
     ("killed_after_s", "still_s", "reason"),
     [

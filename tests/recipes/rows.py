@@ -237,6 +237,26 @@ class SlowSteps(Counting):
         return super().training_step(model, batch)
 
 
+class LongSteps(Counting):
+    """Each rank notes the steps that it begins; those after the third last as long as no stop is noted."""
+
+    run_dir: str
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        if len(batch["y"]) > 1 or not model.training:  # the trial, and validation
+            return super().training_step(model, batch)
+        rank = os.environ.get("RANK", "0")
+        with Path(self.run_dir, f"begun-{rank}").open("a") as file:
+            steps = file.tell()
+            file.write(".")
+        until = time.monotonic() + 300
+        while steps >= 3 and not SlowValidation._asked(Path(self.run_dir)):
+            assert time.monotonic() < until, "nobody asked the run to stop"
+            time.sleep(0.02)
+        time.sleep(2.0 if steps >= 3 else 0.0)  # for the request to arrive
+        return super().training_step(model, batch)
+
+
 class SlowFirstRank(Counting):
     seconds: float
 

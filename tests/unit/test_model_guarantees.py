@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 import threading
 from pathlib import Path
@@ -22,7 +21,6 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.entry import driver
 from stoker.events.summary import Summary
-from stoker.serve.recipe_pass import AgreedStop
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 
@@ -556,33 +554,6 @@ def test_what_failed_never_ends_with_exit_code_0(
     )
     assert driver.conclude(fit, summary) == 1
     assert (summary.status, summary.error) == ("failed", said)
-
-
-def test_ranks_agree_on_the_step_of_a_validation_in_which_they_stop() -> None:
-    for seed in range(200):
-        chance = random.Random(seed)
-        passes = [
-            (e, val, s)
-            for e in range(3)
-            for val in (False, True)
-            for s in range(chance.randint(1, 4))
-        ]
-        stop, at = AgreedStop(), [0, 0, 0]
-        seen: list[list[Any]] = [[], [], []]
-        while any(a < len(passes) for a in at):
-            if chance.random() < 0.05:
-                stop.request()
-            # No rank begins a pass before all have ended the one before.
-            slowest = passes[min(min(at), len(passes) - 1)][:2]
-            ready = [r for r in range(3) if at[r] < len(passes) and passes[at[r]][:2] == slowest]
-            rank = chance.choice(ready)
-            epoch, val, step = passes[at[rank]]
-            at[rank] += 1
-            if stop.ask(rank, (epoch, val, step)):
-                seen[rank].append((epoch, val, step))
-        assert seen[0] == seen[1] == seen[2]
-        if stop.since is not None and seen[0]:
-            assert seen[0][0] >= stop.since
 
 
 # ---- means over records ----

@@ -12,6 +12,7 @@ import traceback
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from stoker.checkpoints.format import STILL_S
@@ -58,6 +59,8 @@ ANSWER_S = 120.0
 STATISTICS = "ray_data_stats.txt"
 _stop_reason = ""
 _stop_code = 143
+_wake: SimpleQueue[None] = SimpleQueue()
+"""Ends a wait of `follow`; a signal handler may put into it at any time."""
 
 
 def request_stop(reason: str, code: int = 143) -> None:
@@ -65,6 +68,7 @@ def request_stop(reason: str, code: int = 143) -> None:
     global _stop_reason, _stop_code
     if not _stop_reason:
         _stop_reason, _stop_code = reason, code
+        _wake.put(None)
 
 
 def stop_requested() -> str:
@@ -119,7 +123,7 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
         console.line(work.opening_line())
         for note in work.notes():
             tracking.note(f"note: {note}")
-        fit = Fit(work, place, coordinator)
+        fit = Fit(work, place, coordinator, lambda: _wake.put(None))
         store = open_store(work.where, work.synced)
         tracking.add(*mlflow_sinks(work.config, place, store, tracking.say))
         follow(fit, coordinator, tracking, config.cluster.cpu_hosts, place.killed_after_s)
@@ -233,7 +237,8 @@ def follow(
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2
             tracking.take(host_changes(tracking.summary, scaling))
-        fit.wait(POLL_S)
+        with contextlib.suppress(Empty):
+            _wake.get(timeout=POLL_S)
 
 
 def conclude(fit: Fit, summary: Summary) -> int:

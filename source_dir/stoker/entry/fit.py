@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,9 @@ class Fit:
     The task runs on this host. Its worker has Ray Train and PyTorch preloaded; the driver imports neither.
     """
 
-    def __init__(self, work: Work, place: RunPlace, coordinator: Any) -> None:
+    def __init__(
+        self, work: Work, place: RunPlace, coordinator: Any, ended: Callable[[], None]
+    ) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -41,24 +45,23 @@ class Fit:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
         self._call = task.remote(settings, place.run_dir, parts, work.workers, work.use_gpu, claims)
-        self._ended = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, args=[ended], name="fit", daemon=True).start()
 
     @property
     def alive(self) -> bool:
         """Afterwards `failure` says why training failed; None: it did not."""
-        return self.wait(0.0)
+        return not self._ended.is_set()
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for its end; whether it is alive."""
+    def _watch(self, ended: Callable[[], None]) -> None:
         import ray
 
-        if not self._ended and ray.wait([self._call], timeout=seconds)[0]:
-            self._ended = True
-            try:
-                self.failure = ray.get(self._call)
-            except Exception as error:
-                self.failure = Failure.of(error)
-        return not self._ended
+        try:
+            self.failure = ray.get(self._call)
+        except Exception as error:
+            self.failure = Failure.of(error)
+        self._ended.set()
+        ended()
 
 
 def fit(

@@ -14,7 +14,7 @@ from typing import Any
 from stoker.errors import DataError, Failure, UsageError
 from stoker.events import kinds
 from stoker.events.kinds import Event
-from stoker.protocol import BlockSlice, DataCursor, Plan, StepAssignment
+from stoker.protocol import BlockSlice, DataCursor, Plan, StepAssignment, StepKey
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.cursor import about, fresh, start_at
 from stoker.serve.passes import Passes
@@ -22,6 +22,8 @@ from stoker.serve.planner import Planner
 from stoker.serve.recipe_pass import Beginning, RecipeAttempt, RecipePass, Used, ids_of
 from stoker.serve.service import DataService
 from stoker.serve.shards import Setup
+
+AWAIT_S = 20.0
 
 
 class Coordinator(DataService):
@@ -112,8 +114,6 @@ class Coordinator(DataService):
         self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
         known = about(start, beginning.workers, self.passes.config)
         self.event(kinds.AttemptStarted(**known, ahead=ahead))
-        if self.stop_reason:
-            self.attempt.stop.request()
         if problem is not None:
             self.attempt.fail(problem.failure)
             raise problem
@@ -146,11 +146,6 @@ class Coordinator(DataService):
                     break
                 self.ready.wait(1.0)
             portion = pass_.portion(step, rank)
-            val = split == "val"
-            # Stop only between optimizer steps: accumulated gradients are not saved.
-            between = val or (step + 1) % self.passes.config.train.accumulate_steps == 0
-            if current.stop.ask(rank, (epoch, val, step)) and portion is not None and between:
-                portion.stop = self.stop_reason
             pass_.release()
             current.recovered(asked)
             self.has_work.notify(2)
@@ -234,11 +229,31 @@ class Coordinator(DataService):
                 self.has_work.notify_all()
                 self.ready.notify_all()
 
+    def await_stop(self, attempt: int) -> str:
+        """Train worker's call: the reason once a stop is requested; "" after AWAIT_S without a request."""
+        deadline = time.monotonic() + AWAIT_S
+        with self.changed:
+            while not self.stop_reason and time.monotonic() < deadline:
+                self._current(attempt)
+                self.shared.stopping.wait(deadline - time.monotonic())
+            return self.stop_reason
+
+    def agree_stop(self, attempt: int, rank: int, begun: StepKey | None) -> StepKey | None:
+        """Train worker's call, which begins no further step until it returns: the last step of the run.
+
+        `begun`: the last step that the rank has begun; None: none yet. Returns None if none has.
+        """
+        with self.changed:
+            self._current(attempt).begun_steps[rank] = begun
+            self.shared.stopping.notify_all()
+            while len(steps := self._current(attempt).begun_steps) < self._current(attempt).workers:
+                self.shared.stopping.wait(1.0)
+            return max((step for step in steps.values() if step is not None), default=None)
+
     def request_stop(self, reason: str) -> None:
         with self.changed:
             self.stop_reason = self.stop_reason or reason
-            if self.attempt is not None:
-                self.attempt.stop.request()
+            self.shared.stopping.notify_all()
             self.event(kinds.StopRequested(reason=reason))
 
     def log(self, event: Event, after: None = None) -> None:

@@ -273,7 +273,7 @@ def start_coordinator(
         Coordinator,
         config,
         scaler,
-        2 * workers + 32,
+        3 * workers + 32,
         {},
         passes=passes,
         totals=data.totals,

@@ -219,6 +219,8 @@ class Shared:
         """Threads that decide what to produce wait on it."""
         self.has_work = threading.Condition(lock)
         """Chain workers wait on it for work."""
+        self.stopping = threading.Condition(lock)
+        """Notified by a request to stop, and when a train worker has answered it."""
         self.ready = threading.Condition(lock)
         """Consumers wait on it for their rows; the block that completes a step wakes them."""
         self.pool, self.holdings, self.suspects = Pool(), Holdings(), Suspects()

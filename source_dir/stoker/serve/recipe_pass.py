@@ -5,8 +5,7 @@ r-th batch_size of them. The rest at the end is divided evenly. For training, fe
 (dropped, or padded with repeated rows), or all of a last step that gives each worker fewer rows than a limit;
 for validation every row goes to exactly one worker.
 
-Train workers request the same steps in the same sequence, each at its own pace. What all of them do after the
-same step, they do at the first step that none of them has requested yet.
+Train workers request the same steps in the same sequence, each at its own pace and ahead of its training.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from stoker.protocol import (
     DataCursor,
     Schema,
     StepAssignment,
+    StepKey,
 )
 from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
@@ -42,27 +42,6 @@ BLOCKS_AHEAD = 2
 KEPT_STEPS = 4096
 """Steps before the slowest train worker's next one for which a position can be asked: more than it may have
 requested and not used."""
-StepKey = tuple[int, bool, int]
-"""(epoch, whether in the validation that follows its training, step of the pass)."""
-
-
-class AgreedStop:
-    """A request that every rank sees from the same step on: the first that none has requested yet."""
-
-    def __init__(self) -> None:
-        self.asked: dict[int, StepKey] = {}
-        """The latest step that each rank has requested."""
-        self.since: StepKey | None = None
-
-    def ask(self, rank: int, key: StepKey) -> bool:
-        """A rank requests a step; whether it must see the request."""
-        self.asked[rank] = key
-        return self.since is not None and key >= self.since
-
-    def request(self) -> None:
-        if self.since is None:
-            epoch, val, step = max(self.asked.values(), default=(0, False, -1))
-            self.since = epoch, val, step + 1  # it may lie beyond the end of its pass
 
 
 def least_rows(remainder: str | int, batch_size: int) -> int:
@@ -327,7 +306,8 @@ class RecipeAttempt(Attempt):
         """Whether it produces for train workers that have not begun it yet."""
         self.lost_at: float | None = None
         """When a train worker of the attempt before was lost; None once training has rows again."""
-        self.stop = AgreedStop()
+        self.begun_steps: dict[int, StepKey | None] = {}
+        """By rank that has held its next step back for a stop: the last step that it has begun."""
         self.open: dict[tuple[str, int], RecipePass] = {}
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self._last = False

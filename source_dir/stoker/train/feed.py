@@ -24,6 +24,7 @@ from stoker.serve.blocks.batches import LateError, Prefetcher, as_batch
 from stoker.serve.blocks.client import Fetched, Transport
 from stoker.serve.blocks.collator import Arrived, Collator
 from stoker.train.device import DeviceClock, DeviceCopies, HostClock, Stamps, StepTimes
+from stoker.train.stop_gate import StopGate
 
 FETCHERS = 2
 """Number of fetching threads: that many steps are in flight, over as many connections to each host."""
@@ -67,6 +68,11 @@ class Feed:
     keys: list[str] = field(default_factory=list)
     fetched: Counter[str] = field(default_factory=Counter)
     """The rows and bytes of batches, also of those that are not taken."""
+    gate: StopGate | None = None
+    accumulate: int = 1
+    """Batches in a step; training does not stop within one, as accumulated gradients are not saved."""
+    batches: int = 0
+    """Batches returned so far."""
     stop: str = ""
     """Why the run stops after the last batch returned."""
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of `times` and `fetched`
@@ -89,7 +95,7 @@ class Feed:
             while True:
                 asked = time.perf_counter()
                 item = copies.take() if copies else take()
-                if item is None:
+                if item is None or not self._may_begin():
                     return
                 clock.waited(asked, time.perf_counter(), item.stamps)
                 if copies and device_clock:
@@ -99,8 +105,6 @@ class Feed:
                 yield item.columns
                 clock.finished()
                 self._resize(prefetcher, item.nbytes)
-                if self.stop:
-                    return
         finally:
             prefetcher.end(self.join_s)
             self.transport.finish_pass()
@@ -180,7 +184,14 @@ class Feed:
         self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
         if self.keep_keys:
             self.keys += item.keys
-        self.stop = portion.stop
+        self.batches += 1
+
+    def _may_begin(self) -> bool:
+        step = (self.epoch, self.split == "val", self.batches)
+        if self.gate is None or self.batches % self.accumulate or self.gate.enter(step):
+            return True
+        self.stop = self.gate.reason
+        return False
 
 
 def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:

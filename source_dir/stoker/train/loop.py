@@ -33,6 +33,7 @@ from stoker.train.state import (
     tee_prints,
 )
 from stoker.train.step import Step, windows
+from stoker.train.stop_gate import StopGate
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -72,6 +73,7 @@ def train(settings: dict[str, Any]) -> None:
     )
     try:
         resumed = begin(worker, keeper, settings["resume"])
+        worker.gate = StopGate(worker.coordinator, worker.attempt, worker.rank)
         build(worker, settings["records"], resumed)
         worker.log(kinds.PhaseDone(phase="model built"))
         if resumed is None and settings["sample"]:
@@ -88,6 +90,8 @@ def train(settings: dict[str, Any]) -> None:
                 # A stop that arrives later has nothing left to interrupt.
                 worker.log(kinds.Completed())
     finally:
+        if worker.gate is not None:
+            worker.gate.close()
         keeper.close()
         worker.flush()
 
@@ -110,7 +114,8 @@ def run_epochs(
         # A stop requested with the very last step changes nothing.
         asked = bool(progress.feed.stop) and not reached(worker)
         if asked:
-            keeper.take(progress, {})
+            if progress.steps > progress.carried_steps:  # else the last checkpoint is of this step
+                keeper.take(progress, {})
             break
         trained = {"epoch": epoch, "metrics": metrics, "books": books, "whole": books[0]["whole"]}
         if has_val:
@@ -185,8 +190,7 @@ def train_epoch(
             )
         if reached(worker):
             break
-        if not feed.stop:
-            keeper.after_step(progress)
+        keeper.after_step(progress)
     elapsed = time.perf_counter() - started
     samples = progress.samples - progress.carried_samples
     stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
@@ -237,6 +241,8 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
         device=worker.device,
         transport=worker.transport,
         data=data,
+        gate=worker.gate,
+        accumulate=worker.config.train.accumulate_steps if split == "train" else 1,
         keep_keys=worker.config.tracking.record_ids,
         collator=(
             Collator(

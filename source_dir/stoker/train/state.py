@@ -21,6 +21,7 @@ from stoker.events.kinds import Event, Printed, RecordIds
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
 from stoker.train.feed import Feed
+from stoker.train.stop_gate import StopGate
 
 FLUSH_S = 60.0
 RANKS_S = 1800.0
@@ -45,6 +46,7 @@ class Worker:
     scaler: Any = None
     modules: dict[str, Any] = field(default_factory=dict)
     transport: Any = None
+    gate: StopGate | None = None
     example: Any = None
     """Rank 0: a few records from the feed, for checking exports; `stoker.train.export.Example`."""
     step: int = 0
