@@ -11,7 +11,7 @@ SYSTEM := $(VENV)/.system
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all check lint types unit integration rehearsal e2e slow old test-versions soak storm
-.PHONY: docs bench bench-peers bench-gpu sbom audit clean
+.PHONY: docs bench bench-peers bench-gpu coverage build sbom audit clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -80,6 +80,15 @@ bench-gpu: setup  ## input-bound against synthetic training; needs a GPU
 docs: setup  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+coverage: setup  ## lines that the unit tests run, subprocesses included; PARTS="unit integration" for more
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -q -n 2 --dist loadfile $(CHOSEN) $(addprefix tests/,$(or $(PARTS),unit)); \
+	  code=$$?; $(BIN)/coverage combine -q && $(BIN)/coverage report --skip-covered; exit $$code
+
+BUILD ?= $(BIN)/python -m hatchling
+build: $(if $(filter $(BIN)/%,$(BUILD)),$(READY))  ## the wheel and the source distribution, in dist/
+	@rm -rf dist && $(BUILD) build
+
 sbom: setup  ## the packages of a release and their licenses, CycloneDX, in build/
 	@$(BIN)/python scripts/sbom.py
 
@@ -87,4 +96,4 @@ audit: setup  ## known vulnerabilities of the pinned packages; needs PyPI
 	@$(BIN)/python scripts/audit.py
 
 clean:  ## remove the environment, caches and example data; keeps runs/
-	rm -rf $(VENV) .versions .peers .audit .places .data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist .coverage $(VENV) .versions .peers .audit .places .data .pytest_cache .mypy_cache .ruff_cache

@@ -34,7 +34,7 @@ packages() {
     constraints=(-c "$FOLDER/$name.txt")
   fi
   "$FOLDER/$name/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" "$@" \
-    -e . 'ray[default]' pytest pytest-timeout pytest-xdist hypothesis scikit-learn
+    -e '.[train]' 'ray[default]' pytest pytest-timeout pytest-xdist hypothesis scikit-learn
 }
 
 # The packages of .venv, with this Ray before them.

@@ -15,7 +15,7 @@ from typer.exceptions import TyperException
 import stoker
 from stoker.config.redaction import scrub
 from stoker.config.values import expanded
-from stoker.errors import UsageError, nearest
+from stoker.errors import INSTALL_TRAIN, OF_TRAIN, UsageError, nearest
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -343,6 +343,10 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:
         problems: tuple[str, ...] = error.problems
+    except ModuleNotFoundError as error:
+        if error.name not in OF_TRAIN:
+            raise
+        problems = (f"{error.name} is not installed: {INSTALL_TRAIN}",)
     except OSError as error:
         if error.errno not in EXPECTED:
             raise

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+OF_TRAIN = {"cv2", "numpy", "pandas", "PIL", "pyarrow", "ray", "safetensors", "simplejpeg", "timm"}
+OF_TRAIN |= {"torch", "torchmetrics", "torchvision"}
+"""Modules of the extra `train`, which the launcher does without."""
+INSTALL_TRAIN = "pip install 'stoker[train]'"
+
 
 class ErrorLine(str):
     """One line for users: what, where, what to do."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from stoker.config.loading import Resolved, error_line
 from stoker.config.schema import Config
 from stoker.config.values import expanded_paths, has_text, is_path, true_as_number, typed
-from stoker.errors import UsageError, nearest, where_raised
+from stoker.errors import INSTALL_TRAIN, OF_TRAIN, UsageError, nearest, where_raised
 from stoker.place import ORIGINS_FILE
 
 if TYPE_CHECKING:
@@ -298,7 +298,9 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UsageError(f"{key}: {_absent(module_name, source)}") from None
         missing = f"{module_name} needs the module {error.name!r}, which is not installed"
-        raise UsageError(f"{key}: {missing}; add it to requirements.txt") from None
+        ours = error.name and error.name.split(".")[0] in OF_TRAIN
+        remedy = INSTALL_TRAIN if ours else "add it to requirements.txt"
+        raise UsageError(f"{key}: {missing}; {remedy}") from None
     except SyntaxError as error:  # its text names file and line, and its frames are ours alone
         text = f"{type(error).__name__}: {error}"
         raise UsageError(f"{key}: {module_name} cannot be imported: {text}") from error

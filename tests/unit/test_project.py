@@ -25,41 +25,47 @@ def requirement_names(lines: list[str]) -> dict[str, str]:
     return {canonical(re.split(r"[\[<>=!~]", row)[0].strip()): row for row in rows if row}
 
 
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, EXTRAS = PYPROJECT["project"], PYPROJECT["project"]["optional-dependencies"]
+
+
 def test_the_container_and_the_laptop_agree_on_dependencies() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    laptop = requirement_names(project["dependencies"])
+    laptop = requirement_names([*PROJECT["dependencies"], *EXTRAS["train"]])
     container = requirement_names((ROOT / "source_dir/requirements.txt").read_text().splitlines())
     assert {k: v for k, v in laptop.items() if k not in LAUNCHER_ONLY | FROM_THE_IMAGE} == container
 
 
 def test_the_supported_versions_are_those_of_the_dependencies() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = requirement_names(project["dependencies"])
+    needs = requirement_names(EXTRAS["train"])
     assert needs["ray"] == f"ray[data,train]>={requirements.OLDEST_RAY}"
     assert needs["torch"] == f"torch>={requirements.OLDEST_TORCH}"
     oldest, newest = requirements.PYTHONS[0], requirements.PYTHONS[-1]
-    assert project["requires-python"] == f">={oldest},<3.{int(newest.split('.')[1]) + 1}"
+    assert PROJECT["requires-python"] == f">={oldest},<3.{int(newest.split('.')[1]) + 1}"
 
 
 def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = requirement_names(lines)
     assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.!+_-]+", row) for row in pins.values())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    wanted = [*project["dependencies"], *itertools.chain(*extras)]
+    groups = [*EXTRAS.values(), *PYPROJECT["dependency-groups"].values()]
+    wanted = [*PROJECT["dependencies"], *itertools.chain(*groups)]
     assert set(requirement_names(wanted)) <= set(pins)
 
 
 @pytest.mark.soak
 def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
     """In one go and without trying version after version; needs a package index."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
     report = tmp_path / "report.json"
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-input", "--quiet"]
-    options = ["-c", "constraints.txt", "--report", str(report), f".[{','.join(extras)}]"]
+    options = [
+        "-c",
+        "constraints.txt",
+        "--group",
+        "dev",
+        "--report",
+        str(report),
+        f".[{','.join(EXTRAS)}]",
+    ]
     done = subprocess.run([*pip, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {each["metadata"]["name"]: each for each in json.loads(report.read_text())["install"]}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.errors import UsageError
+from stoker.errors import INSTALL_TRAIN, UsageError
 from stoker.hosts import forks, machine, raynode, requirements
 from stoker.hosts.output import say
 from stoker.hosts.raynode import ClusterError, RayNode
@@ -121,9 +121,9 @@ def connected() -> Iterator[None]:
 def refuse_old_ray() -> None:
     here, oldest = requirements.installed("ray"), requirements.OLDEST_RAY
     if not requirements.at_least(here, oldest):
+        remedy = f"pip install 'ray[data,train]>={oldest}'" if here else INSTALL_TRAIN
         raise UsageError(
-            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {oldest} or newer;"
-            f" pip install 'ray[data,train]>={oldest}'"
+            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {oldest} or newer; {remedy}"
         )
 
 
