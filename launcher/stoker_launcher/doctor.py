@@ -169,10 +169,7 @@ def disk(config: Config) -> Iterator[Finding]:
         try:
             refuse_unwritable(folder)
         except UsageError as error:
-            found, remedy = (
-                str(error).removeprefix("output_dir: "),
-                f"choose another folder with {key}",
-            )
+            found, remedy = error.problems[0].rest, f"choose another folder with {key}"
         else:
             if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
                 remedy = f"free up space, or choose another disk with {key}"

@@ -33,6 +33,11 @@ class ErrorLine(str):
         problem.key = key or (about.split()[0].rstrip(",") if colon and about.strip() else "")
         return problem
 
+    @property
+    def rest(self) -> str:
+        """The text without its key."""
+        return self.removeprefix(f"{self.key}: ")
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -20,16 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.errors import StokerError, UsageError
+from stoker.errors import StokerError
 from stoker.hosts import requirements
 from stoker.hosts.output import prefix_output, say, write_failure
 from stoker.hosts.services import Service, services
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.place import LAUNCH_DIR_VARIABLE, ORIGINS_FILE, PLACE_VARIABLE
+from stoker.place import LAUNCH_DIR_VARIABLE, ORIGINS_FILE, PLACE_VARIABLE, Outcome
 
 if TYPE_CHECKING:
     from stoker.config.loading import Resolved
-    from stoker.place import Outcome
 
 STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
@@ -138,10 +137,8 @@ def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[s
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     try:
         outcome = _play(service, resource, arguments)
-    except requirements.InstallError as error:
-        say(str(error))
-        write_failure(failure, str(error))
-        return error.exit_code
+    except StokerError as error:
+        outcome = Outcome(error.exit_code, str(error.failure))
     except Exception as error:  # anything: show it in the job's console
         import traceback
 
@@ -170,16 +167,12 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
         [str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     from stoker.entry import roles
-    from stoker.place import Outcome
 
     place = service.place()
     stop = roles.Stop(functools.partial(end_by_force, place.failure), place.killed_after_s)
     stop.install()
-    try:
-        resolved = read_configuration(arguments, service.given())
-        topology = resolve(resource, resolved.config.cluster.gpu_group)
-    except UsageError as error:
-        return Outcome(2, "; ".join(error.problems))
+    resolved = read_configuration(arguments, service.given())
+    topology = resolve(resource, resolved.config.cluster.gpu_group)
     prefix_output(topology.group, topology.host, topology.role)
     say(f"hosts: {topology.describe(topology.hosts)}; head: {topology.head}")
     if topology.role == "head":

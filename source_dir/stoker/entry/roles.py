@@ -20,7 +20,7 @@ from typing import Any
 from stoker.config.loading import Resolved
 from stoker.config.redaction import scrub
 from stoker.entry.door import Door, Head, HeadLost
-from stoker.errors import StokerError
+from stoker.errors import Failure, StokerError
 from stoker.hosts import cluster, forks, raynode, requirements
 from stoker.hosts.machine import HOST_GPUS_VARIABLE
 from stoker.hosts.output import Copies, say, say_at_once, write_failure_soon
@@ -308,16 +308,14 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
 
 def _failure(error: BaseException) -> Outcome:
     """An exception of user code or the driver, with where it was raised."""
+    failure = Failure.of(error)
     if isinstance(error, StokerError):
-        return Outcome(error.exit_code, scrub(str(error.failure)))
-    frames, origin = traceback.extract_tb(error.__traceback__), "unknown place"
-    if frames:
-        origin = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}"
+        return Outcome(error.exit_code, scrub(str(failure)))
     if isinstance(error, SystemExit):
         number = error.code if isinstance(error.code, int) and error.code else 1
-        return Outcome(number, f"sys.exit({error.code!r}) in {origin}")
+        return Outcome(number, f"sys.exit({error.code!r}) in {failure.where or 'unknown place'}")
     print(scrub("".join(traceback.format_exception(error))), file=sys.stderr)
-    return Outcome(1, scrub(f"{type(error).__name__}: {error} ({origin})"))
+    return Outcome(1, scrub(str(failure)))
 
 
 def _left(lost: HeadLost, ends_job: bool) -> Outcome:

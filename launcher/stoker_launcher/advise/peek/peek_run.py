@@ -306,7 +306,7 @@ class Rebuild:
         try:
             refuse_other_data(start, plan)
         except UsageError as error:
-            raise UsageError(f"--step: {str(error).removeprefix('resume: ')}") from None
+            raise UsageError(f"--step: {error.problems[0].rest}") from None
         begins = start if start.epoch == found.epoch else DataCursor(epoch=found.epoch, plan=plan)
         self.start = begins.model_copy(update={"unvalidated": None})
         self.plan = passes.plan("train", found.epoch, self.start)

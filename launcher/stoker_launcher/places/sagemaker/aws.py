@@ -259,7 +259,7 @@ def findings(config: Config) -> Iterator[CheckRow]:
         with readable_errors("credentials"):
             who = client("sts", region, TIMEOUT_S).get_caller_identity()["Arn"]
     except UsageError as error:
-        yield bad, "AWS", str(error).removeprefix("AWS: "), ""
+        yield bad, "AWS", error.problems[0].rest, ""
         return
     yield "ok", "AWS", f"{who} in {region}", ""
     wanted: Counter[str] = Counter()
