@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from stoker.config.schema import Config
-from stoker.errors import UsageError
 from stoker.events.kinds import PassEnded
 from stoker.recipe import Recipe
 from stoker.train.device import StepTimes
@@ -42,22 +40,7 @@ class AddedUp(Share):
         return super().compute()
 
 
-class Holder(Share):
-    """Holds a metric of torchmetrics and is none."""
-
-    def __init__(self) -> None:
-        from torchmetrics.classification import MulticlassConfusionMatrix
-
-        self.inner = MulticlassConfusionMatrix(2, normalize="true")
-
-    def update(self, preds: Any, target: Any) -> None:
-        self.inner.update(preds, target)
-
-    def compute(self) -> Any:
-        return {"table": self.inner.compute(), "none": torch.tensor([float("nan")]), "text": "good"}
-
-
-def derived(state: bool) -> Any:
+def derived() -> Any:
     from torchmetrics import Metric
 
     class Derived(Metric):
@@ -65,10 +48,7 @@ def derived(state: bool) -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            if state:
-                self.add_state("counts", torch.zeros(2), dist_reduce_fx="sum")
-            else:
-                self.counts = torch.zeros(2)
+            self.add_state("counts", torch.zeros(2), dist_reduce_fx="sum")
 
         update = Share.update  # type: ignore[assignment]
         compute = Share.compute  # type: ignore[assignment]
@@ -76,20 +56,7 @@ def derived(state: bool) -> Any:
     return Derived()
 
 
-def unsynced() -> Any:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    return MulticlassAccuracy(2, average="micro", sync_on_compute=False)
-
-
-METRICS = {
-    "unsynced": unsynced,
-    "share": Share,
-    "added up": AddedUp,
-    "holder": Holder,
-    "derived": partial(derived, True),
-    "without state": partial(derived, False),
-}
+METRICS = {"share": Share, "added up": AddedUp, "derived": derived}
 
 
 class Measured(Recipe):
@@ -114,11 +81,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
             x = torch.eye(2)[torch.full((rows[rank],), rank)]
             with evaluation.quietly():
                 evaluation.take({"x": x, "y": torch.zeros(rows[rank], dtype=torch.long)})
-            try:
-                found[kind, rows] = evaluation.result()
-            except UsageError as error:
-                found[kind, rows] = str(error)
-            found[kind, rows, "notes"] = evaluation.scores.notes
+            found[kind, rows] = evaluation.result()
     told: list[PassEnded] = []
     worker.coordinator = SimpleNamespace(
         log=SimpleNamespace(remote=lambda event, after: told.append(event))
@@ -142,25 +105,11 @@ def test_the_input_wait_is_that_of_the_train_worker_for_which_the_others_wait(
     )
 
 
-def test_a_metric_of_a_part_of_the_validation_is_refused_on_every_rank(
+def test_a_metric_without_a_state_is_that_of_one_ranks_records(
     ranks: list[dict[Any, Any]],
 ) -> None:
-    refused = "recipe: Measured.metrics: own differs between train workers, so it is of a part"
-    for found in ranks:
-        for kind in ("share", "without state"):
-            assert found[kind, (4, 2)].startswith(refused)
-            assert found[kind, (4, 0)]["val/own"] == 1.0, "the one rank with records has all"
-
-
-def test_a_metric_that_does_not_combine_its_state_is_named(ranks: list[dict[Any, Any]]) -> None:
-    for found in ranks:
-        for kind, differs in (("unsynced", True), ("added up", False), ("derived", False)):
-            notes = [
-                text
-                for text in found[kind, (4, 2), "notes"]
-                if "differs between train workers" in text
-            ]
-            assert bool(notes) == differs, (kind, notes)
+    assert [found["share", (4, 2)]["val/own"] for found in ranks] == [1.0, 0.0]
+    assert [found["share", (4, 0)]["val/own"] for found in ranks] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("rows", "right"), [((4, 2), 4 / 6), ((4, 0), 1.0)])
@@ -171,4 +120,3 @@ def test_a_metric_that_combines_the_ranks_is_of_all_records(
         for kind in ("added up", "derived"):
             assert found[kind, rows]["val/own"] == pytest.approx(right)
         assert found["added up", rows]["val/acc1"] == pytest.approx(right)
-        assert found["holder", rows]["val/own/table/0"] == pytest.approx(right)

@@ -247,17 +247,17 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
         tracking={"record_ids": True, "tensorboard": False},
     )
     assert outcome.code == 0, outcome.summary.error
-    assert outcome.summary.records.repeated == 2
+    assert outcome.summary.records.repeated == 6
     assert [e["repeated"] for e in outcome.summary.records.epochs if e["split"] == "train"] == [
-        1,
-        1,
+        3,
+        3,
     ]
     assert outcome.summary.records.read == outcome.summary.records.trained == 130
     for epoch in range(2):
         ranks = (outcome.run_dir / "records").glob(f"train-epoch-{epoch:03d}-rank-*.txt")
         trained = Counter(key for rank in ranks for key in rank.read_text().split())
-        assert sorted(trained.values()) == [1] * 64 + [2], "one of 65 is given to both workers"
+        assert sorted(trained.values()) == [1] * 64 + [4], "both workers get one of 65 twice"
     said = (outcome.run_dir / "logs/console.log").read_text()
-    assert "130 read = 130 trained + 0 quarantined + 0 remaining; 2 repeated" in said
-    assert "2 repeated" in (outcome.run_dir / "report.html").read_text()
+    assert "130 read = 130 trained + 0 quarantined + 0 remaining; 6 repeated" in said
+    assert "6 repeated" in (outcome.run_dir / "report.html").read_text()
     rebuilt_as_recorded(outcome.run_dir, 16, 3, range(1, 7))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from last_batches import images_of
+import pytest
 from running import Outcome, run_job
 
 
@@ -32,25 +32,42 @@ def test_a_validation_that_fails_costs_no_step(ray_cluster: None, tmp_path: Path
     assert outcome.summary.steps == 0 and not events(outcome, "step")
 
 
-def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(
-    ray_cluster: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("records", "workers", "remainder", "trained", "left", "repeated"),
+    [
+        (9, 1, "drop", 8, 1, 0),
+        (9, 1, "1", 9, 0, 0),
+        (9, 1, "pad", 9, 0, 1),
+        (10, 1, "drop", 10, 0, 0),
+        (11, 2, "drop", 8, 3, 0),
+        (11, 2, "pad", 11, 0, 1),
+        (12, 2, "drop", 12, 0, 0),
+    ],
+)
+def test_a_last_batch_of_one_record_is_left_out_counted_and_named_once(
+    ray_cluster: None,
+    tmp_path: Path,
+    records: int,
+    workers: int,
+    remainder: str,
+    trained: int,
+    left: int,
+    repeated: int,
 ) -> None:
-    """19 images in batches of four on each of two train workers; on one: tests/unit/test_last_batch.py."""
-    images_of(tmp_path / "data", 19)
-    job: dict[str, Any] = {
-        "recipe": "ImageClassification",
-        "params": {"data": str(tmp_path / "data"), "model": "resnet10t", "image_size": 32},
-        "train": {"epochs": 1, "batch_size": 4, "workers": 2, "threads": 1},
-    }
-    refused = run_job(tmp_path, **job)
-    assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), (
-        refused.summary.error
+    norm = "layer" if remainder == "1" else "batch"  # which cannot train on one record
+    outcome = run_job(
+        tmp_path,
+        f"data.remainder={remainder}",
+        recipe="last_batches:Normed",
+        params={"train_records": records, "norm": norm},
+        train={"epochs": 2, "batch_size": 4, "workers": workers, "threads": 1},
     )
-    outcome = run_job(tmp_path, "data.remainder=2", run_dir=tmp_path / "again", **job)
     assert outcome.code == 0, outcome.summary.error
-    records = outcome.summary.records
-    assert (records.read, records.trained, records.remainder) == (19, 16, 3)
-    assert outcome.summary.steps == 2
+    books = [event for event in events(outcome, "records") if event["split"] == "train"]
+    counts = [tuple(b[n] for n in ("read", "trained", "remainder", "repeated")) for b in books]
+    assert counts == [(records, trained, left, repeated)] * 2
+    notes = [e for e in events(outcome, "note") if "one record per train worker" in e["text"]]
+    assert len(notes) == (left >= workers)
 
 
 def test_a_rank_without_validation_records_mixes_nothing_up(

@@ -54,7 +54,7 @@ class Shaped(Counting):
 
 def make(name: str) -> Any:
     import torch
-    from torchmetrics import MetricCollection, MinMaxMetric
+    from torchmetrics import MetricCollection
     from torchmetrics import classification as many
     from torchmetrics.wrappers import ClasswiseWrapper
 
@@ -62,10 +62,6 @@ def make(name: str) -> Any:
         return many.MulticlassAccuracy(3, average=None)
     if name == "confusion":
         return many.MulticlassConfusionMatrix(3)
-    if name == "classwise":
-        return ClasswiseWrapper(
-            many.MulticlassAccuracy(3, average=None), labels=["cat", "dog", "horse"]
-        )
     if name == "numbered":
         return ClasswiseWrapper(many.MulticlassAccuracy(3, average=None))
     if name == "collection":
@@ -74,12 +70,8 @@ def make(name: str) -> Any:
             many.MulticlassRecall(3, average=None),
         )
         return MetricCollection({"acc": one, "recall": other})
-    if name == "minmax":
-        return MinMaxMetric(many.MulticlassAccuracy(3, average="micro"))
     if name == "auroc":  # keeps lists of predictions
         return many.MulticlassAUROC(3, average=None)
-    if name == "curve":
-        return many.MulticlassROC(3, thresholds=5)
     if name == "missing":
         raise ModuleNotFoundError("No module named 'pycocotools'")
     strange = {
@@ -107,6 +99,7 @@ def make(name: str) -> Any:
             "classes": torch.tensor([0, 2]),
             "mar_100_per_class": torch.tensor(-1.0),
         },
-        "single": {"map_per_class": torch.tensor(0.75), "classes": torch.tensor(1)},
+        "series": (torch.arange(3.0),),
+        "same": {"a/b": 1.0, "a_b": 2.0},
     }
     return Strange(strange[name])

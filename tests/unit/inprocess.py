@@ -142,6 +142,7 @@ def start(
             "epoch": feed.epoch,
             "read": records,
             used: records,
+            "remainder": 0,
             "whole": whole,
         }
 

@@ -27,29 +27,12 @@ def rows_by_rank(blocks: list[int], splitter: Splitter) -> list[list[list[tuple[
     return ranks
 
 
-@given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
-def test_training_gives_all_ranks_equal_steps_and_drops_fewer_rows_than_workers(
-    blocks: list[int], workers: int, batch: int
+@given(BLOCKS, st.integers(1, 5), st.integers(1, 40), st.integers(1, 60) | st.just("drop"))
+def test_all_ranks_train_equal_steps_and_a_last_one_below_the_limit_is_left_out_whole(
+    blocks: list[int], workers: int, batch: int, remainder: int | str
 ) -> None:
-    splitter = Splitter(workers, batch, equal=True)
-    ranks = rows_by_rank(blocks, splitter)
-    assert len({tuple(len(step) for step in steps) for steps in ranks}) == 1
-    taken = Counter(row for steps in ranks for step in steps for row in step)
-    assert set(taken.values()) <= {1}
-    assert len(splitter.remainder) < workers
-    assert len(taken) + len(splitter.remainder) == sum(blocks)
-    rest = splitter.remainder
-    remaining = {
-        (s.block, r) for s in splitter.slices(rest.start, rest.stop) for r in range(s.start, s.stop)
-    }
-    assert not remaining & set(taken)
-
-
-@given(BLOCKS, st.integers(1, 5), st.integers(1, 40), st.integers(1, 60))
-def test_a_last_batch_below_the_limit_is_left_out_whole(
-    blocks: list[int], workers: int, batch: int, least: int
-) -> None:
-    splitter, kept = Splitter(workers, batch, equal=True, remainder=least), set[int]()
+    splitter, kept = Splitter(workers, batch, equal=True, remainder=remainder), set[int]()
+    least = 2 if isinstance(remainder, str) else remainder
     for rows in blocks:
         splitter.add(rows)
         # What is released while rows still arrive must not be needed at the end.
@@ -67,9 +50,14 @@ def test_a_last_batch_below_the_limit_is_left_out_whole(
     ranks = rows_by_rank([], splitter)
     assert {len(step) for steps in ranks for step in steps[:-1]} <= {batch}
     assert all(len(steps[-1]) >= min(least, batch) for steps in ranks if steps)
-    assert sum(len(step) for steps in ranks for step in steps) + len(splitter.remainder) == sum(
-        blocks
-    )
+    assert len({tuple(len(step) for step in steps) for steps in ranks}) == 1
+    taken = Counter(row for steps in ranks for step in steps for row in step)
+    assert set(taken.values()) <= {1}
+    assert len(taken) + len(splitter.remainder) == sum(blocks)
+    remaining = {
+        (s.block, r) for s in splitter.slices(rest.start, rest.stop) for r in range(s.start, s.stop)
+    }
+    assert not remaining & set(taken)
 
 
 @given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
@@ -99,7 +87,8 @@ def test_padding_uses_every_row_and_gives_all_ranks_equal_steps(
         s.padded for k in range(steps) for r in range(workers) if (s := splitter.share(k, r))
     )
     assert sum(taken.values()) == sum(blocks) + padded
-    assert padded < workers
+    assert padded < min(2, batch) * workers
+    assert all(len(step) >= min(2, batch) for steps in ranks for step in steps)
 
 
 @given(BLOCKS, st.integers(1, 4), st.integers(1, 20))

@@ -15,7 +15,6 @@ from stoker.config.loading import Resolved
 from stoker.config.schema import Config, refuse_missing
 from stoker.errors import Problems, UsageError
 from stoker.events.sinks import Sink
-from stoker.hosts.raynode import count_gpus
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.serve.opening import Data, discover, open_data, open_sources
@@ -23,7 +22,6 @@ from stoker.train import resume as resuming
 from stoker.train.recipe_work import (
     check_optimizer,
     refuse_impossible,
-    refuse_single_records,
     refuse_unfit,
 )
 from stoker.train.stopping import check_monitors
@@ -70,11 +68,7 @@ def check_chains(opened: Opened | None) -> Opened | None:
     if opened is None:
         return None
     config, data = opened
-    opened = without_ray(lambda: (config, open_data(config, data)))
-    workers = config.train.workers or (None if count_gpus() else 1)
-    if opened is not None and workers is not None:
-        refuse_single_records(config, opened[1], workers)
-    return opened
+    return without_ray(lambda: (config, open_data(config, data)))
 
 
 def check_recipe(resolved: Resolved) -> None:

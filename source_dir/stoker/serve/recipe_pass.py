@@ -1,9 +1,9 @@
 """The passes of a recipe: how they are produced, and how their rows are given to train workers.
 
 Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r takes the
-r-th batch_size of them. The rest at the end is divided evenly. For training, fewer rows than workers remain
-(dropped, or padded with repeated rows), or all of a last step that gives each worker fewer rows than a limit;
-for validation every row goes to exactly one worker.
+r-th batch_size of them. The rest at the end is divided evenly. For training, what does not divide remains
+(dropped, or padded with repeated rows), and so do all rows of a last step that gives each worker fewer than a
+limit; for validation every row goes to exactly one worker.
 
 Train workers request the same steps in the same sequence, each at its own pace and ahead of its training.
 """
@@ -45,8 +45,11 @@ requested and not used."""
 
 
 def least_rows(remainder: str | int, batch_size: int) -> int:
-    """The fewest rows of a train worker in a training step, by `data.remainder`."""
-    return min(remainder, batch_size) if isinstance(remainder, int) else 1
+    """The fewest rows of a train worker in a training step, by `data.remainder`.
+
+    Two by default: batch normalisation cannot train on one record where it sees one value per channel.
+    """
+    return min(remainder if isinstance(remainder, int) else 2, batch_size)
 
 
 class Slice(NamedTuple):
@@ -124,11 +127,11 @@ class Splitter:
             over = 0 if self.equal else over  # left out, or one more for the first ranks
             begin = first + rank * each + min(rank, over)
             return Share(self.slices(begin, begin + each + (rank < over)))
-        each += over > 0
+        each = max(each + (over > 0), self.least)
         begin, stop = first + rank * each, first + (rank + 1) * each
         own = self.slices(min(begin, self.rows), min(stop, self.rows))
         missing = each - sum(s.stop - s.start for s in own)
-        # Fewer rows than workers: repeat the first rows for workers that would get none.
+        # Too few rows: repeat the first ones for workers that would get fewer than `least`.
         again = tuple(
             self.slices(first + i % left, first + i % left + 1)[0] for i in range(missing)
         )

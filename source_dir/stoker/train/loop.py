@@ -19,7 +19,7 @@ from stoker.serve.blocks.client import open_transport
 from stoker.serve.blocks.collator import Collator
 from stoker.storage.checkpoint_store import open_store
 from stoker.train.build import build, learning_rate
-from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
+from stoker.train.evaluation import Evaluation, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
 from stoker.train.feed import Feed
 from stoker.train.manager import CheckpointManager, begin, check_scale, nothing_left
@@ -34,6 +34,11 @@ from stoker.train.state import (
 )
 from stoker.train.step import Step, windows
 from stoker.train.stop_gate import StopGate
+
+LEFT_OUT = (
+    "the last batch of an epoch would have one record per train worker, and is left out;"
+    " data.remainder=1 trains it, data.remainder=pad repeats records"
+)
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -145,7 +150,6 @@ def close_epoch(
         more, counts, stop = validate(worker, epoch)
         if stop:
             return stop, True
-        carry_extremes(more, keeper.history)
         metrics, books = metrics | more, [*books, counts]
     shown = {name: number(value) for name, value in metrics.items()}  # JSON has no NaN
     event = kinds.EpochEnded(epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
@@ -199,6 +203,9 @@ def train_epoch(
         keeper.before_settling()
         books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"] if books[0]["whole"] else 0
+        dropped = worker.config.data.remainder == "drop" and books[0]["whole"]
+        if dropped and books[0]["remainder"] >= worker.world_size:
+            tell_once(worker, [LEFT_OUT])
     wait_s = log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
     mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
     check_finite(mean_loss, worker, epoch)

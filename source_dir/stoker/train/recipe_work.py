@@ -18,7 +18,6 @@ from stoker.figures import count_of
 from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
-from stoker.serve.recipe_pass import least_rows
 from stoker.sizing.model import Scaler
 from stoker.train.resume import find_start, refuse_unshared
 from stoker.train.stopping import check_monitors, modes, with_modes
@@ -37,7 +36,6 @@ class RecipeWork:
         self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
         refuse_large_batches(config.train, data.totals["train"], self.workers)
         refuse_unknown_length(config.train, data.totals["train"])
-        refuse_single_records(config, data, self.workers)
         store, self.start = find_start(
             config, place, data, self.workers, tracking.summary, tracking.note
         )
@@ -185,42 +183,4 @@ def refuse_unknown_length(train: TrainConfig, total: int | None) -> None:
         return
     raise UsageError(
         f"{key} needs the number of records, which this source does not know before reading them; {remedy}"
-    )
-
-
-def last_batch(remainder: str | int, size: int, total: int, workers: int) -> int:
-    """Records of each train worker in an epoch's last batch if that is a short one; 0 without."""
-    left = total % (size * workers)
-    each = -(-left // workers) if remainder == "pad" else left // workers
-    return each if each >= least_rows(remainder, size) else 0
-
-
-def refuse_single_records(config: Config, data: Data, workers: int) -> None:
-    """Refuse batches of one record if the model cannot train on them, by trying that.
-
-    Batch norm cannot if it sees one pixel of each channel, as in the last stages of a network.
-    """
-    train, total, sample = config.train, data.totals["train"], data.samples.get("train")
-    if total is None or sample is None:
-        return
-    size, batches = train.batch_size, total // (train.batch_size * workers)
-    if size > 1:
-        ends_before = (
-            train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
-        )
-        if last_batch(config.data.remainder, size, total, workers) != 1 or ends_before:
-            return
-    from stoker.train.evaluation import fails_alone  # imports PyTorch
-
-    del data.samples["train"]  # tried once
-    if not (reason := fails_alone(config, data.recipe, workers, *sample)):
-        return
-    if size == 1:
-        raise UsageError(f"train.batch_size: {reason}; set 2 or more")
-    smaller = range(size - 1, 1, -1)
-    fits = [n for n in smaller if last_batch(config.data.remainder, n, total, workers) != 1]
-    other = f" train.batch_size={fits[0]}" if fits else " another train.batch_size"
-    raise UsageError(
-        f"train.batch_size: {total:,} records in batches of {size} × {count_of(workers, 'train worker')}"
-        f" leave a last batch of one record, and {reason}; set data.remainder=2 to leave it out, or{other}"
     )

@@ -17,7 +17,6 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from stoker.errors import UsageError
-from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
 from stoker.train import strategies
 from stoker.train.state import Worker, count_records, loss_value
@@ -56,17 +55,6 @@ def naming_text(batch: Batch) -> Iterator[None]:
                 f"{error}; {named}: convert it in the chain, or leave it out with stoker.data.Drop",
             )
         raise
-
-
-def single_record_fault(error: ValueError) -> str:
-    """What it means that batch norm got too little to normalise; empty for another error."""
-    text = str(error)
-    norm = "expected more than 1 value per channel" in text.lower()
-    return (
-        f"the model's batch norm needs more than one value per channel to train ({text})"
-        if norm
-        else ""
-    )
 
 
 class Step:
@@ -125,19 +113,11 @@ class Step:
     def loss_of(self, batch: Batch) -> Any:
         """The recipe's loss of a prepared batch; what else its step gives is not kept until backward."""
         worker = self.worker
-        try:
-            with autocast(worker), naming_text(batch):
-                if self.smoothing:
-                    result: Any = classification_loss(worker.model, batch, self.smoothing)
-                else:
-                    result = worker.recipe.training_step(worker.model, batch)
-        except ValueError as error:
-            if not (reason := single_record_fault(error)):
-                raise
-            raise UsageError(
-                f"train.batch_size: a batch of {count_of(count_records(batch), 'record')} came, and {reason};"
-                " set data.remainder=2 to leave out a last batch of one, or another train.batch_size"
-            ) from error
+        with autocast(worker), naming_text(batch):
+            if self.smoothing:
+                result: Any = classification_loss(worker.model, batch, self.smoothing)
+            else:
+                result = worker.recipe.training_step(worker.model, batch)
         return loss_value(result)
 
     def _syncing(self, last: bool) -> Any:

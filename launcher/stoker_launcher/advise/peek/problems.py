@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.serve.opening import Data
-from stoker.train.recipe_work import refuse_single_records, refuse_unfit
+from stoker.train.recipe_work import refuse_unfit
 from stoker_launcher.advise.peek.looking import ColumnStatistics, Inspection
 
 LABELS = ("label", "target", "class")
@@ -82,13 +82,6 @@ def _refusals(config: Config, data: Data) -> Iterator[Problem]:
         refuse_unfit(config, data.recipe, data.totals)
     except UsageError as error:
         yield from (Problem("error", text) for text in error.problems)
-    try:
-        refuse_single_records(config, data, config.train.workers or 1)
-    except UsageError as error:
-        # A run has a train worker per GPU, and so perhaps another last batch.
-        yield from (
-            Problem("error" if config.train.workers else "warning", text) for text in error.problems
-        )
 
 
 def _holes(name: str, column: ColumnStatistics, where: str) -> Iterator[str]:
