@@ -12,6 +12,7 @@ import shlex
 import sys
 import uuid
 from pathlib import Path
+from types import MemberDescriptorType
 from typing import Any
 
 UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
@@ -45,6 +46,24 @@ def ray_command_line() -> None:
             sys.modules.pop(name, None)
         from ray.scripts.scripts import main
     main()
+
+
+def with_slots(kind: type, reduced: Any) -> Any:
+    """Have a class that Ray's cloudpickle sends by value keep its `__slots__`, which it would lose."""
+    slots = vars(kind).get("__slots__")
+    named = issubclass(kind, tuple)  # whose slots are always empty
+    if slots is None or named or not isinstance(reduced, tuple) or len(reduced[1]) < 4:
+        return reduced
+    call, (metaclass, name, bases, body, *rest), (content, more), *others = reduced
+    members = {name for name, value in content.items() if isinstance(value, MemberDescriptorType)}
+    slots = slots if isinstance(slots, str) else tuple(slots)
+    content = {name: value for name, value in content.items() if name not in members}
+    return (
+        call,
+        (metaclass, name, bases, {**body, "__slots__": slots}, *rest),
+        (content, more),
+        *others,
+    )
 
 
 def fork_workers() -> None:

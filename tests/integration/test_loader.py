@@ -265,6 +265,41 @@ def test_loaders_may_run_at_once_within_each_other_and_be_given_up() -> None:
     assert equal(list(train), list(TorchLoader(Records(), batch_size=6)))
 
 
+class Environment:
+    """As one of LMDB: open once in a process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if path in self.paths():
+            raise OSError(f"{path} is already open in this process")
+        self.paths().add(path)
+
+    def __del__(self) -> None:
+        self.paths().discard(self.path)
+
+    def paths(self) -> set[str]:
+        paths: set[str] = vars(sys).setdefault("opened_in_this_process", set())
+        return paths
+
+
+class Opens(Records):
+    environment: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        self.environment = self.environment or Environment("rows.lmdb")
+        return index
+
+
+@pytest.mark.parametrize("on_error", ["raise", "quarantine"])
+def test_loaders_in_turn_may_each_open_what_a_process_can_open_once(on_error: str) -> None:
+    train, val = (DataLoader(Opens(n), 4, num_workers=2, on_error=on_error) for n in (61, 30))
+    seen = [
+        (int(batch[0]), sum(map(len, val)) if n % 5 == 0 else 30) for n, batch in enumerate(train)
+    ]
+    assert seen == [(first, 30) for first in range(0, 61, 4)]
+    assert not train.quarantine.records and not val.quarantine.records
+
+
 def test_a_loader_for_another_cluster_than_the_scripts_is_refused() -> None:
     list(DataLoader(Records(), batch_size=61))
     own = ray.get_runtime_context().gcs_address
@@ -622,6 +657,65 @@ def test_a_script_that_leaves_within_a_pass_ends_its_thread_before_ray_is_gone()
         line for line in done.stdout.splitlines() if "(raylet)" not in line
     ]  # it warns of a busy machine
     assert (done.returncode, said) == (0, ["[0, 1]", "[]"] * 2), done.stderr
+
+
+SLOTS = """
+import attr, dataclasses, typing
+from stoker import DataLoader
+
+@dataclasses.dataclass(slots=True)
+class Plain:
+    a: int
+    b: int = 3
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    a: int
+    b: list = dataclasses.field(default_factory=list)
+
+@dataclasses.dataclass(slots=True)
+class Inherits(Plain):
+    c: int = 5
+
+class Private:
+    __slots__ = ("x", "__y")
+    def __init__(self, x): self.x, self.__y = x, 2 * x
+    def __repr__(self): return f"Private({self.x}, {self.__y}, {hasattr(self, '__dict__')})"
+
+class Mixed(Private):
+    def __init__(self, x): super().__init__(x); self.z = 3
+    def __repr__(self): return f"{super().__repr__()} {self.z}"
+
+class Text:
+    __slots__ = "only"
+    def __repr__(self): return f"Text({self.only})"
+
+class Named(typing.NamedTuple):
+    first: Plain
+
+@attr.s(slots=True, auto_attribs=True)
+class Attrs:
+    x: int
+
+def made(n):
+    text = Text()
+    text.only = n
+    return [Plain(n), Frozen(n, [n]), Inherits(n), Private(n), Mixed(n), text, Named(Plain(n)), Attrs(n)]
+
+class Rows:
+    def __len__(self): return 4
+    def __getitem__(self, n): return made(n)
+
+for workers in (0, 2):
+    batches = list(DataLoader(Rows(), 2, num_workers=workers, collate_fn=list))
+    assert repr(batches) == repr([[made(0), made(1)], [made(2), made(3)]]), batches
+    assert {type(item) for batch in batches for row in batch for item in row} == {*map(type, made(0))}
+"""
+
+
+def test_items_with_slots_arrive_as_objects_of_their_classes() -> None:
+    done = run_script(SLOTS)
+    assert done.returncode == 0, done.stderr
 
 
 class Slow(Records):

@@ -23,6 +23,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -568,10 +569,16 @@ def test_a_loader_can_be_annotated_as_torchs() -> None:
 
 
 def test_what_cannot_be_sent_is_named() -> None:
-    records = Records()
-    records.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="dataset cannot be sent"):
-        iter(DataLoader(records))
+    lock, records, wrapped = threading.Lock(), Records(), Subset(Records(), [0])
+    vars(records)["parts"] = {"tf": [1, (lock,)]}
+    vars(wrapped.dataset)["rows"] = (row for row in range(3))
+    for loader, path in (
+        (DataLoader(records), r"dataset.parts\['tf'\]\[1\]\[0\] \(lock\)"),
+        (DataLoader(wrapped), r"dataset.dataset.rows \(generator\)"),
+        (DataLoader(Records(), collate_fn=lambda rows: lock), r"collate_fn: lock \(lock\)"),
+    ):
+        with pytest.raises(UsageError, match=path):
+            iter(loader)
 
 
 def test_length_and_arguments_are_torchs() -> None:

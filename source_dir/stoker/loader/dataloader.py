@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import os
 import secrets
 import sys
 import warnings
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, drawn_states, set_states
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
-from stoker.loader.work import LoaderWork
+from stoker.loader.work import LoaderWork, content_of
 from stoker.loader.worker_output import reloaded, settings
 from stoker.read.sources import restore_generators, states
 from stoker.serve.blocks.packing import pack
@@ -223,9 +226,11 @@ class DataLoader(TorchDataLoader[Item]):
             modules = reloaded()
             return pack([(folder, path, modules, settings())]), pack([modules]), pack([work])
         except Exception as error:
+            parts = {n: getattr(self, n) for n in ("dataset", "collate_fn", "worker_init_fn")}
             raise UsageError(
-                f"stoker.DataLoader: the dataset cannot be sent to other processes: {type(error).__name__}:"
-                f" {error}; open files, connections and locks in __getitem__, not in __init__"
+                f"stoker.DataLoader: {unsendable(parts)} cannot be sent to other processes:"
+                f" {type(error).__name__}: {error}; open files, connections and locks in __getitem__, not in"
+                " __init__"
             ) from error
         finally:
             del self._sends
@@ -337,6 +342,40 @@ class DataLoader(TorchDataLoader[Item]):
         set_states(self._own(), found["own"])
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
+
+
+def unsendable(parts: dict[str, Any]) -> str:
+    """The path and type of the innermost part that cannot be pickled."""
+    path, seen = "the dataset", set[int]()
+    while bad := next(
+        (n for n, v in parts.items() if id(v) not in seen and not _is_sendable(v)), ""
+    ):
+        part = parts[bad]
+        seen.add(id(part))
+        path, parts = f"{bad} ({type(part).__name__})", _parts_of(bad, part)
+    return path
+
+
+def _is_sendable(part: Any) -> bool:
+    with contextlib.suppress(Exception):
+        pack([part])
+        return True
+    return False
+
+
+def _parts_of(path: str, part: Any) -> dict[str, Any]:
+    if isinstance(part, dict):
+        return {f"{path}[{key!r}]": value for key, value in part.items()}
+    if isinstance(part, list | tuple | set):
+        return {f"{path}[{number}]": value for number, value in enumerate(part)}
+    if isinstance(part, MethodType):
+        return {f"{path}.__self__": part.__self__}
+    if isinstance(part, FunctionType):
+        found = inspect.getclosurevars(part)
+        return {
+            f"{path}: {name}": value for name, value in {**found.nonlocals, **found.globals}.items()
+        }
+    return {f"{path}.{name}": value for name, value in content_of(part).items()}
 
 
 @functools.lru_cache(1)

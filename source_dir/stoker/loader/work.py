@@ -8,6 +8,7 @@ whether these were the same.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import marshal
 import os
@@ -16,10 +17,12 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,7 +131,17 @@ def _of_object(value: Any, about: int) -> int:
         return zlib.crc32(marshal.dumps(value, 0), about)
     if callable(getattr(value, "tobytes", None)):  # images of Pillow
         return zlib.crc32(value.tobytes(), about)
-    return batch_digest(vars(value), about) if hasattr(value, "__dict__") else about
+    content = content_of(value)
+    return batch_digest(content, about) if content else about
+
+
+def content_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those in its slots."""
+    content = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = [k for k, member in vars(kind).items() if isinstance(member, MemberDescriptorType)]
+        content |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return content
 
 
 def _of_memory(memory: Any, before: int) -> int:
@@ -162,6 +175,9 @@ class LoaderWork:
     _generators: Any = None
     """Their states after `worker_init_fn`, with which the first pass of a stream begins."""
     _held: HeldGenerators | None = None
+    close_others: Callable[[], bool] = bool
+    """Drops the datasets of other loaders from this process, as one may have open what another opens, too: LMDB
+    refuses that. Whether there were any."""
 
     @property
     def held(self) -> HeldGenerators:
@@ -198,7 +214,7 @@ class LoaderWork:
         seed = f"{order.seed}/rank {rank}" if world > 1 else order.seed
         each = (
             self._begun_as(order, number % max(self.workers, 1), number)
-            or self._one(seed, number, indices)
+            or self._tried(seed, number, indices)
             for number, indices in order.batches
         )
         group: list[Parts] = []
@@ -263,6 +279,11 @@ class LoaderWork:
             random.seed(random.getrandbits(64) + order.passes)
             np.random.seed(np.random.randint(2**31) + order.passes)
             torch.manual_seed(int(torch.randint(2**62, ())) + order.passes)
+
+    def _tried(self, seed: str, number: int, indices: Any) -> MadeBatch | Failed:
+        made = self._one(seed, number, indices)
+        bad = isinstance(made, Failed) or made.bad
+        return self._one(seed, number, indices) if bad and self.close_others() else made
 
     def _one(self, seed: str, number: int, indices: Any) -> MadeBatch | Failed:
         bad: list[tuple[Any, str]] = []
@@ -433,6 +454,10 @@ class SharedPages(NamedTuple):
         return np.frombuffer(content, np.uint8).reshape(self.pages.shape)
 
 
+_open: weakref.WeakSet[LoaderSource] = weakref.WeakSet()
+"""Those with a copy of a map-style dataset in this process."""
+
+
 class LoaderSource:
     """Reads groups of batches. A shard of an iterable dataset (`stays`) is continued, not read again."""
 
@@ -484,6 +509,13 @@ class LoaderSource:
                 ENDED: ended,
             }
 
+    def _close_others(self) -> bool:
+        others = [other for other in _open if other is not self and other._work is not None]
+        for other in others:
+            other._work = None
+        gc.collect()
+        return bool(others)
+
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
@@ -492,7 +524,10 @@ class LoaderSource:
         self, order: LoadRequest, began: bool, room: Room
     ) -> Iterator[tuple[list[Parts], bool]]:
         if not self.stays:
-            self._work = self._work or opened(self.pages[1])
+            if self._work is None:
+                self._work = opened(self.pages[1])
+                self._work.close_others = self._close_others
+                _open.add(self)
             return self._work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)

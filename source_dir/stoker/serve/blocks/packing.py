@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from stoker.protocol import Column, Schema
+from stoker.ray_compat import with_slots
 from stoker.serve.blocks.batches import BufferPool
 
 if TYPE_CHECKING:
@@ -314,6 +315,7 @@ def _pickler() -> Any:
             elif isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
                 view = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
                 return _rebuild_storage, (pickle.PickleBuffer(view.data),)
-            return super().reducer_override(value)
+            reduced = super().reducer_override(value)
+            return with_slots(value, reduced) if isinstance(value, type) else reduced
 
     return Pickler
