@@ -44,7 +44,7 @@ class Nodes:
         number = len(self.started)
         arguments = raynode.arguments_for(
             address=f"127.0.1.{number + 1}",
-            labels={"stoker.group": group, "stoker.host": f"{group}-{number}"},
+            labels={"stoker-group": group, "stoker.host": f"{group}-{number}"},
             cpus=cpus,
             gpus=0,
         )

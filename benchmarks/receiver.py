@@ -73,7 +73,7 @@ class Receiver:
         blocks = IMAGES[dtype] // rows
         make = partial(stock_block, dtype=dtype, rows=rows)
         dataset = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
-            make, batch_size=None, label_selector={"stoker.group": "cpu"}
+            make, batch_size=None, label_selector={"stoker-group": "cpu"}
         )
         iterator = dataset.streaming_split(1)[0]
         used = Used()
@@ -197,7 +197,7 @@ def measure() -> dict[str, tuple[float, float]]:
 
         ray.init(address=nodes.gcs, log_to_driver=False)
         try:
-            actor = ray.remote(Receiver).options(num_cpus=0, label_selector={"stoker.group": "gpu"})
+            actor = ray.remote(Receiver).options(num_cpus=0, label_selector={"stoker-group": "gpu"})
             receiver = actor.remote()
             cases = {
                 "ours": lambda: receiver.ours.remote("uint8", BLOCK, "direct"),

@@ -329,7 +329,9 @@ def doctor(
 @app.command(epilog="Example: python launcher/submit.py init my-images --kind images")
 def init(
     folder: Annotated[Path | None, typer.Argument(help="folder to create; default: here")] = None,
-    kind: Annotated[str | None, Option(help="images, text, tabular or script")] = None,
+    kind: Annotated[
+        str | None, Option(help="images, segmentation, text, tabular, script, lightning or ray")
+    ] = None,
 ) -> None:
     """Write a small project that trains as it is: job, recipe and test."""
     from stoker_launcher.commands import init

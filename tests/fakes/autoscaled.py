@@ -56,7 +56,7 @@ def autoscaled(
     command = [
         sys.executable, "-c", COMMAND_LINE, "start", "--head", "--block",
         "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={head_cpus}", "--num-gpus=0",
-        "--labels=stoker.group=gpu,stoker.host=head", f"--object-store-memory={200 * 2**20}",
+        "--labels=stoker-group=gpu,stoker.host=head", f"--object-store-memory={200 * 2**20}",
         "--include-dashboard=false", f"--dashboard-port={free_port()}",
         f"--temp-dir={scratch}/ray", f"--autoscaling-config={config}",
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> d
             },
             "cpu": {
                 "resources": {"CPU": cpus, "cpu_host": 1, "object_store_memory": store},
-                "labels": {"stoker.group": "cpu"},
+                "labels": {"stoker-group": "cpu"},
                 "node_config": {},
                 "min_workers": 0,
                 "max_workers": most,

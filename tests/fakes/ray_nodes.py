@@ -50,7 +50,7 @@ class RayNodes:
         command = [
             sys.executable, "-c", COMMAND_LINE, "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
-            f"--labels=stoker.group={group},stoker.host={group}-{index}",
+            f"--labels=stoker-group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",
             f"--dashboard-agent-listen-port={free_port()}",
             f"--temp-dir={self.scratch}/{0 if alone else index}",

@@ -37,9 +37,9 @@ def where():
     return ray.get_runtime_context().get_node_id()
 
 def labelled(group):
-    return where.options(label_selector={"stoker.group": group}).remote()
+    return where.options(label_selector={"stoker-group": group}).remote()
 
-groups = {node["NodeID"]: node["Labels"].get("stoker.group") for node in ray.nodes()}
+groups = {node["NodeID"]: node["Labels"].get("stoker-group") for node in ray.nodes()}
 print("hosts", len(groups), flush=True)
 print("cpu task on", groups[ray.get(labelled("cpu"))], flush=True)
 print("gpu task on", groups[ray.get(labelled("gpu"))], flush=True)

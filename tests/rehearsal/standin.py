@@ -79,7 +79,7 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
         time.sleep(0.2)
     hosts = [
         {
-            "group": n["Labels"].get("stoker.group"),
+            "group": n["Labels"].get("stoker-group"),
             "host": n["Labels"].get("stoker.host"),
             "cpus": n["Resources"].get("CPU", 0),
             "alive": n["Alive"],
@@ -118,7 +118,7 @@ def _measure() -> dict[str, float]:
     """Seconds that a CPU host needs for sending 10 MiB to the head."""
     import ray
 
-    @ray.remote(num_cpus=1, label_selector={"stoker.group": "cpu"})
+    @ray.remote(num_cpus=1, label_selector={"stoker-group": "cpu"})
     def block() -> bytes:
         return os.urandom(10 * 2**20)
 
@@ -135,7 +135,7 @@ def _client_without_token(place: Any) -> str:
 
     address = ray.get_runtime_context().gcs_address
 
-    @ray.remote(num_cpus=0, label_selector={"stoker.group": "cpu"})
+    @ray.remote(num_cpus=0, label_selector={"stoker-group": "cpu"})
     def client(address: str) -> str:
         import socket
         import subprocess

@@ -87,7 +87,7 @@ def test_rayjob_names_what_the_job_needs() -> None:
     assert cluster["rayVersion"] == ray_version()
     assert cluster["authOptions"] == {"mode": "token"}
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
-    assert {group["labels"]["stoker.group"] for group in groups.values()} == {"gpu", "cpu"}
+    assert {group["labels"]["stoker-group"] for group in groups.values()} == {"gpu", "cpu"}
     assert groups["cpu"]["replicas"] > 0
     options = ray_start_options()
     for group in [cluster["headGroupSpec"], *groups.values()]:
@@ -156,7 +156,7 @@ def test_rays_autoscaler_reads_the_spot_manifest_as_meant() -> None:
     hosts, trains = types["cpu"], types["gpu"]
     assert (hosts["min_workers"], hosts["max_workers"]) == (0, 8)
     assert hosts["resources"][CpuHostsConfig().resource] == 1 and hosts["resources"]["CPU"] == 15
-    assert hosts["labels"]["stoker.group"] == "cpu"
+    assert hosts["labels"]["stoker-group"] == "cpu"
     assert (trains["min_workers"], trains["max_workers"]) == (1, 1) and trains["resources"][
         "GPU"
     ] == 1
@@ -178,7 +178,7 @@ def test_cluster_launcher_file_is_what_ray_accepts(
     starts = [command for command in commands if "ray start" in command]
     assert len(starts) == 2
     for command in starts:
-        assert command.startswith("RAY_AUTH_MODE=token ") and "--labels=stoker.group=" in command
+        assert command.startswith("RAY_AUTH_MODE=token ") and "--labels=stoker-group=" in command
         used = {
             word.lstrip("-").partition("=")[0]
             for word in shlex.split(command)

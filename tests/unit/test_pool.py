@@ -112,7 +112,7 @@ def test_every_slot_gets_one(shape: dict[str, tuple[int, bool]]) -> None:
 def node(
     name: str, cpus: float, group: str | None = None, gpus: int = 0, alive: bool = True
 ) -> dict[str, Any]:
-    labels = {} if group is None else {"stoker.group": group}
+    labels = {} if group is None else {"stoker-group": group}
     return {
         "NodeID": name,
         "Alive": alive,

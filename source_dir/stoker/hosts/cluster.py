@@ -46,7 +46,7 @@ class LocalCluster:
         self._cleaner = Cleaner(self._folder, raynode.PREFIX)
         arguments = raynode.arguments_for(
             address=LOOPBACK,
-            labels={"stoker.group": "local"},
+            labels={"stoker-group": "local"},
             cpus=config.cluster.cpus or machine.cores(),
             gpus=None,
             prints=config.driver,
@@ -194,7 +194,7 @@ def read_token(folder: Path) -> str:
 
 
 def ray_labels(topology: Topology) -> dict[str, str]:
-    labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
+    labels = {"stoker-group": label(topology.group), "stoker.host": label(topology.host)}
     kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
     return labels | ({"stoker.type": kind} if kind else {})
 

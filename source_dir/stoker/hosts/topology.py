@@ -114,7 +114,7 @@ def has_gpu(instance_type: str) -> bool:
 
 
 NODE_LABEL = "ray.io/node-id"
-GROUP_LABEL = "stoker.group"
+GROUP_LABEL = "stoker-group"
 TRAIN_RESOURCE = "stoker_train"
 """A custom resource of the hosts that train; Ray Train selects hosts by label only since Ray 2.53."""
 MOST_TRAIN_WORKERS = 10_000
