@@ -206,21 +206,15 @@ def test_the_command_line_wins_over_hyperparameters(tmp_path: Path) -> None:
     assert sent == {"config": "job.yaml", "train__lr": "0.1", "params__sizes": "2"}
 
 
-def test_a_channel_sets_the_parameter_of_its_name_unless_another_one_reads_it() -> None:
-    def data_at(recipe: str, **params: object) -> dict[str, str]:
-        channels = "sagemaker.channels={data: {uri: 's3://b/x'}}"
-        given = [
-            recipe,
-            *(f"params.{name}={json.dumps(value)}" for name, value in params.items()),
-            channels,
-        ]
-        return request_of(open_job(load(None, given)), "n", "us-east-1", "s3://bucket/p").data_at
+def test_a_channel_sets_the_parameter_of_its_name_unless_it_is_in_place() -> None:
+    def data_at(*keys: str) -> dict[str, str]:
+        job = open_job(load(None, [*keys, "sagemaker.channels={data: {uri: 's3://b/x'}}"]))
+        return request_of(job, "n", "us-east-1", "s3://bucket/p").data_at
 
     mounted = {"data": "/opt/ml/input/data/data"}
-    assert data_at("name=a") == mounted
+    assert data_at("name=a") == data_at("params.data=here") == mounted
     assert data_at(f"script={__file__}") == data_at("recipe=absent:Mine") == {}
-    assert data_at("name=a", labels="/opt/ml/input/data/database") == mounted
-    assert data_at("name=a", parts=[{"x": "/opt/ml/input/data/data/x"}]) == {}
+    assert data_at("params.data=/opt/ml/input/data/data/x") == {}
 
 
 def test_parameters_that_are_no_paths_are_not_looked_for(

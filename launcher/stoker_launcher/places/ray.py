@@ -132,10 +132,6 @@ class RayRun(WatchedRun):
         found: dict[str, Any] = self.server.get(self._path)
         return found
 
-    def found(self) -> dict[str, Any] | None:
-        answer = self.server.ask("GET", self._path, missing_ok=True)
-        return None if answer.status_code == 404 else answer.json()
-
     def status_in(self, description: dict[str, Any]) -> str:
         state = str(description.get("status"))
         if state == "FAILED":
@@ -211,7 +207,7 @@ def submit(request: RayRequest) -> RayRun:
     run = RayRun(request.server, request.submission_id, submitted=True)
     doubt = f"the job may have been created all the same: stoker status {run.id}"
     create = functools.partial(request.server.post, "/api/jobs/", request.body(uri))
-    created_once(create, run.found, doubt)
+    created_once(create, run.ask, doubt)
     return run
 
 

@@ -289,23 +289,18 @@ class UnansweredError(UsageError):
     """The service did not answer, or failed itself: the call may have had its effect."""
 
 
-def created_once(
-    create: Callable[[], Answer], find: Callable[[], Answer | None], doubt: str
-) -> Answer:
+def created_once(create: Callable[[], Answer], find: Callable[[], Answer], doubt: str) -> Answer:
     """Create a job whose name no other has; if the answer is lost, the job that exists now is this one.
 
-    `doubt`: for the message if the service answers neither of the two calls.
+    `doubt`: for the message if it is not found either.
     """
     try:
         return create()
     except UnansweredError as error:
         try:
-            found = find()
+            return find()
         except UsageError:
             raise UnansweredError(f"{error}; {doubt}") from None
-        if found is None:
-            raise
-        return found
 
 
 class LostError(UsageError):

@@ -73,12 +73,12 @@ def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     known = price_list(request.settings.prices)
     run = SageMakerRun(region, request.name, submitted=True, prices=known)
 
-    def create() -> object:
+    def create() -> Any:
         with aws.readable_errors("SageMaker"):
             return aws.client("sagemaker", region).create_training_job(**request.body)
 
     doubt = f"the job may have been created all the same: stoker status {run.id}"
-    created_once(create, lambda: aws.found(run.ask), doubt)
+    created_once(create, run.ask, doubt)
     return run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -96,18 +96,6 @@ class PassingError(UsageError):
 
 class LostAnswerError(PassingError, UnansweredError):
     """No answer, or that of a repeated call."""
-
-
-def found(describe: Callable[[], Any]) -> Any:
-    """The description of a job; None if there is none."""
-    try:
-        return describe()
-    except LostAnswerError:
-        raise
-    except PassingError as error:
-        if "not found" in str(error):
-            return None
-        raise
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from stoker_launcher.places.sagemaker.training_job import (
     INPUT,
     REMEDIES,
     SageMakerRequest,
-    is_read,
 )
 
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
@@ -66,12 +65,6 @@ def warnings(request: SageMakerRequest) -> list[str]:
         notes.append(
             "AWS does not document spot with several instance groups: try a short job first"
         )
-    config = request.job.resolved.config
-    for name in config.sagemaker.channels if config.script is None else ():
-        if not (name in request.data_at or name in config.params or is_read(config, name)):
-            notes.append(
-                f"sagemaker.channels.{name}: the recipe is not known to have params.{name} to set"
-            )
     return notes
 
 

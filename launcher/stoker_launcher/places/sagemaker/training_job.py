@@ -22,7 +22,6 @@ from stoker_launcher.places.remote import (
     Keyed,
     cost_table,
     pruned,
-    texts_in,
     training_group,
     with_training_group,
 )
@@ -342,16 +341,10 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
-        known = name in config.params or (name in job.fields and not is_read(config, name))
+        known = name in config.params or name in job.fields
         if known and not in_place:
             found[name] = f"{INPUT}/{name}"
     return found
-
-
-def is_read(config: Config, channel: str) -> bool:
-    """Whether a parameter's value, or an argument of the script, points into a channel."""
-    given = [config.params, config.sagemaker.hyperparameters, config.args]
-    return any(f"{INPUT}/{channel}/" in f"{text}/" for text in texts_in(given))
 
 
 def overlaid(

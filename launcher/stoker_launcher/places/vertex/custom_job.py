@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stoker.config.places import VertexConfig
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.events import prices
 from stoker.events.prices import google_prices
 from stoker.hosts.services.vertex import MOUNTS, POOLS_VARIABLE, gcs_folder
@@ -24,9 +24,7 @@ from stoker_launcher.job import COMMAND, Job, find_data_uploads
 from stoker_launcher.places.remote import (
     CloudRequest,
     HostGroup,
-    Keyed,
     cost_table,
-    nearest_of,
     pruned,
     shared_problems,
     training_group,
@@ -163,31 +161,28 @@ def request_of(job: Job, name: str, project: str, gcs_uri: str) -> VertexRequest
 def _body(made: VertexRequest) -> dict[str, Any]:
     settings = made.settings
 
-    def own(key: str) -> Keyed:
-        return Keyed(getattr(settings, key), f"vertex.{key}")
-
     # A label value allows lower-case letters, digits, `_` and `-`.
     label = "".join(
         sign if sign.isalnum() or sign in "_-" else "-" for sign in made.job.name.lower()
     )[:63]
     scheduling = {
-        "timeout": Keyed(f"{settings.max_runtime_s}s", "vertex.max_runtime_s"),
+        "timeout": f"{settings.max_runtime_s}s",
         "restartJobOnWorkerRestart": settings.restart,
         "strategy": "SPOT" if settings.spot else "STANDARD",
     }
     return {
-        "displayName": Keyed(made.name, "name"),
+        "displayName": made.name,
         "jobSpec": {
             "workerPoolSpecs": _pool_specs(made),
             "scheduling": scheduling,
-            "serviceAccount": own("service_account"),
-            "network": own("network"),
-            "persistentResourceId": own("persistent_resource"),
-            "tensorboard": own("tensorboard"),
-            "baseOutputDirectory": Keyed({"outputUriPrefix": made.base_uri}, "vertex.gcs_uri"),
+            "serviceAccount": settings.service_account,
+            "network": settings.network,
+            "persistentResourceId": settings.persistent_resource,
+            "tensorboard": settings.tensorboard,
+            "baseOutputDirectory": {"outputUriPrefix": made.base_uri},
         },
-        "labels": Keyed({"stoker-job": label, **settings.labels}, "vertex.labels"),
-        "encryptionSpec": Keyed({"kmsKeyName": settings.kms_key}, "vertex.kms_key"),
+        "labels": {"stoker-job": label, **settings.labels},
+        "encryptionSpec": {"kmsKeyName": settings.kms_key},
     }
 
 
@@ -199,18 +194,17 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
     told = pools_variable([(pool.name, pool.type, pool.gpus or 0) for pool, _ in listed])
     variables = {PLACE_VARIABLE: "vertex", **told, **settings.environment}
     env = [{"name": name, "value": value} for name, value in variables.items()]
-    image = Keyed(settings.image, "vertex.image")
-    program = {"imageUri": image, "command": container_command(made.code_uri), "env": env}
+    program = {"imageUri": settings.image, "command": container_command(made.code_uri), "env": env}
     disk = {"bootDiskType": settings.boot_disk_type, "bootDiskSizeGb": settings.boot_disk_gb}
     return [
         {
             "machineSpec": {
-                "machineType": Keyed(pool.type, f"{pool.key}.machine_type"),
-                "acceleratorType": Keyed(pool.gpu_name or None, f"{pool.key}.accelerator"),
-                "acceleratorCount": Keyed(pool.gpus or None, f"{pool.key}.count"),
+                "machineType": pool.type,
+                "acceleratorType": pool.gpu_name or None,
+                "acceleratorCount": pool.gpus or None,
             },
-            "replicaCount": Keyed(replicas, f"{pool.key}.replicas"),
-            "diskSpec": Keyed(disk, "vertex.boot_disk_gb"),
+            "replicaCount": replicas,
+            "diskSpec": disk,
             "containerSpec": program,
         }
         for pool, replicas in listed
@@ -218,13 +212,8 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    rules = (_pools, _shared, _places)
+    rules = (_pools, _shared, _places, _types)
     found = [line for rule in rules for line in rule(request)]
-    if not any(line.startswith("--on vertex") for line in found):
-        named = {line.partition(": ")[0] for line in found}
-        for path, message in google_cloud.rejected(request.body):
-            if (key := nearest_of(path, request.keys) or path) not in named:
-                found.append(f"{key}: {message}")
     return list(dict.fromkeys(found))
 
 
@@ -268,6 +257,16 @@ def _pools(request: VertexRequest) -> Iterator[str]:
         kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
         if len(kinds) > 1:
             yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
+
+
+def _types(request: VertexRequest) -> Iterator[str]:
+    known = google_cloud.accelerators()
+    if wrong := [pool for pool in request.groups if pool.gpu_name and pool.gpu_name not in known]:
+        for pool in wrong:
+            hint = nearest(pool.gpu_name, known, cutoff=0.5)
+            yield f"{pool.key}.accelerator: not known to Vertex AI (got {pool.gpu_name!r}){hint}"
+    else:
+        yield from google_cloud.rejected(request.body)
 
 
 def _shared(request: VertexRequest) -> Iterator[str]:

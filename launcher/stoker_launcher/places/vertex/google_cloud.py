@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, is_file
 from stoker_launcher.places.remote import LogEntry, UnansweredError, created_once
 
@@ -28,31 +27,19 @@ LOG_ENDPOINT_VARIABLE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_LOGGING"
 CALL_TIMEOUT_S = 60.0
 
 
-def rejected(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the library's own types reject in a CustomJob: (path, message). No network."""
+def rejected(body: dict[str, Any]) -> Iterator[str]:
+    """What the library's own types reject in a CustomJob. No network."""
     types = _types()
     try:
         types.CustomJob.from_json(json.dumps(body))
     except (
         Exception
     ) as error:  # json_format.ParseError, which only the library's dependencies define
-        text = " ".join(str(error).split())
-        found = re.search(r"(?P<what>[^:]*(?::[^:]*)??) at CustomJob\.(?P<path>[\w.\[\]]+)", text)
-        if found is None:
-            yield "request", text
-            return
-        path = found["path"].rstrip(".")
-        enum = re.search(r"Invalid enum value (\S+) for enum type", text)
-        if enum:
-            names = [
-                name for name in types.AcceleratorType.__members__ if name.startswith("NVIDIA_")
-            ]
-            yield (
-                path,
-                f"not known to Vertex AI (got {enum[1]!r})" + nearest(enum[1], names, cutoff=0.5),
-            )
-            return
-        yield path, re.sub(r"^.*field: ", "", found["what"]).strip()
+        yield f"vertex: {_line(error)}"
+
+
+def accelerators() -> list[str]:
+    return [name for name in _types().AcceleratorType.__members__ if name.startswith("NVIDIA_")]
 
 
 def project_of(configured: str | None, offline: bool) -> str:
@@ -97,11 +84,14 @@ def create(parent: str, region: str, body: dict[str, Any]) -> str:
             made = service.create_custom_job(parent=parent, custom_job=job, timeout=CALL_TIMEOUT_S)
         return str(made.name)
 
-    def find() -> str | None:
+    def find() -> str:
         wanted = {"parent": parent, "filter": f'display_name="{name}"'}
         with readable_errors("jobs"):
             listed = jobs(region).list_custom_jobs(request=wanted, timeout=CALL_TIMEOUT_S)
-            return next((str(one.name) for one in listed), None)
+            names = [str(one.name) for one in listed]
+        if not names:
+            raise UsageError(f"Vertex AI lists no job {name}")
+        return names[0]
 
     doubt = f"the job may have been created all the same; look for {name} in the console"
     return created_once(create, find, doubt)
