@@ -35,7 +35,7 @@ class ErrorLine(str):
 
     @property
     def rest(self) -> str:
-        """The text without its key."""
+        """The text behind its key and the colon."""
         return self.removeprefix(f"{self.key}: ")
 
 
@@ -76,8 +76,8 @@ class Failure:
         return error
 
     def __str__(self) -> str:
-        text = f"record {self.record}: {self.text}" if self.record else self.text
-        return f"{text} ({self.where})" if self.where else text
+        place = ", ".join(filter(None, (self.record and f"record {self.record}", self.where)))
+        return f"{self.text} ({place})" if place else self.text
 
 
 class StokerError(Exception):
