@@ -53,10 +53,6 @@ BEFORE_TRAINING = {
     ),
     "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
     "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
-    "every record fails": (
-        recipe("rows:RaisesIn", where="record"),
-        "Fails: ValueError: cannot be used",
-    ),
     "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
     "truncated tar": (
         copied("webdataset", lambda d: truncate(d / "train" / "shard-0002.tar")),
@@ -72,6 +68,10 @@ BY_OVERRIDE = {
 }
 
 IN_TRAINING = {
+    "every record fails": (
+        recipe("rows:RaisesIn", where="record"),
+        "Fails: ValueError: cannot be used",
+    ),
     "training_step raises": (
         recipe("rows:RaisesIn", where="training_step"),
         "broken training_step (rows.py:",
