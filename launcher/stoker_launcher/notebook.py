@@ -251,9 +251,7 @@ def parse_job(
     config: str | Path | Mapping[str, Any], arguments: list[str] | None, source_dir: Path | None
 ) -> tuple[Path | Mapping[str, Any] | None, list[str], Path | None]:
     """(YAML file or content, overrides, source folder) of whatever describes the job."""
-    if isinstance(config, str) and (
-        "\n" in config or (": " in config and not os.path.lexists(config))
-    ):
+    if isinstance(config, str) and ("\n" in config or ": " in config):
         config = parse_yaml(config, "config")
     if isinstance(config, Mapping):
         if source_dir is None and holds_recipe(Path(), str(config.get("recipe", ""))):

@@ -371,6 +371,15 @@ def test_data_that_is_already_in_s3_is_left_alone() -> None:
     assert request.data == () and request.data_at == {}
 
 
+def test_a_list_of_paths_is_refused_and_one_of_uris_is_not() -> None:
+    for paths, refused in ((["s3://b/x", "here"], True), (["s3://b/x", "s3://b/y"], False)):
+        job = open_job(
+            load({"params": {"data": paths}}, [f"{k}={v}" for k, v in SAGEMAKER.items()])
+        )
+        found = sagemaker_rules.problems(request_of(job, "n", "us-east-1", "s3://my-bucket/p"))
+        assert [line.partition(":")[0] for line in found] == ["params.data"] * refused
+
+
 def test_empty_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert any(
