@@ -330,7 +330,8 @@ def doctor(
 def init(
     folder: Annotated[Path | None, typer.Argument(help="folder to create; default: here")] = None,
     kind: Annotated[
-        str | None, Option(help="images, segmentation, text, tabular, script, lightning or ray")
+        str | None,
+        Option(help="images (default), segmentation, text, tabular, script, lightning or ray"),
     ] = None,
 ) -> None:
     """Write a small project that trains as it is: job, recipe and test."""

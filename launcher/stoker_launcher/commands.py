@@ -270,21 +270,21 @@ IGNORED = ".data/\nruns/\n__pycache__/\n"
 
 
 def init(folder: Path | None, kind: str | None) -> int:
-    """Write a small project that trains as it is, with a test; on a terminal, prompt for missing options."""
-    import typer
+    """Write a small project that trains as it is, with a test.
 
+    A terminal is asked for what is missing; elsewhere it is a project of images in this folder.
+    """
+    terminal = sys.stdin.isatty()
     if kind is None:
-        if not sys.stdin.isatty():
-            raise UsageError(f"--kind: choose one of: {', '.join(KINDS)}")
-        for name, meaning in KINDS.items():
+        for name, meaning in KINDS.items() if terminal else ():
             print(f"  {name:<12} {meaning}")
-        kind = str(typer.prompt("What do you train on?", default="images")).strip()
+        kind = _answer("What do you train on?", "images") if terminal else "images"
     if kind not in KINDS:
         raise UsageError(
             f"--kind {kind}: no such kind (known: {', '.join(KINDS)}){nearest(kind, KINDS)}"
         )
     if folder is None:
-        folder = Path(typer.prompt("Folder", default=f"my-{kind}") if sys.stdin.isatty() else ".")
+        folder = Path(_answer("Folder", f"my-{kind}") if terminal else ".")
     files = files_of(kind, folder)
     if there := [
         name for name in files if (folder / name).exists() or (folder / name).is_symlink()
@@ -300,10 +300,17 @@ def init(folder: Path | None, kind: str | None) -> int:
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None
     test = next(name for name in files if name.startswith("test_"))
-    print(f"wrote {', '.join(files)} into {folder}")
+    print(f"wrote {', '.join(files)} into {folder} (--kind {kind})")
     print(f"  train  stoker {shlex.quote(str(folder / 'job.yaml'))}")
     print(f"  test   pytest {shlex.quote(str(folder / test))}")
     return 0
+
+
+def _answer(question: str, default: str) -> str:
+    try:
+        return input(f"{question} [{default}]: ").strip() or default
+    except EOFError:
+        raise UsageError("init: the input has ended; give a folder and --kind") from None
 
 
 def files_of(kind: str, folder: Path) -> dict[str, str]:

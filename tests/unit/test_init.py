@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -129,30 +128,48 @@ def test_no_file_is_overwritten_and_nothing_half_written(
             "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning, ray);"
             " did you mean",
         ),
-        ([], "--kind: choose one of: images, segmentation, text, tabular, script"),
         (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
     ],
 )
 def test_wrong_usage_is_one_line(
     words: list[str], expected: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch("sys.stdin.isatty", return_value=False):
-        code, lines, _ = type_command(["init", *words], capsys)
+    code, lines, _ = type_command(["init", *words], capsys)
     assert code == 2 and len(lines) == 1 and expected in lines[0]
     assert not list(here.iterdir())
 
 
-def test_a_terminal_is_asked(here: Path) -> None:
+def test_the_help_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert type_command(["init", "--help"], capsys)[0] == 0
+    shown = type_command(["init", "--help"], capsys)[2]
+    assert all(kind in shown for kind in KINDS)
+
+
+def test_without_a_terminal_the_project_is_the_readmes(here: Path) -> None:
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "init", "my_project"]
+    done = subprocess.run(command, cwd=here, stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 0 and b"--kind images" in done.stdout
+    assert (here / "my_project/recipe.py").is_file()
+
+
+@pytest.mark.parametrize(("typed", "code"), [(b"tabular\nhomes\n", 0), (b"\x04", 2)])
+def test_a_terminal_is_asked(here: Path, typed: bytes, code: int) -> None:
     import pty
 
     leader, follower = pty.openpty()
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "init"]
-    process = subprocess.Popen(command, cwd=here, stdin=follower, stdout=follower, stderr=follower)
+    process = subprocess.Popen(
+        command, cwd=here, stdin=follower, stdout=follower, stderr=subprocess.PIPE
+    )
     os.close(follower)
-    os.write(leader, b"tabular\nhomes\n")
-    assert process.wait(60) == 0
+    os.write(leader, typed)
+    _, errors = process.communicate(timeout=120)
     os.close(leader)
-    assert (here / "homes/job.yaml").read_text().startswith("name: homes\n")
+    assert process.returncode == code
+    if code:  # Ctrl-D
+        assert errors.startswith(b"error: ") and not list(here.iterdir())
+    else:
+        assert (here / "homes/job.yaml").read_text().startswith("name: homes\n")
 
 
 def test_a_recipe_is_found_beside_the_jobs_file(here: Path) -> None:
