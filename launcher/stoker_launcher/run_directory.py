@@ -92,7 +92,8 @@ def refuse_unwritable(folder: Path) -> None:
             f"output_dir: {folder} cannot be written: {there}: {error.strerror}"
         ) from None
     if free < LEAST_FREE_BYTES:
-        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB free)")
+        needed = f"a run needs at least {LEAST_FREE_BYTES >> 20} MB"
+        raise UsageError(f"output_dir: the disk of {there} has {free >> 20} MB free; {needed}")
 
 
 def point_latest(run_dir: Path) -> str | None:

@@ -113,6 +113,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("params.data=./no/such/folder", "params.data", "no such file or folder here"),
     ("params.data=/etc/host*", "params.data", "no such file or folder here"),
     ("params.data=/opt/ml/input/data/train", "params.data", "add sagemaker.channels.train"),
+    ("tracking.mlflow.uri=sqlite:///x.db", "tracking.mlflow.uri", "name a server"),
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
     ("environment={ID: AKIAABCDEFGHIJKLMNOP}", "environment.ID", "secret"),

@@ -501,6 +501,11 @@ def shared_problems(
             f"checkpoint.dir: {where} would be in the job's copy of your code, which is lost with its hosts;"
             " leave it out, as the service keeps the default folder"
         )
+    if (config.tracking.mlflow.uri or "").startswith(("sqlite:", "file:")):
+        yield (
+            "tracking.mlflow.uri: this database would be lost with the hosts; name a server"
+            f" (got {redact(config.tracking.mlflow.uri)!r})"
+        )
     if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
         yield (
             f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"

@@ -349,14 +349,17 @@ def for_scripts(section: str, key: str, driver: bool = False) -> bool:
 
 ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}
 MLFLOW = {"mlflow": "mlflow-skinny>=3"}
+DATABASE = {"mlflow": "mlflow>=3", "sqlalchemy": "mlflow>=3"}
 DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "ray[default]")
 
 
 def _needed(config: Config) -> dict[str, dict[str, str]]:
     """The packages beyond `requirements.txt`: key that asks for them → module → line of that file."""
+    uri = config.tracking.mlflow.uri
+    database = uri is not None and uri.startswith("sqlite:")  # which mlflow-skinny cannot write
     wanted = {
         "export: onnx": ONNX if "onnx" in config.export else {},
-        "tracking.mlflow.uri": MLFLOW if config.tracking.mlflow.uri else {},
+        "tracking.mlflow.uri": (MLFLOW | DATABASE if database else MLFLOW) if uri else {},
         "cluster.dashboard": DASHBOARD if config.cluster.dashboard else {},
     }
     return {asked: modules for asked, modules in wanted.items() if modules}
