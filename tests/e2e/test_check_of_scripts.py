@@ -166,7 +166,7 @@ def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(
 ) -> None:
     found = known(tmp_path, "0", "--part", "stubborn:0.5")
     assert found["ended"] == "enough" and found["loaders"][0]["steps"] >= 20
-    assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is not None
+    assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is None
 
 
 IMAGES = """
@@ -216,6 +216,7 @@ def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
     (folder / "helping.py").write_text("LENGTH = 320\n")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     types = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--steps", "500")
+    types += ("--gpu-samples-per-s", "900")
     for _ in range(3):
         done = submit("check", "mine/train.py", *types, "--", "--hosts", "3", cwd=tmp_path)
         if not done.stdout.startswith("too uncertain"):  # something else took the CPUs
@@ -292,27 +293,15 @@ for batch in DataLoader(Rows(), 4, num_workers=1):
 """
 
 
-FROM_MEMORY = """
-import torch
-from torch.utils.data import DataLoader
-
-batches = list(DataLoader(torch.ones(100, 3), 4))
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), 1e-6)
-for batch in batches * 20:
-    model(batch).sum().backward()
-    optimizer.step()
-"""
+LAUNCHED = "import os\nrank = int(os.environ['LOCAL_RANK'])\n"
+GROUPED = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 
 @pytest.mark.parametrize(
     ("script", "code", "said"),
     [
-        (
-            FROM_MEMORY,
-            2,
-            "error: train.py: its optimizer steps do not follow batches of a DataLoader",
-        ),
+        (LAUNCHED, 1, "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
+        (GROUPED, 1, "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
         ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
         (
             "import sys\nsys.exit(3)\n",

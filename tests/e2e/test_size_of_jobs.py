@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import DIGITS, ROOT, submit
+
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -57,6 +61,41 @@ def test_a_job_that_cannot_run_says_why(tmp_path: Path) -> None:
     done = submit("size", str(job), *HOSTS, cwd=tmp_path)
     assert done.returncode == 2 and "no such bucket" in done.stderr
     assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["job.yaml"]
+
+
+SLOW = """
+import pathlib, time
+from rows import Counting
+
+class Slow(Counting):
+    began: str
+
+    def training_step(self, model, batch):
+        pathlib.Path(self.began).touch()
+        time.sleep(60)
+        return super().training_step(model, batch)
+"""
+
+
+def test_sigterm_ends_all_processes_of_the_short_run(tmp_path: Path) -> None:
+    """A run starts and trains: half a minute."""
+    (tmp_path / "job.yaml").write_text(
+        f"name: slow\nrecipe: slow:Slow\nparams: {{began: {tmp_path}/began}}\n"
+        "train: {epochs: 50, batch_size: 16, workers: 1}\n"
+    )
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "rows.py").write_text((ROOT / "tests/recipes/rows.py").read_text())
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "size", "job.yaml", *HOSTS]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    until(lambda: (tmp_path / "began").exists() or process.poll() is not None, 300)
+    assert process.poll() is None
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) > 3
+    asked = time.monotonic()
+    process.terminate()
+    assert process.wait(60) == 143
+    assert psutil.wait_procs(below, timeout=60)[1] == []
+    assert time.monotonic() - asked < 30, "10 s on a free machine; a step takes 60 s"
 
 
 @pytest.mark.soak

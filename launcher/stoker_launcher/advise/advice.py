@@ -201,8 +201,8 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
     if not rated:
         lines = [
             "no recommendation: how fast a GPU trains this model is unknown, and this machine has no such"
-            " GPU. Give its samples per second, --gpu-samples-per-s 400 (or A10G=400), or a run on it,"
-            " --from RUN",
+            " GPU. Give its samples per second, --gpu-samples-per-s 400 (or A10G=400), or a run on it:"
+            " `size --from RUN`",
             *hints,
         ]
         table = _Search(measured, wanted, known).capacity()

@@ -39,6 +39,7 @@ from stoker_launcher.advise.advice import (
     advise,
     table_name,
 )
+from stoker_launcher.advise.measuring import measuring
 from stoker_launcher.job import Job, open_job
 from stoker_launcher.places.local import environment, started
 from stoker_launcher.places.remote import HostGroup, training_group
@@ -204,11 +205,8 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
         with (Path(scratch) / "screen.txt").open("w+") as screen:
             variables = environment(run_dir, job.source_dir)
             process = started(run_dir / "code", variables, stdout=screen, stderr=subprocess.STDOUT)
-            try:
+            with measuring(process):
                 stopped = _train(process, run_dir, tell)
-            finally:
-                process.terminate()
-                process.wait()
             screen.seek(0)
             _refuse_failed(process.returncode, stopped, run_dir, screen.read())
         yield run_dir

@@ -23,8 +23,8 @@ from stoker_launcher.advise.advice import Advice, Wanted, advise
 from stoker_launcher.advise.check import verdict as judging
 from stoker_launcher.advise.check import watch
 from stoker_launcher.advise.check.timeline import LEAST_STEPS
+from stoker_launcher.advise.measuring import measuring
 from stoker_launcher.advise.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
-from stoker_launcher.places.local import handled
 
 CLOSING_S = 30.0
 """How long the script may take to exit once enough steps are measured or it is interrupted."""
@@ -124,19 +124,17 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
         start_new_session=True,
         preexec_fn=end_with_parent,
     )
-    try:
-        with handled(signal.SIGTERM, lambda *_: sys.exit(143)):
+    with measuring(process):
+        try:
             yield process
-    except KeyboardInterrupt:
-        # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait(CLOSING_S)
-        raise
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        except KeyboardInterrupt:
+            # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
+            with contextlib.suppress(
+                ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt
+            ):
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(CLOSING_S)
+            raise
 
 
 def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
@@ -189,7 +187,7 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
     if fetched is None:
         line("CPU per sample: not measured; this loader does not fetch in torch's own workers")
     else:
-        waiting = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
+        waiting = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network, a busy CPU)"
         blocked = fetched.blocked_s > judging.BLOCKED * fetched.whole_s
         line(f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms{waiting if blocked else ''}")
     helpful = {
@@ -219,7 +217,7 @@ def notes(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice |
         else "time in next() relative to the time between calls"
     )
     said = {
-        "few or no torch optimizer steps seen: using the loader iterated most": not first.loader.trains,
+        "the loader is the one iterated most": not first.loader.trains,
         "epochs are short, so the figures include worker start-up": first.whole_epochs,
         "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": uneven,
         "the script was stopped at --timeout": seen["ended"] == "interrupted",

@@ -31,23 +31,18 @@ class Fetching:
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
         """Time a batch; the first one is counted separately, because it imports modules and opens files."""
-        started = time.monotonic(), self.clock(), queued_s()
+        started = time.monotonic(), self.clock()
         _thread.fetches = True
         try:
             data = original(index)
         finally:
             _thread.fetches = False
-        wall, cpu, queued = (
-            time.monotonic() - started[0],
-            self.clock() - started[1],
-            queued_s() - started[2],
-        )
+        wall, cpu = time.monotonic() - started[0], self.clock() - started[1]
         if self.batches == 1:
             self.sums.clear()
         self.batches += 1
         rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
-        counted: dict[str, float] = {"fetches": 1, "samples": rows, "cpu_s": cpu, "wall_s": wall}
-        counted["delay_s"] = min(queued, max(wall - cpu, 0.0))
+        counted = {"fetches": 1.0, "samples": rows, "cpu_s": cpu, "wall_s": wall}
         for name, spent in counted.items():
             self.sums[name] += spent
         if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
@@ -112,12 +107,3 @@ def first_length(data: Any) -> int | None:
     if isinstance(data, list | tuple):
         return next((n for n in map(first_length, data[:8]) if n is not None), None)
     return None
-
-
-def queued_s() -> float:
-    """Seconds that this thread waited for a CPU; 0 if unknown."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:  # noqa: PTH123 - read for every batch
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0

@@ -15,7 +15,6 @@ from stoker_launcher.advise.advice import Measured, table_name
 from stoker_launcher.advise.check.timeline import (
     LEAST_STEPS,
     STARTING,
-    TRAINS,
     Loader,
     Take,
     TimeShare,
@@ -33,12 +32,8 @@ promise anything between 1.5 and 2.9 times the speed."""
 ADVISED_STEPS = 1000
 SLACK = 1.05
 """Spare workers, because batches vary."""
-FAIR = 0.5
-"""CPUs that another process gets on a busy machine."""
 BLOCKED = 0.2
-"""From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
-QUEUED = 0.1
-"""From this share of a fetch on, queueing means that there are too few CPUs here."""
+"""From this share of a fetch on, waiting in it is mentioned."""
 SLOW_START = 0.05
 """From this share of an epoch on, its start is mentioned."""
 
@@ -47,21 +42,14 @@ SLOW_START = 0.05
 class FetchCost:
     cpu_s: float
     blocked_s: float
-    """Neither computing nor queueing for a CPU: storage, network, locks, sleeping."""
-    queued_s: float
-    """Ready to compute while all CPUs were busy."""
+    """Not computing: storage, network, locks, sleeping, or no free CPU."""
     samples_per_batch: float
     batches: int
 
     @property
-    def slot_s(self) -> float:
-        """Seconds per sample for which a worker is occupied if CPUs are free."""
-        return self.cpu_s + self.blocked_s
-
-    @property
     def whole_s(self) -> float:
-        """Seconds per sample for which a worker was occupied."""
-        return self.slot_s + self.queued_s
+        """Seconds per sample for which a worker is occupied."""
+        return self.cpu_s + self.blocked_s
 
 
 @dataclass(frozen=True)
@@ -90,21 +78,28 @@ class Checked:
         return self.share.spread < UNCERTAIN
 
     @property
+    def caveat(self) -> str:
+        """Why the loader's waiting may not be training's; empty if it is."""
+        if self.loader.in_thread:
+            return "another thread than the one that trains takes the batches"
+        if not self.loader.trains:
+            return "few or no optimizer steps of torch follow the batches"
+        return ""
+
+    @property
     def waits(self) -> bool:
-        return self.certain and self.share.value >= INPUT_BOUND
+        return self.certain and not self.caveat and self.share.value >= INPUT_BOUND
 
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
     # The first fetch of a process imports and opens things; it counts only if there is nothing else.
     sums = [one for one in sums if not one.get("first")] or sums
-    samples, fetches, cpu, wall, queued = (
-        sum(one[name] for one in sums)
-        for name in ("samples", "fetches", "cpu_s", "wall_s", "delay_s")
+    samples, fetches, cpu, wall = (
+        sum(one[name] for one in sums) for name in ("samples", "fetches", "cpu_s", "wall_s")
     )
     if not samples:
         return None
-    blocked_s, queued_s = max(wall - cpu - queued, 0.0) / samples, queued / samples
-    return FetchCost(cpu / samples, blocked_s, queued_s, samples / fetches, int(fetches))
+    return FetchCost(cpu / samples, max(wall - cpu, 0.0) / samples, samples / fetches, int(fetches))
 
 
 def checked(
@@ -127,21 +122,6 @@ def checked(
         raise UsageError(
             f"{script}: its DataLoader ({place}) is already stoker's: read its waiting in"
             " the report of its job, or check the script with torch's DataLoader"
-        )
-    if loaders[main].in_thread:
-        raise UsageError(
-            f"{script}: another thread than the one that trains takes batches from its DataLoader"
-            f" ({place}), so the time in next() is not the time that training waits; run check"
-            " without that thread"
-        )
-    # Features may be read without gradients, and a probe trained from memory afterwards.
-    grads = loaders[main].with_grad
-    steps = seen["optimizer_steps" if grads else "before_batch"]
-    # Loops may take several batches, then train with them.
-    if steps >= LEAST_STEPS and seen["after_batch"] < TRAINS / 4 * min(steps, grads or steps):
-        raise UsageError(
-            f"{script}: its optimizer steps do not follow batches of a DataLoader (iterated most: {place});"
-            " `check` needs a training loop that takes its batches from one"
         )
     found = [
         judge(
@@ -194,22 +174,19 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
     """
     if one.fetched is None or one.compute_s <= 0:
         return None
-    found, spread = dict(rates), 0.0
-    note = "samples/s of the GPU: from --gpu-samples-per-s"
+    found, spread, notes = dict(rates), 0.0, ["samples/s of the GPU: from --gpu-samples-per-s"]
     if not rates:
-        own = one.samples_per_step / one.compute_s
-        known = table_name(gpu) if gpu else None
-        found, spread = {known or "": own}, one.share.spread / (1 - one.share.value)
-        note = f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"
-        if known is None:
-            note = (
-                f"assumes a GPU there trains as fast as this machine (its {gpu or 'CPUs'}), {own:,.0f}"
-                " samples/s; correct it with --gpu-samples-per-s"
+        known, notes = table_name(gpu) if gpu else None, []
+        if known is not None:
+            own, spread = (
+                one.samples_per_step / one.compute_s,
+                one.share.spread / (1 - one.share.value),
             )
+            found, notes = {known: own}, [f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"]
     return Measured.received(
         one.bytes_per_step / one.samples_per_step,
-        ["one vCPU counts as one core of this machine; correct it with --cpu-speed", note],
-        cpu_s=max(one.fetched.slot_s, 1e-9),
+        ["one vCPU counts as one core of this machine; correct it with --cpu-speed", *notes],
+        cpu_s=max(one.fetched.whole_s, 1e-9),
         gpu_samples_per_s=found,
         gpu_spread=spread,
     )
@@ -231,6 +208,11 @@ def headline(one: Checked) -> list[str]:
         return [
             f"too uncertain to judge: {low:.0f} to {high:.0f} % of each step waits for data ({of}); measure"
             f" more: --steps {max(steps, 2 * one.steps)}, with enough data or epochs for it"
+        ]
+    if one.caveat:
+        return [
+            f"{percent} of the time is spent in the loader's next() ({of}); {one.caveat}, so whether training"
+            " waits for them is not known"
         ]
     if not one.waits:
         return [
@@ -258,15 +240,12 @@ def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
 
 def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
     batch, now = one.samples_per_step, one.loader.num_workers
-    needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
+    needed = math.ceil(SLACK * fetched.whole_s * batch / one.compute_s)
     cpus_needed = fetched.cpu_s * batch / one.compute_s
-    used = fetched.cpu_s * batch / one.step_s
-    # One CPU is for the script itself; CPUs used by other work are not available, except for a fair share.
+    # One CPU is for the script itself; CPUs used by other work are not available.
     most = max(cpus - 1, 1)
-    free = most if idle is None else min(most, max(idle * cpus + used, FAIR))
-    blocked, queued = (
-        part / max(fetched.whole_s, 1e-9) for part in (fetched.blocked_s, fetched.queued_s)
-    )
+    used = fetched.cpu_s * batch / one.step_s
+    free = most if idle is None else min(most, idle * cpus + used)
     if cpus_needed > free:
         late = 100 * (1 - free / cpus_needed)
         return (
@@ -274,16 +253,9 @@ def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) 
             f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
         )
     if needed > now:
-        few = " of a fetch (storage, network), so they need few CPUs"
-        why = f"; a worker itself waits {100 * blocked:.0f} %{few}" if blocked > BLOCKED else ""
         return (
             f"num_workers={needed} instead of {now} would fix this on this machine:"
-            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch{why}"
-        )
-    if queued > QUEUED:
-        return (
-            f"{now} workers would be enough if CPUs were free: a fetch waits {100 * queued:.0f} % of its time"
-            f" for one of the {cpus:g} here"
+            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch"
         )
     return (
         f"{now} workers should be enough for this cost of fetching: some batches take much longer than"

@@ -37,6 +37,8 @@ from stoker_launcher.advise.check.fetching import (
 from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 
 RESULT = "result.json"
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of torchrun."""
 OBSERVED, OPTIMIZERS = "torch.utils.data.dataloader", "torch.optim.optimizer"
 SIZED = 20
 UNTRAINED_S = 30.0
@@ -97,10 +99,6 @@ class Watch:
         self.rounds = 0
         self.begun: dict[int, int] = {}
         """Round in which the first batch of each loader was trained."""
-        self.optimizer_steps = self.before_batch = self.after_batch = 0
-        """Optimizer steps from the first batch on (loading a state may make some before it), those until
-        the last one, and those that directly follow a batch, with or without gradients."""
-        self.fresh = False
         self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
@@ -193,7 +191,6 @@ class Watch:
             if ended:
                 return
             loader.batches += 1
-            self.fresh, self.before_batch = True, self.optimizer_steps
             if torch.is_grad_enabled():
                 loader.with_grad += 1
                 self.since_step[number] = threading.get_ident()
@@ -205,9 +202,6 @@ class Watch:
 
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
-        self.after_batch += self.fresh
-        self.optimizer_steps += self.after_batch > 0
-        self.fresh = False
         self.rounds += bool(self.since_step)
         for number, thread in self.since_step.items():
             loader = self.loaders[number]
@@ -282,9 +276,6 @@ class Watch:
             "said": said,
             "loaders": [asdict(loader) for loader in self.loaders],
             "takes": [asdict(take) for take in self.resolved(wait=True)],
-            "optimizer_steps": self.optimizer_steps,
-            "before_batch": self.before_batch,
-            "after_batch": self.after_batch,
             "gpu": self.clock.name if self.clock else None,
             "cpus": cpus(),
             "idle": 1 - busy / total if total > 0 else None,
@@ -377,6 +368,21 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def without_torchrun(error: BaseException) -> str:
+    """What to do about an error that comes from the variables of torchrun, which are not set."""
+    frames = traceback.walk_tb(error.__traceback__)
+    inside = any(
+        frame.f_globals.get("__name__", "").startswith("torch.distributed") for frame, _ in frames
+    )
+    missing = isinstance(error, KeyError) and error.args[:1] and error.args[0] in LAUNCHED
+    if {*LAUNCHED} <= {*os.environ} or not (inside or missing):
+        return ""
+    values = zip(LAUNCHED, (0, 0, 1, "127.0.0.1", 29500), strict=True)
+    return (
+        f"; for a script of torchrun, run: {' '.join(f'{k}={v}' for k, v in values)} stoker check …"
+    )
+
+
 def main(folder: str, steps: str, script: str, *arguments: str) -> int:
     """Run the script; returns its exit code, 0 if it was ended after enough steps."""
     # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
@@ -408,9 +414,8 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
         while frames is not None and frames.tb_frame.f_code.co_filename != script:
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
-        watch.finish(
-            "failed", f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
-        )
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+        watch.finish("failed", said + without_torchrun(error))
         code = 1
     return code
 
