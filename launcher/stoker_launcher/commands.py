@@ -307,9 +307,11 @@ def init(folder: Path | None, kind: str | None) -> int:
 
 
 def _answer(question: str, default: str) -> str:
+    print(f"{question} [{default}]: ", end="", flush=True)
     try:
-        return input(f"{question} [{default}]: ").strip() or default
+        return input().strip() or default
     except EOFError:
+        print()
         raise UsageError("init: the input has ended; give a folder and --kind") from None
 
 

@@ -13,6 +13,7 @@ from stoker.events.runs import shape_of
 from stoker.events.summary import Summary
 from stoker.hosts.cluster import ray_labels
 from stoker.hosts.topology import resolve
+from stoker_launcher.places.remote import HostGroup, cost_table
 
 
 class TestWhichPrices:
@@ -22,6 +23,14 @@ class TestWhichPrices:
         assert known.usd_per_hour(None, group="office") == 0.5
         assert known.usd_per_hour(None, group="lab") is None
         assert known.label.endswith("own prices for ml.g5.xlarge, office)")
+
+    def test_a_sum_leaves_out_and_names_types_without_a_price(self) -> None:
+        groups = [HostGroup("gpu", "ml.g5.xlarge", 1, ""), HostGroup("cpu", "ml.c6i.xlarge", 4, "")]
+        shown = cost_table(groups, "limit", 7200, prices.price_list(region="eu-west-1"))
+        assert "at most $2.82 in 2 h (limit), without ml.c6i.xlarge, whose price is not" in shown
+        assert "at us-east-1's prices" in shown and "eu-west-1" in shown
+        own = prices.price_list({"ml.c6i.xlarge": 0.25})
+        assert "at most $4.82 in 2 h" in cost_table(groups, "limit", 7200, own)
 
     def test_vertexs_prices_hold_for_machines_that_the_table_lacks(self) -> None:
         kind, hosts = "c4-standard-8", summary_of(("gpu", "c4-standard-8")).cluster.hosts

@@ -285,7 +285,7 @@ def test_as_json_for_programs(job: Path) -> None:
         (["--gpu-samples-per-s", "many"], "--gpu-samples-per-s many: give samples per second"),
         (
             ["--gpu-samples-per-s", "B7=4"],
-            "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, A10G",
+            "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, ",
         ),
         (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: give samples per second"),
         (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: must be at least 0 (got -1)"),

@@ -59,9 +59,15 @@ class HostGroup:
 
 
 def usd_per_hour(groups: Sequence[HostGroup], prices: PriceList) -> float | None:
-    each = [group.usd_per_hour(prices) for group in groups]
-    known = [price for price in each if price is not None]
-    return sum(known) if len(known) == len(each) else None
+    """Of the groups whose price is known; None if none is."""
+    known = [price for group in groups if (price := group.usd_per_hour(prices)) is not None]
+    return sum(known) if known else None
+
+
+def without_price(groups: Sequence[HostGroup], prices: PriceList) -> str:
+    """Names the types that a sum leaves out."""
+    types = {group.type: None for group in groups if group.usd_per_hour(prices) is None}
+    return f", without {', '.join(types)}, whose price is not known" if types else ""
 
 
 def names_of(groups: Sequence[HostGroup]) -> list[str]:
@@ -112,7 +118,7 @@ def cost_table(groups: Sequence[HostGroup], limits: str, seconds: int, prices: P
     if all(group.gbps is None for group in groups):
         head, *rows = ((*row[:5], row[6]) for row in (head, *rows))  # type: ignore[assignment]
     most = dollars(total * hours if total is not None else None)
-    limit = f"at most ${most} in {hours:g} h ({limits})"
+    limit = f"at most ${most} in {hours:g} h ({limits}){without_price(groups, prices)}"
     return f"{table(head, rows)}\n{limit}; {prices.label}"
 
 

@@ -3,10 +3,11 @@
     known = price_list()
     known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
-`machines.csv` is a dated table, not a live quote: SageMaker's prices in us-east-1, and Compute Engine's
-on-demand prices in us-central1, to which Vertex AI's fee for training is added (n1-standard-4: $0.2185, not
-$0.1900). `sagemaker.prices` and `vertex.prices` give yours; a type without a price costs "?". Every figure
-shown from here carries the list's `label`. Loads neither ray nor torch nor boto3.
+`machines.csv` is a dated table, not a live quote: SageMaker's prices of training in us-east-1 (g4dn, g6e and
+p4de as users of AWS's Price List API have published them), and Compute Engine's on-demand prices in
+us-central1, to which Vertex AI's fee for training is added (n1-standard-4: $0.2185, not $0.1900).
+`sagemaker.prices` and `vertex.prices` give yours; a type without a price costs "?". Every figure shown from
+here carries the list's `label`. Loads neither ray nor torch nor boto3.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class PriceList:
     """The configuration's prices, which take precedence; a key may also be the name of a host group."""
     spot: bool = False
     """Whether the hosts are spot capacity, whose prices are not known."""
+    elsewhere: str = ""
+    """The hosts' region, if it is another one."""
 
     def usd_per_hour(
         self, instance_type: str | None, count: int = 1, group: str = ""
@@ -124,12 +127,21 @@ class PriceList:
     @property
     def label(self) -> str:
         own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
-        return f"estimated, prices of {self.as_of} ({self.region} on demand{own}){SPOT if self.spot else ''}"
+        spot = SPOT if self.spot else ""
+        if self.elsewhere:
+            return (
+                f"estimated, at {self.region}'s prices of {self.as_of} instead of {self.elsewhere}'s"
+                f" (on demand{own}){spot}"
+            )
+        return f"estimated, prices of {self.as_of} ({self.region} on demand{own}){spot}"
 
 
-def price_list(own: Mapping[str, float] | None = None, spot: bool = False) -> PriceList:
+def price_list(
+    own: Mapping[str, float] | None = None, spot: bool = False, region: str = ""
+) -> PriceList:
     known = {name: machine.price_per_hour_usd for name, machine in MACHINES.items()}
-    return PriceList("us-east-1", "2026-11", known, dict(own or {}), spot)
+    elsewhere = region if region != "us-east-1" else ""
+    return PriceList("us-east-1", "2026-11", known, dict(own or {}), spot, elsewhere)
 
 
 def google_groups(settings: VertexConfig) -> list[tuple[str, VertexHostsConfig]]:

@@ -22,6 +22,7 @@ from stoker_launcher.places.remote import (
     job_name,
     stamp,
     usd_per_hour,
+    without_price,
 )
 from stoker_launcher.places.sagemaker import aws, sagemaker_rules
 from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, group, request_of
@@ -70,7 +71,7 @@ def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     region = request.region
     with aws.readable_errors("upload"):
         request.upload(aws.S3Store(request), tell)
-    known = price_list(request.settings.prices)
+    known = price_list(request.settings.prices, region=region)
     run = SageMakerRun(region, request.name, submitted=True, prices=known)
 
     def create() -> Any:
@@ -106,7 +107,7 @@ class SageMakerRun(CloudRun):
         prices: PriceList | None = None,
     ) -> None:
         super().__init__(f"sagemaker:{region}/{name}", name, poll_s, submitted, aws.PassingError)
-        self.region, self.name, self._prices = region, name, prices or price_list()
+        self.region, self.name, self._prices = region, name, prices or price_list(region=region)
         self._groups: dict[str, str] = {}
 
     def ask(self) -> dict[str, Any]:
@@ -218,7 +219,8 @@ def billed_table(groups: Sequence[HostGroup], billable_s: int, prices: PriceList
         ("total", "", "", dollars(total, 3), dollars(total * hours if total is not None else None))
     )
     head = ("group", "hosts", "type", "$/h", "$")
-    return f"{table(head, rows)}\nbillable {duration(billable_s)}; {prices.label}"
+    left_out = without_price(groups, prices)
+    return f"{table(head, rows)}\nbillable {duration(billable_s)}{left_out}; {prices.label}"
 
 
 PLACE = Place(

@@ -115,7 +115,8 @@ class SageMakerRequest(CloudRequest):
         return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
 
     def costs(self) -> str:
-        settings, known = self.settings, prices.price_list(self.settings.prices, self.settings.spot)
+        settings = self.settings
+        known = prices.price_list(settings.prices, settings.spot, self.region)
         warm_s = settings.keep_alive_s  # billed, too
         limits = "sagemaker.max_runtime_s" + (" + sagemaker.keep_alive_s" if warm_s else "")
         return cost_table(self.groups, limits, settings.max_runtime_s + warm_s, known)
