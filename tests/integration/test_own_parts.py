@@ -66,3 +66,12 @@ def test_a_collate_that_fails_ends_the_run_with_its_error(
     outcome = run(tmp_path / "later", "Collated", fails_at=60)
     assert outcome.code == 1
     assert "collate: ValueError: this one does not fit (collating.py:" in str(outcome.summary.error)
+
+
+def test_a_ray_dataset_that_fails_ends_the_run_with_its_own_error(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    train = {"epochs": 1, "batch_size": 16, "scheduler": "none"}
+    outcome = run_job(tmp_path, recipe="rows:FromRay", params={"slow_s": -1}, train=train)
+    assert outcome.code == 1
+    assert str(outcome.summary.error).startswith("ValueError: this row cannot be read")

@@ -150,7 +150,7 @@ class NoModel(Recipe):
 class FromRay(Regression):
     data: str = ""
     slow_s: float = 0.0
-    """How long the last block takes."""
+    """How long the last block takes; below 0: it fails."""
 
     def read(self, split: str) -> Any:
         import ray
@@ -163,6 +163,8 @@ class FromRay(Regression):
 
 
 def late(seconds: float, rows: Any) -> Any:
+    if seconds < 0 and 102 in rows["y"]:
+        raise ValueError("this row cannot be read")
     time.sleep(seconds if 102 in rows["y"] else 0.0)
     return rows
 
