@@ -17,7 +17,7 @@ from stoker.data import Shard, read_range
 from stoker.loader.loader_service import LoaderAttempt
 from stoker.protocol import BlockReport, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
 from stoker.serve.recipe_pass import RecipeAttempt
@@ -27,9 +27,9 @@ BATCH, SHARD, AHEAD, CHECKPOINT_EVERY = 64, 256, 64, 10_000
 WORKER = Process("w", "h", "t")
 
 
-def on_one_host() -> Shared:
+def on_one_host() -> ServiceState:
     """For attempts on one host with one chain worker."""
-    shared = Shared(lambda *_, **__: None, 2**30, {"train": ChainCosts()})
+    shared = ServiceState(lambda *_, **__: None, 2**30, {"train": ChainCosts()})
     shared.pool.update([ChainHost("h", 1)], False, 0.0)
     return shared
 

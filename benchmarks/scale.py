@@ -16,7 +16,7 @@ from stoker.config.schema import Config
 from stoker.data import Shard, Source
 from stoker.protocol import BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
 from stoker.serve.pool import Pool as Hosts
@@ -53,7 +53,7 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> RecipeAtt
     )
     source = Shards()
     passes = Passes(config, {"train": source}, {"train": b""})
-    shared = Shared(lambda *_, **__: None, 2**60, {"train": ChainCosts()})
+    shared = ServiceState(lambda *_, **__: None, 2**60, {"train": ChainCosts()})
     shared.pool = hosts
     attempt = RecipeAttempt(0, WORKERS, passes, {"train": source.count()}, start(passes), shared)
     with attempt.changed:

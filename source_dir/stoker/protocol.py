@@ -83,7 +83,7 @@ class Work(NamedTuple):
 # What a chain worker is given
 
 
-class Care(NamedTuple):
+class RetryContext(NamedTuple):
     """Head → chain worker: what earlier tries at this work ran into."""
 
     task: str = ""
@@ -103,7 +103,7 @@ class Claim(NamedTuple):
     """Tells it from all other claims; reports on one that was taken back are refused."""
     plan: PassPlan
     work: list[Work]
-    care: Care
+    care: RetryContext
     wait_s: float = 0.0
     """Wait this long before starting, because the process died at this work."""
 

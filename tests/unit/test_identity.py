@@ -33,7 +33,7 @@ from stoker.read.identity import agree, identity_of
 from stoker.read.sources import Source
 from stoker.serve.cursor import refuse_other_data
 from stoker.serve.opening import Data, exact_note, open_data, plan_of
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 
@@ -288,7 +288,7 @@ def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
     images(tmp_path / "data")
     shutil.copytree(tmp_path / "data/train", tmp_path / "data/val")
     passes, plan = planned(tmp_path / "data")
-    shared = Shared(lambda _: None, 0, {})
+    shared = ServiceState(lambda _: None, 0, {})
     attempt = RecipeAttempt(
         0, 1, passes, {"train": 40, "val": 40}, DataCursor(epoch=0, plan=plan), shared
     )

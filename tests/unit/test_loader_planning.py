@@ -20,12 +20,12 @@ from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderServic
 from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
 from stoker.protocol import (
     BlockReport,
-    Care,
     Claim,
     Made,
     PassPlan,
     Process,
     Reply,
+    RetryContext,
     Shard,
     SplitSetup,
     Work,
@@ -34,7 +34,7 @@ from stoker.serve import service
 from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
-from stoker.serve.passes import Shared
+from stoker.serve.passes import ServiceState
 from stoker.serve.pool import ChainHost
 from stoker.serve.shards import Setup
 
@@ -43,7 +43,7 @@ class TwoHosts:
     """The service's planner and chain workers `a` on a CPU host and `b` on one that trains; no Ray."""
 
     def __init__(self, budget: int, trains: bool) -> None:
-        shared = Shared(print, budget, {})
+        shared = ServiceState(print, budget, {})
         self.pool = shared.pool
         self.hosts = [ChainHost("a", 1), ChainHost("b", 1, trains)]
         for at in (0.0, 3.0):
@@ -336,7 +336,7 @@ class Passes:
                 number,
                 PassPlan(number, 0, f"{number % loaders}", False, 1),
                 [self.work(served)],
-                Care(),
+                RetryContext(),
             )
             for number, served in enumerate(served for served in range(2) for _ in range(loaders))
         ]

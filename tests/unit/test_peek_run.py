@@ -25,7 +25,7 @@ from stoker.serve.accounting import ChainCosts
 from stoker.serve.cursor import about
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker_launcher.command_line import app
@@ -81,7 +81,7 @@ class Run:
             self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
         costs = {split: ChainCosts() for split in ("train", "val")}
         attempt = RecipeAttempt(
-            0, workers, passes, data.totals, cursor, Shared(self.take, 0, costs)
+            0, workers, passes, data.totals, cursor, ServiceState(self.take, 0, costs)
         )
         stream = attempt.open["train", cursor.epoch]
         epoch = passes.plan("train", cursor.epoch, cursor)

@@ -22,8 +22,8 @@ from stoker.errors import DataError, Failure
 from stoker.events.kinds import Note
 from stoker.protocol import BadRecord, BlockReport, Claim, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts, EpochAccount
-from stoker.serve.items import Held, ReadyBlock
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.items import HeldBytes, ReadyBlock
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.planner import Planner
 from stoker.serve.pool import ChainHost
 from stoker.serve.recipe_pass import RecipeAttempt, RecipePass, Splitter
@@ -78,7 +78,7 @@ class Head:
         self.source = Shards(groups)
         self.passes = Passes(config, {"train": self.source}, {"train": b""})
         self.costs = ChainCosts()
-        self.shared = Shared(lambda *_, **__: None, budget, {"train": self.costs})
+        self.shared = ServiceState(lambda *_, **__: None, budget, {"train": self.costs})
         self.pool, self.holdings = self.shared.pool, self.shared.holdings
         self.hosts = [ChainHost(f"h{n}", 2) for n in range(hosts)]
         self.pool.update(self.hosts, False, 0.0)
@@ -251,7 +251,7 @@ def test_every_block_once_and_in_order(
         of_shard = [(shard, nth) for shard, nth in wanted if shard == number]
         assert [each for each in head.delivered if each[0] == number] == of_shard
     assert head.stream.account.read == head.source.count()
-    assert head.planner.early == Held()
+    assert head.planner.early == HeldBytes()
     assert not any(block.lost for block in head.stream.blocks.values()), "and each is to be had"
 
 

@@ -20,7 +20,7 @@ from stoker.serve.blocks.client import Transport
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
 from stoker.serve.items import ReadyBlock
 from stoker.serve.opening import open_data
-from stoker.serve.passes import Passes, Shared
+from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.recipe_pass import RecipeAttempt
 from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.train.feed import as_tensors
@@ -136,7 +136,7 @@ class Way:
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
         start = DataCursor(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
-        shared = Shared(lambda *_, **__: None, 0, _books())
+        shared = ServiceState(lambda *_, **__: None, 0, _books())
         attempt = RecipeAttempt(0, workers, passes, data.totals, start, shared)
         stream = attempt.open["train", 0]
         plan = passes.plan("train", 0, None)

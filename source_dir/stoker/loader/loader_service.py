@@ -29,8 +29,8 @@ from stoker.loader.pass_timer import PassProgress
 from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard, Work
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED, LastBlock
-from stoker.serve.items import Held, ReadyBlock
-from stoker.serve.passes import Attempt, Pass, Shared
+from stoker.serve.items import HeldBytes, ReadyBlock
+from stoker.serve.passes import Attempt, Pass, ServiceState
 from stoker.serve.planner import Planner
 from stoker.serve.service import DataService, start_service
 from stoker.serve.suspects import Suspects
@@ -69,8 +69,8 @@ class LoaderPass(Pass):
     readers: dict[int, str] = field(default_factory=dict)
 
     @property
-    def held(self) -> Held:
-        return Held(sum(block.report.bytes_out for block in self.ready.values()))
+    def held(self) -> HeldBytes:
+        return HeldBytes(sum(block.report.bytes_out for block in self.ready.values()))
 
     @property
     def needed(self) -> list[ReadyBlock]:
@@ -142,7 +142,9 @@ class LoaderAttempt(Attempt):
     idle = False
     """Whether no pass has been open for a while; a script may open further ones."""
 
-    def __init__(self, number: int, shared: Shared, copies: dict[str, dict[int, str]]) -> None:
+    def __init__(
+        self, number: int, shared: ServiceState, copies: dict[str, dict[int, str]]
+    ) -> None:
         super().__init__(number, shared)
         self.suspects, self.copies = Suspects(), copies
         self.passes: dict[str, LoaderPass] = {}

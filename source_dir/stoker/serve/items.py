@@ -162,7 +162,7 @@ class Rest:
 
 
 @dataclass
-class Held:
+class HeldBytes:
     own: int = 0
     inherited: int = 0
 
@@ -175,7 +175,7 @@ class Held:
             self.own += size
 
 
-def in_budget(held: list[Held], budget_bytes: int) -> int:
+def in_budget(held: list[HeldBytes], budget_bytes: int) -> int:
     """What ready blocks take of the budget. Inherited ones have another of the same size before they
     count, because the blocks before them must be made."""
     inherited = sum(each.inherited for each in held)

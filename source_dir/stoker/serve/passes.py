@@ -19,7 +19,7 @@ from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedShards, IndexedSource
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.items import Held, Holdings, Numbers, ReadyBlock, Rest
+from stoker.serve.items import HeldBytes, Holdings, Numbers, ReadyBlock, Rest
 from stoker.serve.pool import CacheAffinity, Pool
 from stoker.serve.shards import DatasetSource, Setup, order_of
 from stoker.serve.suspects import Suspects
@@ -84,7 +84,7 @@ class Pass(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Bytes of the blocks that are delivered and still needed."""
 
     @property
@@ -204,7 +204,7 @@ class Pass(ABC):
 
 
 @dataclass
-class Shared:
+class ServiceState:
     """What the attempts of a service share, with the conditions of its one lock."""
 
     event: Callable[[kinds.Event], None]
@@ -235,7 +235,7 @@ class Attempt(ABC):
     """Whether a pass is begun only once enough of those before it is ready."""
     planner: Planner | None = None
 
-    def __init__(self, number: int, shared: Shared) -> None:
+    def __init__(self, number: int, shared: ServiceState) -> None:
         self.number, self.shared = number, shared
         self.event, self.suspects = shared.event, shared.suspects
         self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready

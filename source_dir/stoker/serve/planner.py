@@ -15,9 +15,9 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from stoker.errors import DataError, Failure
-from stoker.protocol import Care, Claim, Made, PassPlan, Process, Shard, Work
+from stoker.protocol import Claim, Made, PassPlan, Process, RetryContext, Shard, Work
 from stoker.read.sources import reread_wait_s
-from stoker.serve.items import Held, ReadyBlock, in_budget
+from stoker.serve.items import HeldBytes, ReadyBlock, in_budget
 from stoker.serve.passes import Attempt, Pass
 from stoker.serve.pool import LOOK_AHEAD, Pool
 from stoker.serve.recovery import MOST_SHARDS, Item, Recovery, shards_per_item
@@ -55,7 +55,7 @@ class Planner:
         """Chain workers that work on abandoned passes, and when they are ended if they still do."""
         self.shard_s: dict[str, float] = {}
         """Smoothed seconds per shard of a split."""
-        self.early = Held()
+        self.early = HeldBytes()
         """Blocks reported but not delivered."""
         self._preparing = Preparing(self.pool)
 
@@ -109,7 +109,7 @@ class Planner:
         known = self._known(item)
         # The good records of a lost block could be read.
         last_try = item.stop is None and reread_wait_s(OSError(), item.failures) is None
-        care = Care(item.name, known, names, last_try)
+        care = RetryContext(item.name, known, names, last_try)
         return Claim(item.number, item.pass_.plan, [*item.shards], care, wait_s)
 
     def _known(self, item: Item) -> dict[str, str]:

@@ -31,8 +31,8 @@ from stoker.protocol import (
 from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail, arrival, fresh
-from stoker.serve.items import Held, ReadyBlock
-from stoker.serve.passes import Attempt, Pass, Passes, Shared
+from stoker.serve.items import HeldBytes, ReadyBlock
+from stoker.serve.passes import Attempt, Pass, Passes, ServiceState
 
 PASSES_AHEAD = 2
 """How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
@@ -186,11 +186,11 @@ class RecipePass(Pass):
     """By rank: it has fetched all steps before this one."""
 
     def __post_init__(self) -> None:
-        self._held = Held()
+        self._held = HeldBytes()
         self.step_rows = self.splitter.step_rows
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         return self._held
 
     @property
@@ -268,7 +268,7 @@ class RecipePass(Pass):
         counts = self.account.reconcile(self.total)
         self.reconciled = True
         self.blocks.clear()
-        self._held = Held()
+        self._held = HeldBytes()
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
     def cut(self, steps: int) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class RecipeAttempt(Attempt):
         passes: Passes,
         totals: dict[str, int | None],
         start: DataCursor,
-        shared: Shared,
+        shared: ServiceState,
     ) -> None:
         super().__init__(number, shared)
         self.workers, self.passes, self.totals, self.start = workers, passes, totals, start

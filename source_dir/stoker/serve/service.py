@@ -30,7 +30,7 @@ from stoker.serve.blocks.agents import Agents, rows_of
 from stoker.serve.blocks.client import Transport
 from stoker.serve.chain_worker import LastBlock, Leases
 from stoker.serve.items import ReadyBlock
-from stoker.serve.passes import Attempt, Shared
+from stoker.serve.passes import Attempt, ServiceState
 from stoker.serve.planner import Planner
 from stoker.serve.pool import CacheAffinity, Elastic, chain_hosts
 from stoker.serve.shards import Setup
@@ -83,7 +83,7 @@ class DataService(ABC):
     ) -> None:
         self.config, self.node, self.chain, self.most_waiting = config, node, chain, most_waiting
         affinity = CacheAffinity(cache.kind) if cache else None
-        self.shared = shared = Shared(self.event, budget_bytes, chain, affinity)
+        self.shared = shared = ServiceState(self.event, budget_bytes, chain, affinity)
         self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
         self.pool, self.holdings, self.suspects = shared.pool, shared.holdings, shared.suspects
         self.attempt = None
