@@ -61,6 +61,10 @@ BEFORE_TRAINING = {
 }
 
 BY_OVERRIDE = {
+    "checkpoints that cannot be written": (
+        "checkpoint.dir=/proc/sys/checkpoints",
+        "checkpoint.dir: /proc/sys/checkpoints cannot be written: ",
+    ),
     "a group that is not there": (
         "data.preprocess_on=[cpus]",
         "no host in group cpus; available: ",
@@ -125,6 +129,18 @@ def test_a_wrong_value_is_refused(
 ) -> None:
     override, expected = BY_OVERRIDE[case]
     check(tmp_path, digits, recipe("rows:Counting"), expected, 2, override)
+
+
+def test_a_model_folder_that_cannot_be_written_costs_no_step(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model").touch()
+    outcome = run_job(tmp_path, recipe="rows:Counting", train={"epochs": 1, "batch_size": 16})
+    assert outcome.code == 2 and outcome.summary.steps == 0
+    assert (
+        outcome.summary.error == f"model: {tmp_path}/run/model cannot be written: Not a directory"
+    )
 
 
 @pytest.mark.parametrize("case", IN_TRAINING)

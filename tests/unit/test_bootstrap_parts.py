@@ -174,11 +174,13 @@ def test_a_killed_head_is_missed_at_once_and_a_silent_one_may_be_back(
     process.wait()
     with pytest.raises(HeadLost, match="the head's process ended without an exit code") as killed:
         head.ready(time.monotonic() + 50, nothing)  # told by the kernel, not by a time-out
-    assert killed.value.code is None and not killed.value.cut_off
+    assert killed.value.code is None
+    with pytest.raises(HeadLost, match="the head's process has ended"):
+        head.reach(time.monotonic() + 60, nothing, again=True)
     head._line = mock.Mock(recv_into=mock.Mock(side_effect=OSError(110, "timed out")))
     with mock.patch("select.select", return_value=([1], [], [])), pytest.raises(HeadLost) as gone:
         head.check()
-    assert gone.value.cut_off and str(gone.value) == "the head is gone: timed out"
+    assert gone.value.code is None and str(gone.value) == "the head is gone: timed out"
 
 
 def test_a_taken_port_is_named_with_its_holder() -> None:

@@ -37,11 +37,11 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class HeadLost(Exception):  # noqa: N818 - not an error: every job ends like this
-    """The head has ended, with an exit code if it could tell, or is `cut_off` and may still be there."""
+    """The head has ended with an exit code; or, without one, it may have been killed or be cut off."""
 
-    def __init__(self, why: str, code: int | None = None, cut_off: bool = False) -> None:
+    def __init__(self, why: str, code: int | None = None) -> None:
         super().__init__(why)
-        self.code, self.cut_off = code, cut_off
+        self.code = code
 
 
 class Door(wire.Listener):
@@ -94,7 +94,8 @@ class Head:
         self.name, self.port, self.own, self.address = name, port, own, ""
         self._line = socket.socket()
 
-    def reach(self, deadline: float, check: Callable[[], None]) -> None:
+    def reach(self, deadline: float, check: Callable[[], None], again: bool = False) -> None:
+        """Connect to the head; `again`: its process has listened before, so a refusal means that it ended."""
         started = reported = time.monotonic()
         pause = 0.2
         while True:
@@ -105,6 +106,8 @@ class Head:
                 problem = f"the name {self.name} does not resolve yet"
             except OSError as error:
                 problem = f"port {self.port} of {self.name}: {error.strerror or error}"
+                if again and isinstance(error, ConnectionRefusedError):
+                    raise HeadLost(f"the head's process has ended: {problem}") from None
             now = time.monotonic()
             if now > deadline:
                 raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
@@ -149,10 +152,10 @@ class Head:
         try:
             message = wire.receive_message(self._line)
             code = int(message["end"]) if "end" in message else None
-        except (ConnectionResetError, wire.WireError):
+        except wire.WireError:
             raise HeadLost("the head's process ended without an exit code") from None
         except OSError as error:
-            raise HeadLost(f"the head is gone: {error.strerror or error}", cut_off=True) from None
+            raise HeadLost(f"the head is gone: {error.strerror or error}") from None
         if code is not None:
             raise HeadLost(f"the head has ended with exit code {code}", code)
         return message

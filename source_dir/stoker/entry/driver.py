@@ -35,7 +35,7 @@ from stoker.hosts import run_lock
 from stoker.hosts.topology import GROUP_LABEL, host_name, label
 from stoker.place import Outcome, RunPlace
 from stoker.recipe import with_types
-from stoker.storage.checkpoint_store import open_store
+from stoker.storage.checkpoint_store import open_store, refuse_unwritable
 from stoker.train.recipe_work import RecipeWork
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ def run(resolved: Resolved, place: RunPlace, opened: Opened | None = None) -> Ou
             tracking.phase("data opened")
             work = RecipeWork(found, data, place, tracking)
         check_groups(config, summary.cluster.hosts)
+        refuse_unwritable(work.where, "checkpoint.dir")
+        refuse_unwritable(str(place.model_dir), "model")
         summary.train_workers = work.workers
         coordinator = work.start_coordinator()
         console.line(work.opening_line())

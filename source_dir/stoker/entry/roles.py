@@ -39,9 +39,8 @@ LAST_FILES_S = 5.0
 """How long a host that ends the job stays after the head's end, for the head to write its last files."""
 REJOINS, FORGIVEN_S = 3, 3600.0
 """How often a host joins again that was never joined for so long."""
-SEARCH_S, REJOIN_S = 4.0, 60.0
-"""How long a host tries to reach the head again that was cut off, as a link may be back after seconds, or
-whose Ray has ended."""
+REJOIN_S = 60.0
+"""How long a host that was cut off, or whose Ray has ended, tries to reach the head again."""
 
 
 class StoppedBySignal(Exception):  # noqa: N818 - a request, not an error
@@ -183,7 +182,7 @@ def run_worker(
 
     try:
         while True:
-            head.reach(deadline, stop.check)
+            head.reach(deadline, stop.check, again=joined > 0)
             node: RayNode | None = None
             try:
                 _refuse_other_packages(head, code, deadline, stop)
@@ -199,11 +198,11 @@ def run_worker(
                     check()
                     time.sleep(0.25)
                     joined = 1 if time.monotonic() - since > FORGIVEN_S else joined
-                why, search_s = "Ray ended on this host; rejoining", REJOIN_S
+                why = "Ray ended on this host; rejoining"
             except HeadLost as lost:
-                if not (lost.cut_off and 0 < joined <= REJOINS):
-                    return _left(lost, ends_job)
-                why, search_s = f"{lost}; trying to rejoin", SEARCH_S
+                if lost.code is not None or not 0 < joined <= REJOINS:
+                    raise
+                why = f"{lost}; trying to rejoin"
             finally:
                 if node is not None:
                     node.stop()
@@ -214,7 +213,9 @@ def run_worker(
                 )
             say(why)
             stop.on_request = None
-            deadline = time.monotonic() + search_s
+            deadline = time.monotonic() + REJOIN_S
+    except HeadLost as lost:
+        return _left(lost, ends_job)
     except StoppedBySignal:
         if joined and not ends_job:
             return Outcome(0)

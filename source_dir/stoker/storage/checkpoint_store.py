@@ -25,6 +25,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stoker.errors import UsageError
+
 MANIFEST = "manifest.json"
 INCOMPLETE = "it is incomplete (no readable manifest)"
 _NAME = re.compile(r"step-\d{8,}")
@@ -228,6 +230,30 @@ CheckpointStore = FolderStore | CopyStore
 
 def newest_first(names: Any) -> list[str]:
     return sorted((n for n in names if _NAME.fullmatch(n)), key=step_of, reverse=True)
+
+
+def refuse_unwritable(where: str, key: str) -> None:
+    """Write a small file into a folder or bucket that is first needed after hours of training."""
+    from stoker.storage.filesystems import filesystem_of
+
+    try:
+        filesystem, path = filesystem_of(where)
+        if "://" in where:
+            probe = f"{path.rstrip('/')}/.writable"
+            filesystem.open_output_stream(probe).close()
+            with contextlib.suppress(OSError):  # which may be forbidden
+                filesystem.delete_file(probe)
+            return
+        folder = Path(path)
+        while not folder.exists():
+            folder = folder.parent
+        file = folder / f".writable-{uuid.uuid4().hex}"
+        file.write_bytes(b"probe")
+        with contextlib.suppress(OSError):
+            file.unlink()
+    except OSError as error:
+        cause = " ".join((error.strerror or str(error)).split())[:300]
+        raise UsageError(f"{key}: {where} cannot be written: {cause}") from error
 
 
 def step_of(name: str) -> int:

@@ -17,7 +17,7 @@ from stoker.hosts import machine
 from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.blocks.collator import Collator
-from stoker.storage.checkpoint_store import open_store
+from stoker.storage.checkpoint_store import open_store, refuse_unwritable
 from stoker.train.build import build, learning_rate
 from stoker.train.evaluation import Evaluation, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
@@ -77,6 +77,9 @@ def train(settings: dict[str, Any]) -> None:
         worker, open_store(*settings["checkpoints"]), settings["service_job"]
     )
     try:
+        if worker.rank == 0:  # which may be on another host than the head
+            refuse_unwritable(keeper.store.where, "checkpoint.dir")
+            refuse_unwritable(settings["model_dir"], "model")
         resumed = begin(worker, keeper, settings["resume"])
         worker.gate = StopGate(worker.coordinator, worker.attempt, worker.rank)
         build(worker, settings["records"], resumed)
