@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -31,7 +30,6 @@ from stoker.storage.checkpoint_store import (
     CheckpointStore,
     open_store,
     verify,
-    write_manifest,
 )
 from stoker.storage.filesystems import takes_whole_files
 from stoker.train import state as snapshot
@@ -144,30 +142,6 @@ def test_a_damaged_outcome_leaves_the_history_before_it(store: CheckpointStore) 
     note.write_text(note.read_text().replace('"epoch": 2', '"epoch": 7'))
     found = checkpoint.load_meta(store, saved.name)
     assert (found.meta["history"], found.pending) == (EPOCHS[:2], {"epoch": 2})
-
-
-@pytest.mark.parametrize("outcome", [False, True])
-def test_a_checkpoint_of_the_version_before_has_its_history_in_its_meta_data(
-    store: CheckpointStore, outcome: bool
-) -> None:
-    saved = save(store, 1, note="then")
-    folder = Path(saved.path)
-    earlier = {**json.loads((folder / "meta.json").read_text()), "history": EPOCHS[:2]}
-    (folder / "meta.json").write_text(json.dumps(earlier, indent=1))
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-    if outcome:
-        later = {**earlier, "history": EPOCHS, "note": "later"}
-        digest = hashlib.sha256(json.dumps(later).encode()).hexdigest()
-        (folder / "outcome.json").write_text(
-            json.dumps({"outcome": later, "sha256": digest}, indent=1)
-        )
-    found = checkpoint.newest_valid(store)
-    assert found is not None
-    assert found.meta["note"] == ("later" if outcome else "then")
-    assert found.meta["history"] == EPOCHS[: 3 if outcome else 2]
-    checkpoint.add_outcome(found, {"history": [*EPOCHS, EPOCHS[0]]})
-    assert checkpoint.load_meta(store, saved.name).meta["history"] == [*EPOCHS, EPOCHS[0]]
 
 
 def test_what_was_kept_is_known_without_reading_its_history_or_weights(

@@ -164,7 +164,7 @@ def load_meta(store: CheckpointStore, name: str, with_history: bool = True) -> C
             f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
             " a folder that they share, or s3://"
         ) from None
-    history = meta.setdefault("history", [])  # an earlier version's is there
+    history = meta.setdefault("history", [])
     if with_history:
         with contextlib.suppress(FileNotFoundError):  # no epochs so far
             meta["history"] = history = json.loads(store.content(f"{name}/{HISTORY}"))
@@ -173,8 +173,7 @@ def load_meta(store: CheckpointStore, name: str, with_history: bool = True) -> C
         added = json.loads(store.content(f"{name}/{OUTCOME}"))
         if _digest(added["outcome"]) == added["sha256"]:
             meta |= added["outcome"]
-            if "later" in meta:  # else an earlier version's, with all epochs
-                meta["history"] = history[: meta.pop("since")] + meta.pop("later")
+            meta["history"] = history[: meta.pop("since")] + meta.pop("later")
     return Checkpoint(store, name, meta, len(history))
 
 
