@@ -17,7 +17,6 @@ from stoker.sizing.model import (
     Term,
     Workload,
     cheapest_count,
-    knee,
     predict,
     usd_per_million_samples,
 )
@@ -56,11 +55,6 @@ AROUND = ("pack", "task")
 """Work outside the chain's own stages, which no recipe can make cheaper."""
 DEAR = 0.3
 """From this share of the chain's CPU time on, a stage is mentioned."""
-GROWS, GROWS_AT_MOST = 3.5, 4.5
-"""uint8 to float32 makes a sample four times larger."""
-LEAST_BYTES = 512
-PREFIX = 0.2
-"""From this share on, caching the stages before the first random one is suggested."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +199,13 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
             " `size --from RUN`",
             *hints,
         ]
-        table = _Search(measured, wanted, known).capacity()
+        table = capacity(measured, wanted, known)
         return Advice(measured, wanted, known, table, None, lines, notes)
     if unrated:
         notes.append(f"left out, because the rate of the GPU is unknown: {', '.join(unrated)}")
-    table = _Search(measured, replace(wanted, gpu_types=tuple(rated)), known).evaluate()
+    table = search(measured, replace(wanted, gpu_types=tuple(rated)), known)
     best = recommend(table)
-    instead = [*_configured(table, best, wanted), *_bigger_host(table, best)]
+    instead = _configured(table, best, wanted)
     return Advice(
         measured, wanted, known, table, best, [_reason(table, best), *instead, *hints], notes
     )
@@ -224,111 +218,114 @@ def recommend(table: list[Candidate]) -> Candidate:
     return max(alike, key=lambda one: (round(one.samples_per_s, 3), -one.cpu_hosts))
 
 
-@dataclass(frozen=True)
-class _Search:
-    measured: Measured
-    wanted: Wanted
-    known: PriceList
+def search(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candidate]:
+    """Each GPU type alone, and with the best number of each CPU type; cheapest first.
 
-    def evaluate(self) -> list[Candidate]:
-        """Each GPU type alone, and with the best number of each CPU type; cheapest first.
+    Bigger hosts with the same GPUs appear without CPU hosts, as the other way to add CPUs to a GPU.
+    """
+    clusters: list[tuple[Machine, Machine | None, int]] = []
+    by_size = sorted(prices.MACHINES.values(), key=lambda machine: machine.vcpus)
+    for gpu in machines(wanted.gpu_types):
+        same = [m for m in by_size if (m.gpu_name, m.gpus) == (gpu.gpu_name, gpu.gpus)]
+        clusters += [(host, None, 0) for host in same if host is gpu or host.vcpus > gpu.vcpus]
+        for cpu in machines(wanted.cpu_types):
+            clusters += [
+                (gpu, cpu, count) for count in counts_of(measured, wanted, known, gpu, cpu)
+            ]
+    judged = [
+        one
+        for cluster in dict.fromkeys(clusters)
+        if (one := judge(measured, wanted, known, *cluster)) is not None
+    ]
+    return sorted(judged, key=lambda one: (one.usd_per_million_samples, -one.samples_per_s))
 
-        Bigger hosts with the same GPUs appear without CPU hosts, as the other way to add CPUs to a GPU.
-        """
-        clusters: list[tuple[Machine, Machine | None, int]] = []
-        by_size = sorted(prices.MACHINES.values(), key=lambda machine: machine.vcpus)
-        for gpu in machines(self.wanted.gpu_types):
-            same = [m for m in by_size if (m.gpu_name, m.gpus) == (gpu.gpu_name, gpu.gpus)]
-            clusters += [(host, None, 0) for host in same if host is gpu or host.vcpus > gpu.vcpus]
-            for cpu in machines(self.wanted.cpu_types):
-                clusters += [(gpu, cpu, count) for count in self.counts_worth_a_look(gpu, cpu)]
-        judged = [
-            one for cluster in dict.fromkeys(clusters) if (one := self.judge(*cluster)) is not None
-        ]
-        return sorted(judged, key=lambda one: (one.usd_per_million_samples, -one.samples_per_s))
 
-    def capacity(self) -> list[Candidate]:
-        """What GPU hosts with a few CPU hosts could feed if their GPUs were infinitely fast."""
-        free = replace(
-            self, measured=replace(self.measured, gpu_samples_per_s={"": math.inf}, gpu_spread=0)
-        )
-        types = itertools.product(
-            machines(self.wanted.gpu_types), machines(self.wanted.cpu_types[:2])
-        )
-        counts = [count for count in CAPACITY_HOSTS if count <= self.wanted.max_cpu_hosts]
-        found = [
-            free.judge(gpu, cpu if count else None, count) for gpu, cpu in types for count in counts
-        ]
-        unique = {
-            (one.gpu_type, one.cpu_type or "", one.cpu_hosts): one
-            for one in found
-            if one is not None
-        }
-        return [unique[key] for key in sorted(unique)]
+def capacity(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candidate]:
+    """What GPU hosts with a few CPU hosts could feed if their GPUs were infinitely fast."""
+    free = replace(measured, gpu_samples_per_s={"": math.inf}, gpu_spread=0)
+    types = itertools.product(machines(wanted.gpu_types), machines(wanted.cpu_types[:2]))
+    counts = [count for count in CAPACITY_HOSTS if count <= wanted.max_cpu_hosts]
+    found = [
+        judge(free, wanted, known, gpu, cpu if count else None, count)
+        for gpu, cpu in types
+        for count in counts
+    ]
+    unique = {
+        (one.gpu_type, one.cpu_type or "", one.cpu_hosts): one for one in found if one is not None
+    }
+    return [unique[key] for key in sorted(unique)]
 
-    def judge(self, gpu: Machine, cpu: Machine | None, count: int) -> Candidate | None:
-        shape = self.shape(gpu, cpu, count)
-        works = [self.measured.work(gpu.gpu_name, side, self.wanted.speed) for side in (-1, 0, 1)]
-        if shape is None or works[1] is None or not (count or self.wanted.gpu_hosts_preprocess):
-            return None
-        low, middle, high = (predict(work, shape) for work in works if work is not None)
-        cost, samples = usd_per_million_samples(middle, shape), self.measured.samples
-        if per_gpu := self.measured.most_per_gpu:
-            most = round(per_gpu * shape.gpu_hosts * shape.gpus_per_host)
-            samples = min(samples or most, most)
-        return Candidate(
-            gpu_type=gpu.type,
-            gpu_hosts=self.wanted.gpu_hosts,
-            cpu_type=cpu.type if cpu else None,
-            cpu_hosts=count,
-            samples_per_s=middle.samples_per_s,
-            low=low.samples_per_s,
-            high=high.samples_per_s,
-            binds=middle.binds,
-            remote_share=middle.remote_share,
-            usd_per_hour=shape.usd_per_hour,
-            usd_per_million_samples=cost,
-            hours=samples / middle.samples_per_s / 3600 if samples else None,
-            usd=cost * samples / 1e6 if samples else None,
-        )
 
-    def shape(self, gpu: Machine, cpu: Machine | None, count: int) -> ClusterShape | None:
-        gpu_price = self.known.usd_per_hour(gpu.type)
-        cpu_price = self.known.usd_per_hour(cpu.type) if cpu else 0.0
-        if gpu_price is None or cpu_price is None:
-            return None
-        hosts = self.wanted.gpu_hosts
-        workers = min(max(gpu.gpus, 1) * hosts, self.wanted.train_workers or math.inf)
-        return ClusterShape(
-            gpu_host_cpus=gpu.vcpus,
-            cpu_host_cpus=cpu.vcpus if cpu else 0,
-            cpu_hosts=count,
-            gpu_hosts=hosts,
-            gpus_per_host=workers / hosts,
-            # CPUs that hosts/raynode.py does not declare to Ray: one per GPU, but never the last one.
-            reserved_cpus=min(gpu.gpus, gpu.vcpus - 1)
-            if self.wanted.gpu_hosts_preprocess
-            else gpu.vcpus,
-            gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,
-            cpu_host_bytes_per_s=min(cpu.baseline_gbps, FLOW_GBPS) / BITS if cpu else 0.0,
-            efficiency=EFFICIENCY,
-            gpu_host_efficiency=EFFICIENCY,
-            gpu_host_usd_per_hour=gpu_price,
-            cpu_host_usd_per_hour=cpu_price,
-        )
+def judge(
+    measured: Measured,
+    wanted: Wanted,
+    known: PriceList,
+    gpu: Machine,
+    cpu: Machine | None,
+    count: int,
+) -> Candidate | None:
+    shape = shape_of(wanted, known, gpu, cpu, count)
+    works = [measured.work(gpu.gpu_name, side, wanted.speed) for side in (-1, 0, 1)]
+    if shape is None or works[1] is None or not (count or wanted.gpu_hosts_preprocess):
+        return None
+    low, middle, high = (predict(work, shape) for work in works if work is not None)
+    cost, samples = usd_per_million_samples(middle, shape), measured.samples
+    if per_gpu := measured.most_per_gpu:
+        most = round(per_gpu * shape.gpu_hosts * shape.gpus_per_host)
+        samples = min(samples or most, most)
+    return Candidate(
+        gpu_type=gpu.type,
+        gpu_hosts=wanted.gpu_hosts,
+        cpu_type=cpu.type if cpu else None,
+        cpu_hosts=count,
+        samples_per_s=middle.samples_per_s,
+        low=low.samples_per_s,
+        high=high.samples_per_s,
+        binds=middle.binds,
+        remote_share=middle.remote_share,
+        usd_per_hour=shape.usd_per_hour,
+        usd_per_million_samples=cost,
+        hours=samples / middle.samples_per_s / 3600 if samples else None,
+        usd=cost * samples / 1e6 if samples else None,
+    )
 
-    def counts_worth_a_look(self, gpu: Machine, cpu: Machine) -> list[int]:
-        wanted = self.wanted
-        work, shape = self.measured.work(gpu.gpu_name, 0, wanted.speed), self.shape(gpu, cpu, 1)
-        if work is None or shape is None:
-            return []
-        counts = {1, cheapest_count(work, shape, wanted.max_cpu_hosts)}
-        full = knee(work, shape)
-        if 0 < full <= wanted.max_cpu_hosts:
-            counts |= {math.floor(full), math.ceil(full)}
-        if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
-            counts.add(wanted.configured[2])
-        return sorted(count for count in counts if 0 < count <= wanted.max_cpu_hosts)
+
+def shape_of(
+    wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None, count: int
+) -> ClusterShape | None:
+    gpu_price = known.usd_per_hour(gpu.type)
+    cpu_price = known.usd_per_hour(cpu.type) if cpu else 0.0
+    if gpu_price is None or cpu_price is None:
+        return None
+    hosts = wanted.gpu_hosts
+    workers = min(max(gpu.gpus, 1) * hosts, wanted.train_workers or math.inf)
+    return ClusterShape(
+        gpu_host_cpus=gpu.vcpus,
+        cpu_host_cpus=cpu.vcpus if cpu else 0,
+        cpu_hosts=count,
+        gpu_hosts=hosts,
+        gpus_per_host=workers / hosts,
+        # CPUs that hosts/raynode.py does not declare to Ray: one per GPU, but never the last one.
+        reserved_cpus=min(gpu.gpus, gpu.vcpus - 1) if wanted.gpu_hosts_preprocess else gpu.vcpus,
+        gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,
+        cpu_host_bytes_per_s=min(cpu.baseline_gbps, FLOW_GBPS) / BITS if cpu else 0.0,
+        efficiency=EFFICIENCY,
+        gpu_host_efficiency=EFFICIENCY,
+        gpu_host_usd_per_hour=gpu_price,
+        cpu_host_usd_per_hour=cpu_price,
+    )
+
+
+def counts_of(
+    measured: Measured, wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine
+) -> list[int]:
+    work, shape = measured.work(gpu.gpu_name, 0, wanted.speed), shape_of(wanted, known, gpu, cpu, 1)
+    if work is None or shape is None:
+        return []
+    counts = {1, cheapest_count(work, shape, wanted.max_cpu_hosts)}
+    if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
+        counts.add(wanted.configured[2])
+    return sorted(count for count in counts if 0 < count <= wanted.max_cpu_hosts)
 
 
 def machines(names: Iterable[str]) -> list[Machine]:
@@ -357,7 +354,7 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         less = -best.dearer_than(alone)
         cost = f"{less:.0f} % less than" if less >= 100 * ALIKE else "as cheap as"
         reason = f"{cost} {alone.hosts} alone and {gain:.1f} times as fast"
-        return f"{head}: {reason}; then {limit}{_doubt(best, alone)}"
+        return f"{head}: {reason}; then {limit}"
     others = [one for one in table if one.cpu_hosts]
     if best.cpu_hosts:
         return f"{head}: the GPU hosts do not preprocess (data.preprocess_on); {limit}"
@@ -369,24 +366,13 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
     more = f"the best with them, {other.hosts}, costs {cost} per sample"
     if other.gpu_type != best.gpu_type:
         speed = f"at {other.samples_per_s / best.samples_per_s:.2f} times the speed"
-        return (
-            f"{head}: a bigger GPU host instead of CPU hosts; {more} {speed}{_doubt(best, other)}"
-        )
+        return f"{head}: a bigger GPU host instead of CPU hosts; {more} {speed}"
     feeds = (
         "the GPU host feeds its GPU alone"
         if best.binds == "gpu"
         else "they would cost more than they gain"
     )
-    return f"{head}: no CPU hosts: {feeds}; {more}{_doubt(best, other)}"
-
-
-def _doubt(best: Candidate, other: Candidate) -> str:
-    (low, high), (other_low, other_high) = (
-        (one.usd_per_hour / one.high, one.usd_per_hour / one.low) for one in (best, other)
-    )
-    if high >= other_low and low <= other_high:
-        return " (within the uncertainty of the measurement: try both for an epoch)"
-    return ""
+    return f"{head}: no CPU hosts: {feeds}; {more}"
 
 
 def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[str]:
@@ -405,28 +391,9 @@ def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list
     ]
 
 
-def _bigger_host(table: list[Candidate], best: Candidate) -> list[str]:
-    own = prices.machine(best.gpu_type)
-    known = [(one, prices.machine(one.gpu_type)) for one in table if not one.cpu_hosts]
-    larger = [
-        one for one, m in known if m and own and m.gpu_name == own.gpu_name and m.vcpus > own.vcpus
-    ]
-    if not best.cpu_hosts or not larger:
-        return []
-    other = larger[0]
-    return [
-        f"or a bigger GPU host, {other.hosts}: ${other.usd_per_million_samples:.2f} per 1M samples"
-        f" ({other.dearer_than(best):+.0f} %), {other.samples_per_s:,.0f} samples/s"
-    ]
-
-
 def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
     total = sum(_ms(stage) for stage in stages)
-    return (
-        [*_dearest(stages, total), *_conversions(stages), *_cacheable(stages, total)]
-        if total > 0
-        else []
-    )
+    return _dearest(stages, total) if total > 0 else []
 
 
 def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
@@ -441,39 +408,6 @@ def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
     several = f" in {len(each)} stages" if len(each) > 1 else ""
     return [
         f"{name} takes {100 * sum(each) / total:.0f} % of the chain, {sum(each):.1f} ms per sample{several}"
-    ]
-
-
-def _conversions(stages: list[dict[str, Any]]) -> list[str]:
-    hints = []
-    for before, stage in itertools.pairwise(stages):
-        name, small, large = (
-            str(stage["stage"]),
-            *(float(s.get("bytes_out", 0)) for s in (before, stage)),
-        )
-        # Decoding, or making a sample from its index, has other factors and must happen here.
-        decodes = "decode" in name.lower()
-        if small >= LEAST_BYTES and GROWS <= large / small <= GROWS_AT_MOST and not decodes:
-            hints.append(
-                f"{name} makes each sample {large / small:.0f} times larger before it crosses the"
-                " network: move it to on_device()"
-            )
-        elif "normalize" in name.lower():
-            hints.append(f"{name} costs {_ms(stage):.2f} ms here and almost nothing in on_device()")
-    return hints
-
-
-def _cacheable(stages: list[dict[str, Any]], total: float) -> list[str]:
-    if any(stage["stage"] == "keep" for stage in stages):  # the run had a cache already
-        return []
-    prefix = list(itertools.takewhile(lambda stage: not stage.get("random", True), stages))
-    share = sum(_ms(stage) for stage in prefix) / total
-    if share < PREFIX or prefix[-1]["stage"] == "read":
-        return []
-    size = float(prefix[-1].get("bytes_out", 0))
-    return [
-        f"stages up to {prefix[-1]['stage']} are deterministic, {100 * share:.0f} % of the chain: data.cache"
-        f" (memory or disk) skips them from the second epoch on, at {size / 1000:,.0f} kB per record"
     ]
 
 
