@@ -23,6 +23,7 @@ from stoker.config.loading import (
     secrets_json,
 )
 from stoker.config.schema import Config
+from stoker.config.values import Dumper
 from stoker.entry import main as run
 from stoker.errors import UsageError
 from stoker.events.runs import flat_config
@@ -237,7 +238,7 @@ def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str,
     name, value = case
     for written in (
         json.dumps(value),
-        yaml.safe_dump(value, default_flow_style=True, width=10**6).strip(),
+        yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6).strip(),
     ):
         assert getattr(read(f"{name}={written}"), name) == value, written
 

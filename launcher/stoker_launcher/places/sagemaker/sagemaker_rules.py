@@ -44,6 +44,12 @@ def warnings(request: SageMakerRequest) -> list[str]:
         notes.append(
             "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that"
         )
+    need_gb = sum(item.bytes for item in request.data) / 2**30
+    if need_gb > settings.volume_gb:
+        notes.append(
+            f"the data to upload, {need_gb:.0f} GB, exceed sagemaker.volume_gb ({settings.volume_gb}): they"
+            " fit only on types with NVMe disks, or in a channel with input_mode: FastFile"
+        )
     if settings.subnets or settings.network_isolation:
         notes.append(
             "in a VPC without NAT, or with network isolation, pip cannot reach an index: put a wheels/ folder"
