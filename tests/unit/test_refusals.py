@@ -20,7 +20,6 @@ from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
-from stoker.train.recipe_work import optimizer_names
 from stoker_launcher.commands import check_recipe
 from stoker_launcher.job import Job
 
@@ -150,35 +149,6 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     assert said in done.stdout + done.stderr
     assert done.returncode == (2 if how in ("local run", "job on a cluster") else 1)
     assert not list(tmp_path.glob("sray-*")) and not list(tmp_path.glob("runs/*"))
-
-
-def test_optimisers_found_in_timms_file_are_those_that_it_registers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from timm.optim import list_optimizers
-
-    monkeypatch.delitem(sys.modules, "timm.optim")
-    found = optimizer_names()
-    assert "timm.optim" not in sys.modules
-    assert found == set(list_optimizers())
-
-
-def test_timm_is_imported_if_its_file_names_no_optimiser(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "timm" / "optim").mkdir(parents=True)
-    (tmp_path / "timm" / "__init__.py").write_text("")
-    (tmp_path / "timm" / "optim" / "__init__.py").write_text(
-        "def list_optimizers():\n    return ['adamx']\n"
-    )
-    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        assert optimizer_names() == {"adamx"}
-    finally:
-        for name in ("timm", "timm.optim"):
-            sys.modules.pop(name, None)
 
 
 def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have() -> None:

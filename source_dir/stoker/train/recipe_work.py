@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import re
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from stoker.config.schema import Config, TrainConfig
@@ -83,27 +79,15 @@ class RecipeWork:
 
 
 def check_optimizer(name: str) -> None:
-    known = sorted(optimizer_names())
+    from timm.optim import list_optimizers  # takes seconds
+
+    known = sorted(list_optimizers())
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=3)
         hint = (
             f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
         )
         raise UsageError(f"train.optimizer: timm has no optimiser {name!r}; {hint}")
-
-
-def optimizer_names() -> set[str]:
-    """timm's optimisers, found in its file, because importing timm takes seconds."""
-    found, names = importlib.util.find_spec("timm"), set[str]()
-    if found is not None and found.origin is not None and "timm.optim" not in sys.modules:
-        for file in (Path(found.origin).parent / "optim").glob("_optim_factory.py"):
-            text = file.read_text(encoding="utf-8")
-            names.update(re.findall(r"(?:OptimInfo|register_alias)\(\s*(?:name=)?'(\w+)'", text))
-    if not names:  # another version of timm, or a module of the user's may have registered more
-        from timm.optim import list_optimizers
-
-        names.update(list_optimizers())
-    return names
 
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
