@@ -125,6 +125,8 @@ class SplitSetup(NamedTuple):
     """Ray's reference of its Setup."""
     needed: frozenset[str]
     """The splits that may be claimed again; others that it has open go."""
+    where: Any = None
+    """Of a script's loader: where and how it runs in this pass, packed."""
 
 
 class Reply(NamedTuple):

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader.makers import ProcessMaker
+from stoker.loader.script_state import ScriptState
 from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import Shard
 from stoker.serve.blocks.packing import pack, unpack
@@ -368,7 +369,7 @@ def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(
     expected = [copy.deepcopy(batch) for batch in TorchLoader(Refills(), size, collate_fn=collate)]
     collate = DataLoader(records, size, collate_fn=collate).collate_fn
     work = LoaderWork(records, collate, False, bool(size), size, False, 0, None, False)
-    source = LoaderSource((pack([(str(tmp_path), [], {}, {})]), pack([work])))
+    source = LoaderSource((pack([(str(tmp_path), [], {}, ScriptState())]), pack([work])))
     found = []
     for first in (
         0,

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from stoker.config.schema import Config
 from stoker.errors import Failure
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderService
+from stoker.loader.script_state import ScriptState
 from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
 from stoker.protocol import (
     BlockReport,
@@ -128,7 +129,9 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
 
     def opened(key: str) -> list[str]:
         work = [(0, Shard("batch 0"), 0)]
-        head.open(None, key, f"n/{key}", "loader", 0, False, 60.0, "head", "job", "", work, None)
+        head.open(
+            None, key, f"n/{key}", "loader", 0, False, 60.0, "head", "job", "", None, work, None
+        )
         return [each.plan.split for each in head.attempt.planner.passes] if head.attempt else []
 
     head.close("first")  # the calls overtook each other
@@ -314,7 +317,9 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
         work = LoaderWork(
             Draws(), default_collate, True, True, 1, False, 1, None, False, keeps=True
         )
-        source = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
+        source = LoaderSource(
+            (pack([(str(Path.cwd()), [], {}, ScriptState())]), pack([work])), True
+        )
         first = read(source, 0)
         taken = [next(first) for _ in range(4)]
         if again:
@@ -372,7 +377,9 @@ class Passes:
         work = LoaderWork(
             Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True
         )
-        source: Any = LoaderSource((pack([(str(Path.cwd()), [], {}, {})]), pack([work])), True)
+        source: Any = LoaderSource(
+            (pack([(str(Path.cwd()), [], {}, ScriptState())]), pack([work])), True
+        )
         return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
 
     def on_block_made(self, by: Process, number: int, made: Made) -> Reply:

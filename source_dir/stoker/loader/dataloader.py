@@ -23,10 +23,11 @@ from stoker.errors import UsageError
 from stoker.loader import connection
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, drawn_states, set_states
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
-from stoker.loader.work import LoaderWork, content_of
-from stoker.loader.worker_output import reloaded, settings
+from stoker.loader.script_state import state_of_script
+from stoker.loader.work import LoaderWork
+from stoker.loader.worker_output import reloaded
 from stoker.read.sources import restore_generators, states
-from stoker.serve.blocks.packing import pack
+from stoker.serve.blocks.packing import content_of, pack
 
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
@@ -188,7 +189,7 @@ class DataLoader(TorchDataLoader[Item]):
 
     def _maker(self) -> ClusterMaker | ProcessMaker:
         served = self._keeps and self.kept.served
-        pages = self.kept.content(*self._packed(), stays=self.persistent_workers or self._keeps)
+        pages = self.kept.content(*self._packed(), stays=self.persistent_workers)
         expected = isinstance(self.dataset, IterDataPipe) or hasattr(self.dataset, "set_epoch")
         if served and not self.kept.served and not expected:
             warnings.warn(
@@ -224,7 +225,8 @@ class DataLoader(TorchDataLoader[Item]):
         self._sends = True
         try:
             modules = reloaded()
-            return pack([(folder, path, modules, settings())]), pack([modules]), pack([work])
+            where = pack([(folder, path, modules, state_of_script())])
+            return where, pack([modules]), pack([work])
         except Exception as error:
             parts = {n: getattr(self, n) for n in ("dataset", "collate_fn", "worker_init_fn")}
             raise UsageError(

@@ -63,14 +63,14 @@ class Kept:
             where: packed: the script's folder, module path and reloaded modules.
             modules: packed: the reloaded modules.
             work: packed: the loader's work.
-            stays: whether workers serve all passes: they stay where the first one began, as torch's do.
+            stays: whether workers serve all passes: they stay as the first one began, as torch's do.
         """
         content = _digest(modules, work)
         if content != self.work:
             self.work, self.token, self.served, self.copies = content, secrets.token_hex(8), 0, {}
         elif stays:
             where = self.where  # an import may have changed the module path since
-        self.where, self.name = where, _digest(where, work)
+        self.where, self.name = where, _digest(where, work) if stays else content
         return where, work
 
     def served_by(self, service: Any) -> None:
@@ -120,6 +120,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             passes=passes,
             served=loader.kept.served,
             shared_seed=shared_seed or 0,
+            where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
             ranks=(self._world_size, self._rank),
         )
         self._finish = finish

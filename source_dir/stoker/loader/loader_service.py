@@ -26,7 +26,16 @@ from stoker.config.schema import ClusterConfig, Config
 from stoker.errors import Failure
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.pass_timer import PassProgress
-from stoker.protocol import BlockPlace, Made, PassPlan, Process, Reply, Shard, Work
+from stoker.protocol import (
+    BlockPlace,
+    Made,
+    PassPlan,
+    Process,
+    Reply,
+    Shard,
+    SplitSetup,
+    Work,
+)
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED, LastBlock
 from stoker.serve.items import HeldBytes, ReadyBlock
@@ -67,6 +76,7 @@ class LoaderPass(Pass):
     total: int | None = None
     stall_key: str = "stall_timeout_s"
     readers: dict[int, str] = field(default_factory=dict)
+    where: Any = None
 
     @property
     def held(self) -> HeldBytes:
@@ -285,6 +295,11 @@ class LoaderService(DataService):
         for node in {self.node, *self.agents.nodes, *working}:
             self.holdings.discard(node, name)
 
+    def _setup(self, split: str, loaded: list[str]) -> SplitSetup | None:
+        setup, passes = super()._setup(split, loaded), self.attempt.passes if self.attempt else {}
+        where = next((each.where for each in passes.values() if each.plan.split == split), None)
+        return setup and setup._replace(where=where)
+
     def _open(self) -> set[str]:
         return {each.plan.split for each in self.attempt.passes.values()} if self.attempt else set()
 
@@ -322,6 +337,7 @@ class LoaderService(DataService):
         node: str,
         job: str,
         told: str,
+        where: Any,
         shards: list[tuple[int, Shard, int]],
         total: int | None,
     ) -> tuple[int, list[str], float] | None:
@@ -334,6 +350,7 @@ class LoaderService(DataService):
             streams: workers of an iterable dataset; 0 if map-style.
             keeps: whether the copies serve later passes, too.
             told: the file through which the script sends events to the run; empty: outside a job.
+            where: packed: where and how the script runs.
             shards: its first work; this and `total` as in `submit`.
         """
         with self.changed:
@@ -363,6 +380,7 @@ class LoaderService(DataService):
                 ]:
                     self.close(earlier)
             attempt.open(key, split, streams, stall_s)
+            attempt.passes[key].where = where
             attempt.submit(key, shards, total)
         self.start_engine(me)
         return self.state(key, PassProgress())

@@ -102,7 +102,9 @@ class ClusterMaker:
         pinned = loader.pin_memory and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if pinned else None
         name, iterable = loader.kept.name, isinstance(loader.dataset, IterableDataset)
-        self._setup = name, Setup(LoaderSource(pages, iterable, name), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
+        source: Any = LoaderSource((None, pages[1]), iterable, name)
+        self._setup = name, Setup(source, pickle.dumps(LoaderChain()))
+        self._where = pages[0]
         self._confirmed = False
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
@@ -128,7 +130,8 @@ class ClusterMaker:
         streams = max(1, loader.num_workers) if isinstance(loader.dataset, IterableDataset) else 0
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         whose = self._key, split, loader._id, streams, loader._keeps, self._stall_s
-        self._about = job.service, *whose, context.get_node_id(), context.get_job_id(), told
+        place = context.get_node_id(), context.get_job_id(), told
+        self._about = job.service, *whose, *place, self._where
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         if self._prefetcher is None:

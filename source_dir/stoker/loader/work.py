@@ -22,13 +22,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stoker.chain.chain import use_one_thread
-from stoker.loader.worker_output import Said, Settings, heard, reload, set_as
+from stoker.loader.script_state import ScriptState, follow_imports
+from stoker.loader.worker_output import UNSENT, Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
 from stoker.read.generators import HeldGenerators
 from stoker.read.sources import restore_generators, seed_globals, states
@@ -38,6 +38,7 @@ from stoker.serve.blocks.packing import (
     Parts,
     Room,
     collates_anew,
+    content_of,
     pack,
     pages_of,
     parts_of,
@@ -76,6 +77,8 @@ class LoadRequest(NamedTuple):
     """Passes that the copies of an iterable dataset have served, with `persistent_workers`."""
     shared_seed: int = 0
     """Seeds the shuffling of DataPipes alike in all workers and ranks."""
+    where: Any = None
+    """Packed: where and how the script runs, if not as when the copies of a dataset were made."""
     ranks: tuple[int, int] = (1, 0)
     """World size and rank, which `sharding_filter` divides by."""
 
@@ -133,15 +136,6 @@ def _of_object(value: Any, about: int) -> int:
         return zlib.crc32(value.tobytes(), about)
     content = content_of(value)
     return batch_digest(content, about) if content else about
-
-
-def content_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, also those in its slots."""
-    content = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = [k for k, member in vars(kind).items() if isinstance(member, MemberDescriptorType)]
-        content |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return content
 
 
 def _of_memory(memory: Any, before: int) -> int:
@@ -439,6 +433,10 @@ def short(indices: Any) -> str:
 
 
 SHARED_FROM_BYTES = 2**20
+NOT_SENT = (
+    "your script has set {}, which cannot be sent to other processes: they have what importing the module"
+    " gives; pass it through the dataset, or create it in __getitem__"
+)
 
 
 class SharedPages(NamedTuple):
@@ -466,7 +464,7 @@ class LoaderSource:
     def __init__(self, pages: Any, stays: bool = False, name: str = "") -> None:
         self.pages, self.stays, self.name = pages, stays, name
         self._folder = ""
-        self._settings: Settings = {}
+        self._script = ScriptState()
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
@@ -475,29 +473,34 @@ class LoaderSource:
         """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
         return LoaderSource(self.pages, self.stays, self.name)
 
-    def share(self, folder: BlockFolder) -> None:
-        """Let the processes of this host have the dataset's arrays and tensors once."""
-        where, work = self.pages
+    def begin(self, folder: BlockFolder, where: Any) -> None:
+        """Open a pass; let the processes of this host have the dataset's arrays and tensors once."""
+        self.pages = self.pages[0] if where is None else where, self.pages[1]
+        work = self.pages[1]
         if self.name and work.nbytes >= SHARED_FROM_BYTES:
             self.pages = where, SharedPages(folder, self.name, work)
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
         if not self._folder:
-            self._folder, self._settings = import_script(self.pages)
+            self._folder, self._script = import_script(self.pages[0])
         self._enter()
         if self._room is None:
             use_one_thread()
             self._room = Room()
         said: Said = []
-        with heard(said), set_as(self._settings):
+        if (where := shard.items[0].where) is not None:
+            self._folder, self._script = import_script(where)
+        with heard(said), self._script.active():
             groups = self._groups(shard.items[0], bool(shard.home), self._room)
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
             with self._room.group():
-                with heard(said), set_as(self._settings):
+                with heard(said), self._script.active():
                     group, ended = next(groups, (None, True))
+                said += [(UNSENT, NOT_SENT.format(what)) for what in self._script.unsent]
+                self._script.unsent.clear()
                 if group is None:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room, said)
@@ -537,11 +540,12 @@ class LoaderSource:
             )
 
 
-def import_script(pages: Any) -> tuple[str, Settings]:
-    folder, path, again, settings = unpack(pages[0].copy())[0]
+def import_script(where: Any) -> tuple[str, ScriptState]:
+    folder, path, again, script = unpack(where.copy())[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
     reload(again)
-    return str(folder), settings
+    follow_imports()
+    return str(folder), script
 
 
 def opened(pages: Any) -> LoaderWork:

@@ -1,16 +1,19 @@
-"""What chain workers share with their script: its screen, its settings, and modules that it has reloaded."""
+"""What chain workers share with their script: its screen, and modules that it has reloaded."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Said = list[tuple[str, str]]
 """Texts in their order, each with the name of its stream: `stdout` or `stderr`."""
+UNSENT = "unsent"
+"""Instead of a stream: what the script has set and could not send."""
 MOST = 100_000
 """Characters per block; the rest is left out."""
 
@@ -63,55 +66,13 @@ def heard(said: Said) -> Iterator[None]:
 
 def repeat(said: Said) -> None:
     for name, text in said:
+        if name == UNSENT:
+            warnings.warn(f"stoker.DataLoader: {text}", stacklevel=2)
+            continue
         with contextlib.suppress(
             AttributeError, OSError, ValueError
         ):  # no such stream, or a closed one
             getattr(sys, name).write(text)
-
-
-Settings = dict[tuple[str, str], Any]
-"""Values by module and name."""
-DTYPE = "default_dtype"
-USUAL: Settings = {
-    ("torch", DTYPE): "torch.float32",
-    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"): False,
-    ("PIL.Image", "MAX_IMAGE_PIXELS"): 1024**3 // 4 // 3,
-}
-
-
-def settings() -> Settings:
-    """What the script has set for its whole process."""
-    found = {place: _setting(*place) for place in USUAL if place[0] in sys.modules}
-    return {place: value for place, value in found.items() if value != USUAL[place]}
-
-
-@contextlib.contextmanager
-def set_as(script: Settings) -> Iterator[None]:
-    """A context with the settings of a script: others share this process."""
-    before = {place: _setting(*place) for place in script}
-    for place, value in script.items():
-        _set(*place, value)
-    try:
-        yield
-    finally:
-        for place, value in script.items():
-            if (
-                _setting(*place) == value
-            ):  # otherwise, a module that was loaded here has set another
-                _set(*place, before[place])
-
-
-def _setting(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    return str(found.get_default_dtype()) if name == DTYPE else getattr(found, name)
-
-
-def _set(module: str, name: str, value: Any) -> None:
-    found: Any = importlib.import_module(module)
-    if name == DTYPE:
-        found.set_default_dtype(getattr(found, value[6:]))
-    else:
-        setattr(found, name, value)
 
 
 _known: set[str] = set()

@@ -163,8 +163,8 @@ class ChainWorker:
             place: rest for place, rest in self._streams.items() if place[0] in setup.needed
         }
         loaded = open_split(setup.reference)
-        if share := getattr(loaded.source, "share", None):
-            share(self._folder)
+        if begin := getattr(loaded.source, "begin", None):
+            begin(self._folder, setup.where)
         return loaded
 
     def _tell(self, split: str, task: str, method: str, what: str) -> Any:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 from stoker.protocol import Column, Schema
@@ -187,6 +187,15 @@ def _alike(batch: Sequence[Any]) -> bool:
         and not each.requires_grad
         for each in batch
     )
+
+
+def content_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those in its slots."""
+    content = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = [k for k, member in vars(kind).items() if isinstance(member, MemberDescriptorType)]
+        content |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return content
 
 
 def aligned(size: int) -> int:
