@@ -55,6 +55,10 @@ def plan(
     return resuming.plan_resume(load(None, overrides).config, place, said.append), said
 
 
+class Tables(Counting):
+    table: Path
+
+
 def started_from(start: resuming.Start) -> str:
     return start[1].path if start[1] else ""
 
@@ -274,7 +278,8 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
         ("recipe=a:B", "recipe: 'a:B' here", ""),
         ("train.layer_decay=0.5", "train.layer_decay: 0.5 here, None in step-00000005", ""),
         ("params.tokenizer=org/gpt-b", "params.tokenizer: 'org/gpt-b' here, 'org/bert-a' in", ""),
-        ("params.weights=s3://b/w", "params.weights: 's3://b/w' here, '/w' in step-00000005", ""),
+        ("params.weights=s3://b/w", "params.weights: 's3://b/w' here, 's3://a/w' in step-", ""),
+        ("params.table=s3://b/t", "", "params.table: 's3://b/t' here, '/t' in step-00000005"),
         ("train.precision=bf16", "", "train.precision: bf16 from here on, fp32 before"),
         (
             "params.data=/mnt/b",
@@ -300,7 +305,8 @@ def test_another_run_is_refused_and_a_different_one_is_said(
         "params.width=4",
         "params.data=/mnt/a",
         "params.tokenizer=org/bert-a",
-        "params.weights=/w",
+        "params.weights=s3://a/w",
+        "params.table=/t",
     ]
     save(tmp_path / "checkpoints", 5, load(None, base).config)
     start = plan(tmp_path)[0][1]
@@ -309,12 +315,12 @@ def test_another_run_is_refused_and_a_different_one_is_said(
     config = load(None, [*base, override]).config
     if refused:
         with pytest.raises(UsageError) as caught:
-            resuming.check_same_run(config, 1, start, lines.append)
+            resuming.check_same_run(config, 1, start, lines.append, Tables.model_construct())
         assert len(caught.value.problems) == 1
         assert refused in caught.value.problems[0]
         assert "checkpoint.resume=never" in caught.value.problems[0]
     else:
-        resuming.check_same_run(config, 1, start, lines.append)
+        resuming.check_same_run(config, 1, start, lines.append, Tables.model_construct())
         assert [line for line in lines if said not in line] == []
         assert len(lines) == bool(said)
 
