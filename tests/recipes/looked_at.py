@@ -88,10 +88,14 @@ class Counting(RecordTransform):
 
 
 class Drawn(RecordTransform):
-    """Draws from `rng`, and so the same for the same record."""
+    """Draws from `rng`, from a generator of its own and from one that it creates late: all are seeded."""
+
+    def __init__(self) -> None:
+        self.own, self.late = np.random.default_rng(0), list[Any]()
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "drawn": rng.random(3)}
+        self.late = self.late or [np.random.default_rng(1)]
+        return {**record, "drawn": [rng.random(), self.own.random(), self.late[0].random()]}
 
 
 class Shapes(RecordTransform):
@@ -105,6 +109,10 @@ def whole(batch: dict[str, Any]) -> dict[str, Any]:
         "label": batch["label"],
         "mean": batch["image"].mean((1, 2, 3)),
     }
+
+
+def as_array(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "drawn": np.stack([*map(np.array, batch["drawn"])])}
 
 
 def raises(batch: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +145,7 @@ class LookedAt(Recipe):
             "broken": [*dropped("note"), Broken()],
             "unlabelled": [*dropped("note", "caption", "source"), Unlabelled()],
             "counts": [*dropped("note"), Counting()],
-            "drawn": [*dropped("note"), Drawn()],
+            "drawn": [*dropped("note"), Drawn(), as_array],
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],

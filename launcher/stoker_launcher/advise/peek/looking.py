@@ -309,25 +309,25 @@ def look(data: Data, split: str, config: Config, count: int) -> Inspection:
 def _unstable(chain: Chain, records: list[Any]) -> str:
     """The first stage that gives another result when the same records run again; empty: none does."""
 
-    def results() -> dict[str, list[bytes]]:
-        digests: dict[str, list[bytes]] = {}
+    digests: dict[str, dict[str, bytes]] = {}
 
-        def noting(stage: Stage) -> Stage:
-            def apply(*given: Any) -> Any:
-                made = stage.apply(*given)
-                digests.setdefault(stage.name, []).append(_digest(made))
-                return made
+    def noting(stage: Stage) -> Stage:
+        def apply(*given: Any) -> Any:
+            made = stage.apply(*given)
+            # The last one counts: a first record that creates a generator is made again.
+            digests.setdefault(stage.name, {})[str(given[0].get("key"))] = _digest(made)
+            return made
 
-            return replace(stage, apply=apply)
+        return replace(stage, apply=apply)
 
+    # One chain for both, since it knows in which state the generators of its stages were sent.
+    noted, runs, began = chain.of([noting(stage) for stage in chain.stages]), [], time.monotonic()
+    while len(runs) < 2 and time.monotonic() - began < SECONDS:
+        digests.clear()
         with contextlib.suppress(ChainError, UsageError):  # shown where all records run
-            chain.of([noting(stage) for stage in chain.stages]).run(copy.deepcopy(records), 0)
-        return digests
-
-    began = time.monotonic()
-    first = results()
-    again = results() if time.monotonic() - began < SECONDS else first
-    return next((s.name for s in chain.stages if first.get(s.name) != again.get(s.name)), "")
+            noted.run(copy.deepcopy(records), 0)
+        runs.append(dict(digests))
+    return next((s.name for s in chain.stages if runs[0].get(s.name) != runs[-1].get(s.name)), "")
 
 
 def _digest(columns: dict[str, Any]) -> bytes:
