@@ -193,14 +193,13 @@ def _floats(values: Any) -> Any:
 
 def parts_of(record: Record, declared: Mapping[str, Declaration], image: Any) -> dict[str, Any]:
     """The columns that lie in an image, by their type or because the chain has declared them."""
-    types = sys.modules.get("torchvision.tv_tensors")
-    if not declared and types is None:
+    if not declared and "torchvision.tv_tensors" not in sys.modules:
         return {}
-    from torchvision.tv_tensors import TVTensor
+    from torchvision import tv_tensors as types
 
     parts: dict[str, Any] = {}
     for name, value in record.items():
-        typed = isinstance(value, TVTensor)
+        typed = types.TVTensor in type(value).__mro__  # isinstance takes microseconds for tensors
         if name == "image" or value is None or not (typed or name in declared):
             continue
         size = image_size(image)
@@ -222,7 +221,7 @@ def misfit(record: Record) -> str:
     types: Any = sys.modules.get("torchvision.tv_tensors")
     image = record.get("image")
     for name, value in record.items() if types and hasattr(image, "shape") else ():
-        if isinstance(value, types.Mask) and (own := _size_of(value)) != (
+        if types.Mask in type(value).__mro__ and (own := _size_of(value)) != (
             size := image_size(image)
         ):
             return f"{name} has size {own}, its image {size}; if that is meant, end with v2.ToPureTensor()"

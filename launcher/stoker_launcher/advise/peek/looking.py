@@ -321,7 +321,8 @@ def _unstable(chain: Chain, records: list[Any]) -> str:
         return replace(stage, apply=apply)
 
     # One chain for both, since it knows in which state the generators of its stages were sent.
-    noted, runs, began = chain.of([noting(stage) for stage in chain.stages]), [], time.monotonic()
+    noted = chain.of([noting(stage) for stage in chain.stages])
+    runs, began = list[dict[str, Any]](), time.monotonic()
     while len(runs) < 2 and time.monotonic() - began < SECONDS:
         digests.clear()
         with contextlib.suppress(ChainError, UsageError):  # shown where all records run
