@@ -79,7 +79,8 @@ def tensor_of(image: Any) -> Any:
         return image
     import torch
 
-    tensor = torch.from_numpy(image)
+    # A transform may write into it; memory of a cache or of Pillow cannot be written.
+    tensor = torch.from_numpy(image if image.flags.writeable else image.copy())
     return tensor.permute(2, 0, 1) if channels_last(image) else tensor
 
 
