@@ -12,7 +12,9 @@ from ray.train import ControllerError, WorkerGroupError
 import stoker
 from stoker.errors import CheckpointError, Failure, FlakyReadError, StokerError
 from stoker.serve.shards import retries
+from stoker.train.recipe_work import check_optimizer
 from stoker.train.trainer import failure_of
+from tests.refusals import refused
 
 
 def by_ray(error: Exception) -> BaseException:
@@ -89,3 +91,9 @@ def test_an_error_has_the_key_that_its_text_begins_with(
 )
 def test_only_what_reads_may_be_tried_again(error: BaseException, most: int) -> None:
     assert retries(error) == most
+
+
+def test_an_optimiser_that_timm_does_not_have_is_refused() -> None:
+    check_optimizer("lamb")
+    with refused("train.optimizer", code=2):
+        check_optimizer("lambb")
