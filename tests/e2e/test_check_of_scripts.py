@@ -356,3 +356,21 @@ def test_a_script_that_ignores_sigterm_ends_with_the_check(tmp_path: Path) -> No
     process.communicate(timeout=180)
     assert process.returncode == 143
     assert psutil.wait_procs(below, timeout=120)[1] == []
+
+
+def test_a_script_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open('child', 'w').write(str(child.pid))\nos.kill(os.getpid(), 9)\n"
+    )
+    assert submit("check", "train.py", cwd=tmp_path).returncode == 1
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not psutil.pid_exists(child) or is_zombie(child), 30)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -124,17 +124,21 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
         start_new_session=True,
         preexec_fn=end_with_parent,
     )
-    with measuring(process):
-        try:
-            yield process
-        except KeyboardInterrupt:
-            # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
-            with contextlib.suppress(
-                ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt
-            ):
-                os.killpg(process.pid, signal.SIGINT)
-                process.wait(CLOSING_S)
-            raise
+    try:
+        with measuring(process):
+            try:
+                yield process
+            except KeyboardInterrupt:
+                # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
+                with contextlib.suppress(
+                    ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt
+                ):
+                    os.killpg(process.pid, signal.SIGINT)
+                    process.wait(CLOSING_S)
+                raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what a killed script has left
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
