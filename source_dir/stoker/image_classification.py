@@ -8,9 +8,6 @@ params:
 from __future__ import annotations
 
 import importlib.util
-import re
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -44,14 +41,14 @@ class ImageClassification(Recipe):
     )
     labels: str | None = Field(
         None,
-        description="CSV file with the labels of images in any folders: id, label and, for validation, split;"
-        " or a column of 0 and 1 per class",
+        description="CSV file with the labels of images in any folders: image, label and, for validation,"
+        " split; or a column of 0 and 1 per class of class_names",
     )
     label_separator: str | None = Field(
-        None, description="separates several labels in a cell of params.labels; '': none does"
+        None, description="separates several labels in a cell of params.labels"
     )
     multi_label: bool = Field(
-        False, description="an image may have several labels; default: as params.labels has them"
+        False, description="an image may have several labels; implied by label_separator"
     )
     names: list[str] = Field(
         [],
@@ -62,6 +59,7 @@ class ImageClassification(Recipe):
         "image", description="column or tar member with the image, or with its path"
     )
     label_column: str = Field("label", description="column or tar member with the label")
+    ignore: list[str] = Field([], description="patterns of files not to read, such as *.txt")
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
         "crop",
@@ -119,123 +117,48 @@ class ImageClassification(Recipe):
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any, read_images
-        from stoker.read.images import alike
 
-        if self.labels is not None:
-            given = self.model_fields_set
-            image, label = (
-                getattr(self, name) if name in given else None
-                for name in ("image_column", "label_column")
-            )
-            columns = image, label, self.names, self.multi_label
-            return read_images(self.data, split, self.labels, self.label_separator, *columns)
-        source = read_any(self.data, split, self.wanted())
-        return source.noting(*alike(self.names)) if source and split == "train" else source
+        if self.labels is None:
+            return read_any(self.data, split, self.wanted(), self.ignore)
+        chosen = self.model_fields_set
+        return read_images(
+            self.data,
+            split,
+            self.labels,
+            self.label_separator,
+            self.image_column if "image_column" in chosen else None,
+            self.label_column if "label_column" in chosen else None,
+            self.names,
+            self.multi_label,
+            self.ignore,
+        )
 
     def wanted(self) -> list[str] | None:
         """None: all columns."""
         return [self.image_column, self.label_column]
 
     def discover(self) -> dict[str, Any]:
-        from stoker.read.arrow import is_text
-        from stoker.read.detect import (
-            column_types,
-            distinct_labels,
-            names_in,
-            refuse_absent_columns,
-        )
-        from stoker.read.images import MOST_CLASSES
+        from stoker.read.detect import find_classes, refuse_absent_columns
 
         source = self.read("train")
-        if self.labels is not None:
-            source.check()
-        names = source.classes() if hasattr(source, "classes") else None
-        if names is not None and self.names not in ([], names):
-            raise UsageError(
-                f"params.class_names: the classes are {', '.join(names[:20])}, in this order"
-            )
-        if self.labels is not None:
-            if self.num_classes is not None and self.num_classes < len(source.names):
-                raise UsageError(
-                    f"params.num_classes: {self.labels} has {len(source.names)} classes"
-                )
-            found = self.num_classes or len(source.names)
-            return {"num_classes": found, "multi_label": source.several}
-        if names is not None:
-            return self._found(len(names), [])
-        types = column_types(source)
-        if types and type(self).preprocess is ImageClassification.preprocess:
-            params = {"image_column": self.image_column, "label_column": self.label_column}
-            refuse_absent_columns(self.data, types, params, getattr(source, "hints", dict)())
-        if named := names_in(self.data, source, self.label_column):
-            names_in(self.data, self.read("val"), self.label_column, named)
-            self._refuse_other_order(named, types)
-        names = self.names or named
-        numbers, listed = not (names or self.num_classes), names or self.class_names
-        labels = distinct_labels(self.data, source, self.label_column, numbers, listed)
-        if labels and isinstance(labels[0], str):
-            names = names or [*self.class_names] or labels
-            val = self.read("val")
-            if (kind := column_types(val).get(self.label_column)) is not None and not is_text(kind):
-                raise UsageError(
-                    f"{self.data}: column {self.label_column} is text in train and {kind} in val"
-                )
-            those = distinct_labels(self.data, val, self.label_column, False, names) or []
-            known = {*names}
-            for split, label in [("train", label) for label in labels] + [
-                ("val", label) for label in those
-            ]:
-                if label not in known:
-                    whose = "params.class_names" if self.class_names else "train"
-                    raise UsageError(
-                        f"{self.data}: {split} has the label {label}, which is no class of {whose}:"
-                        f" {', '.join(names[:20])}"
-                    )
-            if self.num_classes not in (None, len(names)):
-                raise UsageError(
-                    f"params.num_classes: {self.num_classes}, but the data has {len(names)} classes:"
-                    f" {', '.join(names[:20])}; list others in params.class_names"
-                )
-        elif labels and labels[-1] > MOST_CLASSES:
-            raise UsageError(
-                f"{self.data}: column {self.label_column} holds {labels[-1]}; number the classes 0, 1, …"
-            )
-        elif (
-            labels is None
-            and not names
-            and (kind := types.get(self.label_column))
-            and is_text(kind)
-        ):
-            raise UsageError(
-                f"{self.data}: column {self.label_column} is text; list the classes in params.class_names"
-            )
-        elif labels is None and not (names or self.num_classes):
-            raise UsageError(
-                "params.num_classes: is required, because the data does not list its classes"
-            )
-        return self._found(len(names) or (labels[-1] + 1 if labels else 0), names)
-
-    def _refuse_other_order(self, stored: list[str], types: dict[str, Any]) -> None:
-        """Other names may be translations; a name of the data must be that of the same class."""
-        from stoker.read.arrow import is_text
-
-        mapped = type(self).preprocess is not ImageClassification.preprocess
-        if mapped or is_text(types.get(self.label_column)):
-            return
-        if any(n in stored and stored.index(n) != i for i, n in enumerate(self.names)):
-            raise UsageError(
-                f"params.class_names: the classes of column {self.label_column} are {', '.join(stored[:20])},"
-                " in this order"
-            )
-
-    def _found(self, count: int, names: list[str]) -> dict[str, Any]:
-        """Parameters for this many classes in the data, with these names if the source itself has none."""
+        own_chain = type(self).preprocess is not ImageClassification.preprocess
+        if not own_chain:
+            columns = {"image_column": self.image_column, "label_column": self.label_column}
+            refuse_absent_columns(self.data, source, columns)
+        several = getattr(source, "several", self.multi_label)
+        count, names = find_classes(
+            self.data,
+            source,
+            self.read,
+            self.label_column,
+            self.names or [*self.class_names],
+            self.num_classes,
+            own_chain,
+        )
         if self.num_classes is None and count < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
-        return {
-            "num_classes": self.num_classes or count,
-            **({"class_names": names} if names else {}),
-        }
+        found = {"num_classes": self.num_classes or count, "multi_label": several}
+        return {**found, **({"class_names": names} if names else {})}
 
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
@@ -285,19 +208,13 @@ class ImageClassification(Recipe):
 
 
 def refuse_unknown_model(name: str) -> None:
-    """Head: refuse a model that timm does not have, without importing timm, which takes seconds."""
-    found = importlib.util.find_spec("timm")
-    if found is None or found.origin is None or ":" in name or "/" in name:
-        return  # names with a prefix are of a model hub or folder
-    if "timm" in sys.modules and sys.modules["timm"].is_model(name):
-        return  # a module that a recipe imports may have registered it
-    known: set[str] = set()
-    for path in (Path(found.origin).parent / "models").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        known.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
-        # Former names of models, mapped to the present ones.
-        known.update(re.findall(r"^\s+['\"](\w+)['\"]\s*:\s*['\"]", text, re.MULTILINE))
-    if known and name.partition(".")[0] not in known:
+    """Head: refuse a model that timm does not have; names with a prefix are of a model hub or folder."""
+    if ":" in name or "/" in name or importlib.util.find_spec("timm") is None:
+        return
+    import timm
+
+    if not timm.is_model(name):
+        known = timm.list_models()
         raise UsageError(f"params.model: timm has no model {name!r}{nearest(name, known)}")
 
 

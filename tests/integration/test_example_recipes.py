@@ -63,7 +63,7 @@ COLOURS = ("blue", "green", "red")
 def test_images_with_several_labels_are_learned_and_their_classes_exported(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    draw, rows = np.random.default_rng(0), ["id,labels,split"]
+    draw, rows = np.random.default_rng(0), ["image,label,split"]
     (tmp_path / "data/images").mkdir(parents=True)
     for number in range(120):
         has = draw.integers(0, 2, 3)

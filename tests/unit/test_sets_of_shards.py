@@ -23,17 +23,17 @@ WHOLE_SET = ("00000-of-00003", "00001-of-00003", "00002-of-00003")
     [
         (WHOLE_SET, ""),
         (("00001-of-00003", "00002-of-00003", "00003-of-00003"), ""),
-        (("00000-of-00003", "00002-of-00003"), "its 2 files are not this set .without 1.;"),
-        (("00001-of-00003", "00002-of-00003"), "its 2 files are not this set .without 3.;"),
-        (("00002-of-00030",), "its 1 file are not this set .without 1, 3, 4, 5, 6,"),
+        (("00000-of-00003", "00002-of-00003"), "its 2 files are not this set .with no 1.;"),
+        (("00001-of-00003", "00002-of-00003"), "its 2 files are not this set .with no 3.;"),
+        (("00002-of-00030",), "its 1 file are not this set .with no 1.;"),
         (
             (*WHOLE_SET, "00000-of-00003 (1)"),
             "its 4 files are not this set .with one twice or too many.;",
         ),
-        ((*WHOLE_SET, "00000-of-00003-copy"), "with one twice or too many"),
-        ((*WHOLE_SET, "00004-of-00003"), "with one twice or too many"),
-        (("00001-of-3000000000",), "its 1 file are not this set .without 2, 3, 4,"),
-        ((*WHOLE_SET, "00000-of-00001"), "with one twice or too many"),
+        ((*WHOLE_SET, "00000-of-00003-copy"), "with one twice"),
+        ((*WHOLE_SET, "00004-of-00003"), "with one twice"),
+        (("00001-of-3000000000",), "its 1 file are not this set .with no 2.;"),
+        ((*WHOLE_SET, "00000-of-00001"), "with one twice"),
     ],
 )
 def test_a_set_that_names_its_size_is_whole_or_refused(
@@ -66,18 +66,16 @@ SETS: dict[str, tuple[tuple[str, ...], str]] = {
     "a held-out shard": (BOTH, ""),
     "folds": ((*parts("train/f-{}", 1, 2, count=3), *parts("val/f-{}", 3, count=3)), ""),
     "a held-out shard for the test": ((*BOTH[:2], BOTH[3], BOTH[2].replace("train", "test")), ""),
-    "languages": ((*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0, 1)), ""),
-    "years": ((*parts("train-{}.2023", 0, 1), *parts("train-{}.2024", 0, 1)), ""),
+    "languages in one folder": (
+        (*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0, 1)),
+        "with one twice",
+    ),
     "numbered to the last": (tuple(parts("train-{}", 0, 1, 2, 3, count=3)), ""),
     "hashes": (("train-0-of-2-1f3e9c2a.parquet", "train-1-of-2-9c2a-deadbeef.parquet"), ""),
     "other ends": (("train-0-of-2-xyz.parquet", "train-1-of-2-uvw.parquet"), ""),
     "whole sets of one name": ((*parts("train/p-{}", 0, 1), *parts("val/p-{}", 0, count=1)), ""),
-    "a shard in both splits": ((*BOTH, *parts("val/part-{}", 2, count=4)), "without 3"),
-    "a shard in no split": ((*BOTH[:2], BOTH[3]), "without 2"),
-    "a language in part": (
-        (*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0)),
-        r"2.de.parquet: .*without 1",
-    ),
+    "a shard in both splits": ((*BOTH, *parts("val/part-{}", 2, count=4)), "with no 3"),
+    "a shard in no split": ((*BOTH[:2], BOTH[3]), "with no 2"),
     "a copy of the only one": (
         ("train-0-of-1.parquet", "train-0-of-1 (1).parquet"),
         "with one twice",
@@ -86,7 +84,7 @@ SETS: dict[str, tuple[tuple[str, ...], str]] = {
         ("train-0-of-1-1f3e9c2a.parquet", "train-0-of-1-0e3e9c2b.parquet"),
         "with one twice",
     ),
-    "a shard beside the splits": ((*BOTH[:3], *parts("part-{}", 3, count=4)), "without 3"),
+    "a shard beside the splits": ((*BOTH[:3], *parts("part-{}", 3, count=4)), "with no 3"),
 }
 
 
@@ -97,7 +95,7 @@ def test_a_set_may_lie_in_several_splits_and_end_in_a_name(case: str, tmp_path: 
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.table({"label": [0, 1]}), tmp_path / file)
     if says:
-        with pytest.raises(UsageError, match=f"are not this set.*{says}|{says}.*recipe"):
+        with pytest.raises(UsageError, match=f"are not this set.*{says}.*ignore"):
             read_parquet(str(tmp_path), "train")
     else:
         found = [read_parquet(str(tmp_path), split) for split in ("train", "val")]

@@ -121,7 +121,7 @@ def refuse_catalog_name(table: str) -> None:
 
 
 def read_delta(
-    table: str,
+    table: str | os.PathLike[str],
     split: str | None = None,
     columns: list[str] | None = None,
     filters: Filters | None = None,
@@ -143,6 +143,7 @@ def read_delta(
     Raises:
         UsageError: no such table, version or column, or the table needs an unsupported feature.
     """
+    table = os.fspath(table)
     refuse_catalog_name(table)
     if split is None or is_delta_table(table):
         if split not in (None, "train"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from stoker.errors import UsageError
-from stoker.read.arrow import content_of_struct, is_list, is_text
+from stoker.read.arrow import is_text
 from stoker.read.delta import read_delta, refuse_catalog_name
 from stoker.read.folders import (
     IMAGE_SUFFIXES,
@@ -20,16 +19,16 @@ from stoker.read.folders import (
     files_of,
     is_delta_table,
     is_one,
-    kinds_of,
     only,
+    split_name,
 )
-from stoker.read.images import is_missing, read_images, unclear
+from stoker.read.images import read_images
+from stoker.read.labels import MOST_CLASSES
 from stoker.read.parquet import read_parquet
 from stoker.read.sources import Source
 from stoker.read.webdataset import read_webdataset
 from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 
-USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
 FORMATS = TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES
 
 
@@ -59,23 +58,32 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
     return read(columns=columns, filters=[("split", "==", name)]).noting(*notes) if name else None
 
 
-def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
+def read_any(
+    root: str | os.PathLike[str],
+    split: str,
+    columns: list[str] | None = None,
+    ignore: Sequence[str] = (),
+) -> Source | None:
     """Read tar shards, Parquet, a Delta table or image folders, whichever the folder holds.
 
     Args:
         root: folder or URI.
         split: train or val.
         columns: read these columns only; default: all. Image folders have `image` and `label`.
+        ignore: patterns of files that are not read, such as `*.txt`.
 
     Raises:
         UsageError: the folder is empty, or the split holds none of these formats, or several.
     """
+    root = os.fspath(root)
     refuse_catalog_name(root)
     if is_delta_table(root):
         return by_column(partial(read_delta, root), split, columns)
     if any(is_delta_table(join(root, name)) for name in SPLIT_NAMES[split]):
         return read_delta(root, split, columns)
     mine, one = files_of(root, split, underscored=True), is_one(root, PARQUET_SUFFIXES)
+    if not split_name(root, split):  # a name such as train.csv is no split of its own
+        mine = [f for f in mine if f.path.lower().endswith(sum(FORMATS, ()))]
     if not mine and split == "val" and not one:
         return None
     files = mine or list_files(root)
@@ -88,22 +96,21 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         for kind in FORMATS
     )
     kinds = {kind: f.base_name for kind, f in zip(FORMATS, shown, strict=True) if f is not None}
-    kinds = kinds or {kind: f.base_name for f, kind in kinds_of(files) if kind}
     if len(kinds) > 1 and mine:
         raise UsageError(
             f"{root}: the {split} split mixes formats ({' and '.join(kinds.values())}); move one elsewhere,"
             " or read the other in a recipe"
         )
     if TAR_SUFFIXES in kinds:
-        return read_webdataset(root, split, columns, strict=False)
+        return read_webdataset(root, split, columns, strict=False, ignore=ignore)
     if PARQUET_SUFFIXES in kinds and one:
-        return by_column(partial(read_parquet, root, "train"), split, columns)
+        return by_column(partial(read_parquet, root, "train", ignore=ignore), split, columns)
     if PARQUET_SUFFIXES in kinds:
-        return read_parquet(root, split, columns)
+        return read_parquet(root, split, columns, ignore=ignore)
     if IMAGE_SUFFIXES in kinds:
-        return read_images(root, split)
+        return read_images(root, split, ignore=ignore)
     where = f"{root}: the {split} split" if mine else f"{root}:"
-    name = files[0].path[top:].strip("/")
+    name = files[0].path[top:].strip("/") or files[0].base_name
     raise UsageError(
         f"{where} holds neither images nor .parquet nor .tar files (first file: {name})"
     )
@@ -117,38 +124,96 @@ def column_types(source: Any) -> dict[str, Any]:
     return source.column_types() if hasattr(source, "column_types") else {}
 
 
-def refuse_absent_columns(
-    data: str, types: dict[str, Any], params: dict[str, str], hints: Mapping[str, str] = {}
-) -> None:
-    fits = dict(zip(params, (_may_be_image, _may_be_label), strict=True))
-    problems = []
-    for param, column in params.items():
-        if column not in types:
-            likely = [name for name, kind in types.items() if fits[param](kind) and name != "key"]
-            likely.sort(key=lambda name: USUAL.search(name.lower()) is None)
-            others = f" (or {', '.join(likely[1:])})" if len(likely) > 1 else ""
-            there = f"has no column {column}; it has {', '.join(types)}"
-            write = (
-                f": set params.{param}={likely[0]}{others}"
-                if likely
-                else ", which cannot stand for it"
-            )
-            problems.append(f"{data}: {there}{write}{hints.get(param, '')}")
+def refuse_absent_columns(data: str, source: Any, params: dict[str, str]) -> None:
+    types = column_types(source)
+    hints: dict[str, str] = getattr(source, "hints", dict)()
+    columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+    problems = [
+        f"{data}: has no column {column}; it has {columns}: set params.{param}{hints.get(param, '')}"
+        for param, column in params.items()
+        if types and column not in types
+    ]
     if problems:
         raise UsageError(*problems)
 
 
-def _may_be_image(kind: Any) -> bool:
-    import pyarrow as pa
+def find_classes(
+    data: str,
+    source: Any,
+    read: Callable[[Any], Any],
+    column: str,
+    listed: list[str],
+    count: int | None,
+    mapped: bool = False,
+) -> tuple[int, list[str]]:
+    """The number of classes and, if the source does not list them, their names.
 
-    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return bool(binary or content_of_struct(kind) or (is_list(kind) and is_list(kind.value_type)))
+    Names are those `listed`, those of a `ClassLabel` of Hugging Face, or the texts in the column; integers
+    number their classes.
+
+    Args:
+        mapped: the recipe's own chain may map labels to others.
+    """
+    names: list[str] | None = source.classes() if hasattr(source, "classes") else None
+    if names is not None:
+        if listed and listed != names:
+            raise UsageError(
+                f"params.class_names: the classes are {', '.join(names[:20])}, in this order"
+            )
+        if count is not None and count < len(names) and hasattr(source, "several"):
+            raise UsageError(f"params.num_classes: {data} has {len(names)} classes")
+        return len(names), []
+    kind = column_types(source).get(column)
+    text = kind is not None and is_text(kind)
+    if stored := names_in(data, source, column):
+        names_in(data, read("val"), column, stored)
+        moved = any(n in stored and stored.index(n) != i for i, n in enumerate(listed))
+        if moved and not mapped and not text:
+            raise UsageError(
+                f"params.class_names: the classes of column {column} are {', '.join(stored[:20])},"
+                " in this order"
+            )
+    names = listed or stored
+    labels = distinct_labels(data, source, column, not (names or count))
+    if labels is None and not names and text:
+        raise UsageError(f"{data}: column {column} is text; list the classes in params.class_names")
+    if labels is None and not (names or count):
+        raise UsageError(
+            "params.num_classes: is required, because the data does not list its classes"
+        )
+    if labels and text:
+        names = names or labels
+        _refuse_unknown(
+            data,
+            column,
+            names,
+            whose="params.class_names" if listed else "train",
+            train=labels,
+            val=read("val"),
+        )
+        if count not in (None, len(names)):
+            raise UsageError(
+                f"params.num_classes: {count}, but the data has {len(names)} classes:"
+                f" {', '.join(names[:20])}; list others in params.class_names"
+            )
+    elif labels and labels[-1] > MOST_CLASSES:
+        raise UsageError(f"{data}: column {column} holds {labels[-1]}; number the classes 0, 1, …")
+    return len(names) or (labels[-1] + 1 if labels else 0), names
 
 
-def _may_be_label(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind))
+def _refuse_unknown(
+    data: str, column: str, names: list[str], whose: str, train: list[str], val: Any
+) -> None:
+    """Refuse labels of either split that are no class."""
+    if (kind := column_types(val).get(column)) is not None and not is_text(kind):
+        raise UsageError(f"{data}: column {column} is text in train and {kind} in val")
+    for split, labels in (("train", train), ("val", distinct_labels(data, val, column, False))):
+        for label in labels or ():
+            if label not in names:
+                raise UsageError(
+                    f"{data}: {split} has the label {label}, which is no class of {whose}:"
+                    f" {', '.join(names[:20])}"
+                )
 
 
 def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
@@ -171,10 +236,8 @@ def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> 
     return found
 
 
-def distinct_labels(
-    data: str, source: Any, column: str, numbers: bool, listed: Sequence[str] = ()
-) -> list[Any] | None:
-    """The labels in a column; of text, those that are not `listed` must be classes by what they say."""
+def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
+    """The labels in a column: text or integers, as written."""
     import pyarrow as pa
 
     if two := getattr(source, "twice", {}).get(column):
@@ -184,7 +247,13 @@ def distinct_labels(
         return None
     wrong = f"{data}: column {column} {{}}; labels must be integers or text"
     # pandas writes integers beside a NULL as floats, and Snowflake as decimals.
-    if not (_may_be_label(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+    is_number = (
+        pa.types.is_integer,
+        pa.types.is_boolean,
+        pa.types.is_floating,
+        pa.types.is_decimal,
+    )
+    if not (is_text(kind) or any(test(kind) for test in is_number)):
         raise UsageError(wrong.format(f"is {kind}"))
     found = source.unique(column) if hasattr(source, "map_batches") else source.label_values(column)
     if found is None:
@@ -193,12 +262,4 @@ def distinct_labels(
     for value in labels:
         if not (value.strip() if isinstance(value, str) else value % 1 == 0):
             raise UsageError(wrong.format(f"holds {value!r}"))
-    if is_text(kind) and not listed:
-        if marks := [value for value in labels if is_missing(value)]:
-            text = f"holds {', '.join(marks)}; leave those rows out, or list all classes in class_names"
-            raise UsageError(f"{data}: column {column} {text}")
-        if why := unclear(
-            found if isinstance(found, Counter) else Counter(dict.fromkeys(labels, 0))
-        )[0]:
-            raise UsageError(f"{data}: column {column} holds labels {why}")
     return labels if is_text(kind) else [int(value) for value in labels]

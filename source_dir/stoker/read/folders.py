@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from functools import cache
-from itertools import islice
+from posixpath import splitext
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.storage.filesystems import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from stoker.storage.filesystems import (
     child_folders,
     children,
     filesystem_of,
-    filesystem_of_files,
     is_file,
     is_hidden,
     join,
@@ -28,78 +28,14 @@ SPLIT_NAMES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev", "eval", "test", "testing"),
 }
-_LAST = ("test", "testing")
+LAST = ("test", "testing")
 """Read for validation if there is nothing else."""
 PARQUET_SUFFIXES = (".parquet", ".pq")
 TAR_SUFFIXES = (".tar",)
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
-    IMAGE_SUFFIXES: (
-        *(
-            ".heic",
-            ".heif",
-            ".jxl",
-            ".jxr",
-            ".svg",
-            ".svgz",
-            ".dcm",
-            ".exr",
-            ".dng",
-            ".cr2",
-            ".cr3",
-            ".nef",
-        ),
-        *(".arw", ".orf", ".raf", ".rw2", ".pef", ".srw"),
-    ),
-    TAR_SUFFIXES: (".tgz", ".tbz2", ".txz", *(".tar" + packed for packed in _PACKED)),
-    PARQUET_SUFFIXES: tuple(suffix + packed for suffix in PARQUET_SUFFIXES for packed in _PACKED),
-}
-"""Files of the same kind that no source reads: beside others they would be missing silently."""
-_COPIES = (
-    *(
-        ".bak",
-        ".old",
-        ".orig",
-        ".tmp",
-        ".temp",
-        ".part",
-        ".partial",
-        ".crdownload",
-        ".download",
-        ".swp",
-        "~",
-    ),
-)
-"""Copies and unfinished files, which would be records twice or in part."""
-_HARMLESS = re.compile(
-    r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|makefile|dockerfile|(sha|md)\d+(sums?)?)"
-    r"(\..*)?|(eh)?thumbs\.db|desktop\.ini|icon\r|.*\.(txt|md|rst|json|xml|ya?ml|toml|ini|cfg|log|py|sh"
-    r"|ipynb|url|lnk|xmp|aae|crc|md5|sha\d+|cff|bib|lock)"
-)
-"""Names, in lower case, of what people and programs lay beside records."""
-_HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
-    kind: re.compile(head, re.DOTALL)
-    for kind, head in {
-        IMAGE_SUFFIXES: rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM....\0\0\0\0|RIFF....WEBP|qoif"
-        rb"|(II[*+]\0|MM\0[*+])(?!....CR)|\xff\x4f\xff\x51|\0\0\0\x0cjP  \r\n\x87\n|P[1-6]\s+[#\d]"
-        rb"|....ftyp(avi[fs]|mi[af][f1]....(....){0,8}?avi[fs])",
-        (): rb"....ftyp(hei|hev|mif1|msf1|crx)|\xff\x0a|\0\0\0\x0cJXL |.{128}DICM|v/1\x01|II\*\0....CR"
-        rb"|II(RO|U\0)|FUJIFILMCCD|(\xef\xbb\xbf)?\s*(<[?!][^>]*>\s*){0,4}<svg",
-        PARQUET_SUFFIXES: rb"PAR1",
-        TAR_SUFFIXES: rb".{257}ustar",
-    }.items()
-}
-"""How the files of a kind begin; (): images that no source reads."""
-_HEAD_BYTES = 512
-_PART = re.compile(
-    rf"(?:(?:split=)?(?:{'|'.join(sum(SPLIT_NAMES.values(), ()))})/)?(.*)-(\d+)-of-(\d+)([^/]*)"
-)
-_COPY_OR_HASH = re.compile(
-    r" *\(\d+\)|[-_. ]+(copy|(?!(19|20)\d\d\b)[0-9a-f]{4,})(?![a-z\d])", re.IGNORECASE
-)
+IGNORED = re.compile(r"(readme|licen[cs]e)(\..*)?|thumbs\.db|desktop\.ini")
+"""Names, in lower case, of files that are never data, besides hidden ones."""
+_PART = re.compile(r"(.*)-(\d+)-of-(\d+)(.*)")
 NULL = "__HIVE_DEFAULT_PARTITION__"
-_kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
-"""(path, size, modification time) of files that this process has opened → their kind, if it is known."""
 
 
 def is_delta_table(uri: str) -> bool:
@@ -108,12 +44,11 @@ def is_delta_table(uri: str) -> bool:
 
 def split_folder(root: str, split: str) -> str | None:
     """The sub-folder of a split; None if the data has only other splits."""
-    if name := _folder_name(root, split):
+    if name := split_name(root, split):
         return join(root, name)
     if split == "train":
         files = list_files(root)
         there = child_folders(root)
-        _refuse_misnamed(root, split, there)
         images = any(f.path.lower().endswith(IMAGE_SUFFIXES) for f in files)
         hint = (
             "; split it into train/ and val/ first, see docs/tutorials/own-images.md, or name a CSV file"
@@ -127,7 +62,7 @@ def split_folder(root: str, split: str) -> str | None:
 
 
 def split_files(
-    root: str, split: str, suffixes: tuple[str, ...]
+    root: str, split: str, suffixes: tuple[str, ...], ignore: Sequence[str] = ()
 ) -> tuple[list[Any], tuple[str, ...]]:
     """The files of a split, in its folder or named with its prefix, and lines on what is not read."""
     one = is_one(root, suffixes)
@@ -138,7 +73,7 @@ def split_files(
     )
     if is_file(root):
         return mine, ()
-    lines = () if one else (*note_on_unread(root, split), *_gathered(root, split, mine))
+    lines = () if one else note_on_unread(root, split)
     if any("/_delta_log/" in f.path or f.path.endswith(".metadata.json") for f in mine):
         raise UsageError(
             f"{root}: the {split} split holds a Delta or Iceberg table, so some files may be outdated; read"
@@ -146,61 +81,59 @@ def split_files(
         )
     top = len(filesystem_of(root)[1])
     hidden = {f.path for f in mine if is_hidden(f.path[top:])}
-    read, notes = sort_out(root, [f for f in mine if f.path not in hidden], suffixes)
-    _refuse_parts(root, read)
     left = [path[top:].strip("/") for path in sorted(hidden) if path.lower().endswith(suffixes)]
-    if mine and not read and (name := _folder_name(root, split)):
-        list_files(join(root, name), suffixes)  # says what is there instead
-    if not read and split == "train":
+    shown = [f for f in mine if f.path not in hidden]
+    if shown or split == "val":
+        read, notes = of_kind(root, shown, suffixes, ignore) if shown else ([], ())
+    elif name := split_name(root, split):
+        list_files(join(root, name), suffixes)  # says what the folder holds instead
+        read, notes = [], ()
+    else:
         raise UsageError(
             f"{root}: no train split: expected a folder train/ or files train-*{suffixes[0]}"
             f" (found {list_files(root, suffixes)[0].base_name})"
         )
+    _refuse_parts(root, read)
     return read, (*lines, *notes, *not_read(root, left))
 
 
 def _refuse_parts(root: str, files: list[Any]) -> None:
     """Refuse a set such as `train-00002-of-00004` that lacks a part, or has one twice. The others may be in
     the folders of other splits."""
-    sets = _sets(root, files)
-    for (name, tail), parts in sets.items():
-        if _is_whole(parts) or _is_whole(
-            [part for key in sets if key[0] == name for part in sets[key]]
-        ):
+    sets, top = _sets(files, whole=True), len(filesystem_of(root)[1])
+    for (name, count), numbers in sets.items():
+        base = name.rpartition("/")[2], count
+        alone = sum(other == name for other, _ in sets) == 1
+        if alone and _is_whole(count, numbers):
             continue
-        count, numbers = max(parts)[0], {number for _, number in parts}
-        top = len(filesystem_of(root)[1])
-        everywhere = _sets(root, [f for f in list_files(root) if "/" in f.path[top:].strip("/")])[
-            name, tail
-        ]
-        if min(parts)[0] == count and _is_whole([part for part in everywhere if part[0] == count]):
+        in_folders = [f for f in list_files(root) if "/" in f.path[top:].strip("/")]
+        if alone and _is_whole(count, _sets(in_folders, whole=False)[base]):
             continue
-        whole = range(0 not in numbers, count + (0 not in numbers))
-        lacking = ", ".join(
-            map(str, islice((number for number in whole if number not in numbers), 20))
-        )[:60]
+        first, held = int(0 not in numbers), {*numbers}
+        lacking = next((n for n in range(first, count + first) if n not in held), None)
+        what = "one twice or too many" if lacking is None else f"no {lacking}"
         raise UsageError(
-            f"{root}: {name}-…-of-{count}{tail}: its {count_of(len(parts), 'file')} are not this set"
-            f" ({f'without {lacking}' if lacking else 'with one twice or too many'}); complete it, remove"
-            " copies, or rename the files if you want these alone, or read them with ray.data in a recipe"
+            f"{name}-…-of-{count}: its {count_of(len(numbers), 'file')} are not this set (with {what});"
+            " complete it, remove copies, or leave files out with ignore"
         )
 
 
-def _sets(root: str, files: list[Any]) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Name of a set below its split, without copy marks and hashes → count and number of each part."""
-    sets, top = defaultdict(list), len(filesystem_of(root)[1])
-    for match in (_PART.fullmatch(f.path[top:].strip("/")) for f in files):
+def _sets(files: list[Any], whole: bool) -> dict[tuple[str, int], list[int]]:
+    """Path, or name alone, and count of each set → the numbers of its parts."""
+    sets = defaultdict(list)
+    for match in (_PART.fullmatch(f.path if whole else f.base_name) for f in files):
         if match:
-            sets[match[1], _COPY_OR_HASH.sub("", match[4])].append((int(match[3]), int(match[2])))
+            sets[match[1], int(match[3])].append(int(match[2]))
     return sets
 
 
-def _is_whole(parts: list[tuple[int, int]]) -> bool:
-    """Whether each part is there once: from 0 or 1, and up to the count or one less."""
-    counts, numbers = {count for count, _ in parts}, sorted(number for _, number in parts)
-    if len(counts) != 1 or numbers != [*range(numbers[0], numbers[0] + len(numbers))]:
-        return False
-    return (numbers[0], numbers[-1] - max(counts)) in ((0, -1), (0, 0), (1, 0))
+def _is_whole(count: int, numbers: list[int]) -> bool:
+    first = min(numbers, default=2)
+    return (
+        len(numbers) in (count, count + 1 - first)
+        and first < 2
+        and sorted(numbers) == [*range(first, first + len(numbers))]
+    )
 
 
 def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
@@ -213,7 +146,7 @@ def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     """The files of a split, of any kind: in its folder, or else named with its prefix or partition."""
-    if name := _folder_name(root, split):
+    if name := split_name(root, split):
         return list_files(join(root, name), underscored=underscored)
     files, top = list_files(root, underscored=underscored), len(filesystem_of(root)[1])
     found = {
@@ -222,63 +155,34 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     return found.get(only(root, split, [name for name in found if found[name]]), [])
 
 
-def sort_out(
-    folder: str, files: list[Any], suffixes: tuple[str, ...]
+def of_kind(
+    folder: str, files: list[Any], suffixes: tuple[str, ...], ignore: Sequence[str] = ()
 ) -> tuple[list[Any], tuple[str, ...]]:
-    """The files of a split that have one format, and a line that counts what is not read.
+    """The files with one of these suffixes, and a line that counts those that `ignore` leaves out.
 
-    Only files whose suffix is unknown are opened.
+    Raises:
+        UsageError: there are others, apart from hidden ones and `IGNORED`.
     """
-    read, unread, unknown = [], [], []
-    for file in files:
-        name = file.path.lower()
-        if name.endswith(suffixes):
-            read.append(file)
-        elif name.endswith(_UNREAD[suffixes]):
-            unread.append(file)
-        else:
-            unknown.append(file)
-    left = []
-    for file, kind in kinds_of(unknown):
-        if kind == suffixes:
-            read.append(file)
-        elif kind == () and suffixes == IMAGE_SUFFIXES:
-            unread.append(file)
-        elif not is_hidden(file.path.rpartition("/")[2]):
-            left.append(file)
-    if unread:
-        raise UsageError(
-            f"{unread[0].path}: files of this kind are not read ({len(unread)} of {len(files)}); convert or"
-            f" decompress them to {' or '.join(suffixes[:2])}, or move them elsewhere"
-        )
     top = len(filesystem_of(folder)[1])
-    return sorted(read, key=lambda f: f.path), not_read(
-        folder, [f.path[top:].strip("/") for f in left]
-    )
-
-
-def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
-    """The files that are not known to be harmless, with their kind as their first bytes tell it.
-
-    Copies and unfinished files are of no kind.
-    """
-    files = [f for f in files if not _HARMLESS.fullmatch(f.base_name.lower())]
-    filesystem: Any = filesystem_of_files(files) if files else None
-
-    def look(file: Any) -> None:
-        try:
-            with filesystem.open_input_file(file.path) as stream:
-                head = stream.read(_HEAD_BYTES)
-        except OSError as error:
-            text = " ".join(str(error).split())[:200]
-            raise UsageError(f"{file.path}: cannot be read: {text}") from None
-        found = next((kind for kind, start in _HEADS.items() if start.match(head)), None)
-        _kinds[file.path, file.size, file.mtime_ns] = found
-
-    with ThreadPoolExecutor(16) as pool:
-        new = [f for f in files if (f.path, f.size, f.mtime_ns) not in _kinds]
-        list(pool.map(look, [f for f in new if not f.path.lower().endswith(_COPIES)]))
-    return [(f, _kinds.get((f.path, f.size, f.mtime_ns))) for f in files]
+    read, left, others = [], [], []
+    for file in sorted(files, key=lambda file: file.path):
+        path, name = file.path[top:].strip("/"), file.base_name
+        if any(fnmatch(path, pattern) or fnmatch(name, pattern) for pattern in ignore):
+            left.append(path)
+        elif name.lower().endswith(suffixes):
+            read.append(file)
+        elif not (IGNORED.fullmatch(name.lower()) or is_hidden(name, underscored=True)):
+            others.append(path)
+    if others:
+        pattern = f"*{splitext(others[0])[1]}" if splitext(others[0])[1] else others[0]
+        raise UsageError(
+            f"{folder}: {count_of(len(others), 'file')} not of the kind {' or '.join(suffixes[:2])} (first:"
+            f' {others[0]}); move or convert them, or leave them out with ignore: ["{pattern}"] in params,'
+            " or as an argument of the reader"
+        )
+    if not read:
+        raise UsageError(f"{folder}: the folder holds no {' or '.join(suffixes[:2])} file")
+    return read, not_read(folder, left)
 
 
 def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
@@ -307,32 +211,10 @@ def note_on_unread(root: str, split: str) -> tuple[str, ...]:
             if there
             else []
         )
-    found = [
-        n
-        for n in found
-        if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))
-    ]
+    found = [n for n in found if not (is_hidden(n) or n[0] == "_" or IGNORED.fullmatch(n.lower()))]
     found.sort(key=lambda name: not name.endswith("/"))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
-
-
-def _gathered(root: str, split: str, files: list[Any]) -> tuple[str, ...]:
-    """A line on folders whose files are one split, as the configurations of a dataset on the Hub would be."""
-    top = len(filesystem_of(root)[1])
-    folders = {
-        f.path[top:].strip("/").partition("/")[0] for f in files if f.path[top:].count("/") > 1
-    }
-    folders = {
-        name for name in folders if "=" not in name and not name.lower().endswith(PARQUET_SUFFIXES)
-    }
-    if len(folders) < 2 or split != "train" or _folder_name(root, split):
-        return ()
-    names = ", ".join(sorted(folders)[:3]) + ", …" * (len(folders) > 3)
-    return (
-        f"{root}: the files of {len(folders)} folders ({names}) are read as one split; name one folder if"
-        " each is a dataset of its own",
-    )
 
 
 @cache
@@ -397,28 +279,15 @@ def partitions_of(
     return constants, types, twice
 
 
-def _folder_name(root: str, split: str) -> str:
-    there = child_folders(root)
-    name = only(root, split, [name for name in SPLIT_NAMES[split] if name in there])
-    if not name and split == "val" and {*there} & {*SPLIT_NAMES["train"]}:
-        # A run without validation would be the only sign of a misspelt name.
-        _refuse_misnamed(root, split, there, cutoff=0.8)
-    return name
-
-
-def _refuse_misnamed(root: str, split: str, there: list[str], cutoff: float = 1.0) -> None:
-    names = SPLIT_NAMES[split]
-    for other in there:
-        low = other.lower()
-        if low.startswith(_prefixes(names)) or nearest(low, names, cutoff=cutoff):
-            raise UsageError(
-                f"{root}: {other}/ is no split; rename it to {split}/, or move it elsewhere"
-            )
+def split_name(root: str, split: str) -> str:
+    """The name of a split's folder; empty if there is none."""
+    names = child_folders(root)
+    return only(root, split, [name for name in SPLIT_NAMES[split] if name in names])
 
 
 def only(root: str, split: str, names: list[str]) -> str:
     """The name to read of those of a split; a test split if there is no other for validation."""
-    found = [name for name in names if name not in _LAST] or names
+    found = [name for name in names if name not in LAST] or names
     if len(found) > 1:
         raise UsageError(
             f"{root}: {found[0]} and {found[1]} both name the {split} split; merge or rename one"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -448,11 +449,12 @@ class ParquetSource(StreamedSource):
 
 
 def read_parquet(
-    root: str,
+    root: str | os.PathLike[str],
     split: str,
     columns: list[str] | None = None,
     filters: Filters | None = None,
     nulls: Nulls | None = None,
+    ignore: Sequence[str] = (),
 ) -> Source | None:
     """Read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
@@ -466,15 +468,17 @@ def read_parquet(
         nulls: how to handle a column's NULLs, {"age": "quarantine"}: drop and count the record; "keep": NaN
             for floats, otherwise 0, False or "" plus a column age__valid; or a replacement value. NULLs of
             other columns are refused before training.
+        ignore: patterns of files that are not read, such as `*.txt`.
 
     Raises:
         UsageError: no files, or a Delta table, whose old files must not be read.
     """
+    root = os.fspath(root)
     if is_delta_table(root):
         raise UsageError(
             f"{root}: is a Delta table, so some files may be outdated; read it with read_delta"
         )
-    files, notes = split_files(root, split, PARQUET_SUFFIXES)
+    files, notes = split_files(root, split, PARQUET_SUFFIXES, ignore)
     if not files:
         return None
     constants, types, twice = partitions_of(root, files)

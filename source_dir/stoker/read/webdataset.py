@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -286,7 +287,11 @@ def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator
 
 
 def read_webdataset(
-    root: str, split: str, columns: list[str] | None = None, strict: bool = True
+    root: str | os.PathLike[str],
+    split: str,
+    columns: list[str] | None = None,
+    strict: bool = True,
+    ignore: Sequence[str] = (),
 ) -> Source | None:
     """Read tar shards under `root/<split>/` or named `root/<split>*.tar`.
 
@@ -295,12 +300,14 @@ def read_webdataset(
         split: train or val.
         columns: return these columns only; default: all.
         strict: refuse a column that no record of local shards has.
+        ignore: patterns of files that are not read, such as `*.txt`.
     """
+    root = os.fspath(root)
     if root.startswith("pipe:"):
         raise UsageError(
             f"{root}: pipe: addresses run commands and are refused; use a path or s3://"
         )
-    files, notes = split_files(root, split, TAR_SUFFIXES)
+    files, notes = split_files(root, split, TAR_SUFFIXES, ignore)
     if not files:
         return None
     return WebDatasetSource(files, columns, strict).noting(*notes)
