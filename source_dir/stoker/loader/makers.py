@@ -337,17 +337,7 @@ def end_passes() -> None:
 
 @functools.cache
 def end_passes_before_ray() -> None:
-    """Script, connected: whether it exits or calls `ray.shutdown`."""
-    import ray
-
-    shutdown = ray.shutdown
-
-    @functools.wraps(shutdown)
-    def ending(*arguments: Any, **options: Any) -> None:
-        end_passes()
-        shutdown(*arguments, **options)
-
-    ray.shutdown = ending
+    """Script, connected: at exit, functions run in reverse order."""
     atexit.register(end_passes)
 
 
