@@ -34,7 +34,7 @@ check: setup lint types unit  ## lint, types and unit tests before every commit,
 test: setup  ## lint, types and all tests except the long ones; continues after a failed part
 	@bash scripts/test.sh lint types unit slow old
 
-test-all: setup  ## the same with the long tests, as in CI
+test-all: setup  ## the same with the long tests, as in the nightly workflow
 	@LONG=1 bash scripts/test.sh lint types unit slow old
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
