@@ -88,8 +88,10 @@ def _host_spec(
         "rate": rate_arguments(config.rehearsal.link_mbps),
         "shm_mb": config.rehearsal.shm_mb,
         "channels": [{"source": str(c.source), "target": c.path_on_host} for c in request.channels],
+        # A .pth file may name the packages of another environment.
         "kept": [
-            str(path) for path in (sys.prefix, sys.base_prefix, sagemaker_hosts.cache_folder())
+            *map(str, (sys.prefix, sys.base_prefix, sagemaker_hosts.cache_folder())),
+            *(path for path in sys.path if Path(path).name == "site-packages"),
         ],
         "masked": masked_folders(request.job),
         **request.shape.prepare(request, host, folder),
