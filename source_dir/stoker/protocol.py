@@ -350,8 +350,6 @@ class Plan(BaseModel):
     order: str
     block_records: int
     fingerprint: str
-    unstable: str = ""
-    """Why the fingerprint cannot identify the records; empty: it can."""
     validation: str | None = None
     """The same of the validation split; empty: there is none; None: not compared."""
     homes: int = 0

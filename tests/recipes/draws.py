@@ -112,7 +112,7 @@ class Split(Recipe):
 
         numbers = [{"number": i} for i in range(self.n)]
         train, val = random_split(numbers, [0.8, 0.2])  # type: ignore[arg-type]
-        return read_torch(train if split == "train" else val)
+        return read_torch(train if split == "train" else val, cacheable=True)
 
 
 class Halves(Recipe):
@@ -126,7 +126,7 @@ class Halves(Recipe):
         numbers = [{"number": i + self.shift} for i in range(self.n)]
         half = self.n // 2
         part = range(half) if split == "train" else range(half, self.n)
-        return read_torch(Subset(numbers, list(part)))  # type: ignore[arg-type]
+        return read_torch(Subset(numbers, list(part)), cacheable=True)  # type: ignore[arg-type]
 
     def preprocess(self, split: str) -> list[Any]:
         return [Plain()]

@@ -47,6 +47,8 @@ class Regression(Recipe):
 class Numbers(Source):
     """Records 0 … n-1; those in `bad` cannot be read. With `shard`, shards hold so many of them."""
 
+    random = False
+
     def __init__(self, n: int, bad: tuple[int, ...] = (), shard: int = 0) -> None:
         self.n, self.bad, self.shard = n, bad, shard
 

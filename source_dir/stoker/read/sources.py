@@ -93,7 +93,7 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Short text that changes if the records change; takes about a second at most.
 
-        Empty: only reading can tell, so records are sampled (`stoker.read.identity`).
+        Empty: the type of the source and the number of its records are compared.
         """
         return ""
 
@@ -434,7 +434,9 @@ class TorchSource(NumberedSource):
     An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
     """
 
-    def __init__(self, dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> None:
+    def __init__(
+        self, dataset: Any, columns: tuple[str, ...] = ("image", "label"), cacheable: bool = False
+    ) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UsageError(
                 f"read_torch({type(dataset).__name__}): needs a map-style dataset, with __len__ and"
@@ -442,6 +444,12 @@ class TorchSource(NumberedSource):
             )
         self.dataset = dataset
         self.columns = columns
+        self.random = not cacheable
+
+    def fingerprint(self) -> str:
+        own = getattr(self.dataset, "fingerprint", None)
+        text = own() if callable(own) else ""
+        return digest(type(self.dataset).__name__, len(self.dataset), text)
 
     def check(self) -> None:
         if len(self.dataset) == 0:
@@ -498,8 +506,19 @@ def _is_encoded(value: Any) -> bool:
     )
 
 
-def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
-    return TorchSource(dataset, columns)
+def read_torch(
+    dataset: Any, columns: tuple[str, ...] = ("image", "label"), cacheable: bool = False
+) -> Source:
+    """Read a map-style dataset.
+
+    On resume, datasets are compared by type, length and, if they have that method, `fingerprint()`.
+
+    Args:
+        dataset: a `torch.utils.data.Dataset` with `__len__` and `__getitem__`.
+        columns: the names of a tuple's parts.
+        cacheable: reading an item draws no random numbers, so that `data.cache` may keep it.
+    """
+    return TorchSource(dataset, columns, cacheable)
 
 
 def read_range(n: int) -> Source:

@@ -25,12 +25,6 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
     _refuse_changed("training", position.plan.fingerprint, plan.fingerprint)
     if position.plan.validation is not None and plan.validation is not None:
         _refuse_changed("validation", position.plan.validation, plan.validation)
-    unstable = position.plan.unstable or plan.unstable
-    if unstable and "exact" in (position.plan.order, plan.order):
-        raise UsageError(
-            f"resume: {unstable}, so the run cannot resume exactly; draw from the generators of random,"
-            " numpy.random or torch, which are seeded for each record, or start a new run"
-        )
     share, wanted = position.plan.cache_share, plan.cache_share
     if None not in (share, wanted) and share != wanted:
         raise UsageError(

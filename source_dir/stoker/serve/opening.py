@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from stoker.serve.passes import Passes
     from stoker.sizing.model import Scaler
 
-REMEDY = (
-    "draw from the generators of random, numpy.random or torch, which are seeded for each record, or seed its"
-    " own from `rng` for each"
-)
-
 
 @dataclass
 class Data:
@@ -54,11 +49,6 @@ class Data:
         """Lines on what lies beside the records and is not read."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
         return [*dict.fromkeys(beside)]
-
-    @property
-    def unstable(self) -> str:
-        """Why the training records cannot be made again; empty: they can."""
-        return self.identity("train").unstable
 
     def identity(self, split: str) -> Identity:
         if split not in self._identities:
@@ -160,7 +150,7 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
         if why := data.identity("train").draws:
             raise UsageError(
                 f"data.cache: {config.recipe}.read('train'): {why}, and a cache would repeat the first"
-                " epoch's; set data.cache=none, or draw in a transform of the chain"
+                " epoch's; or set data.cache=none"
             )
         refuse_nothing_to_keep(data.chains["train"].stages)
     return data
@@ -202,15 +192,6 @@ def cache_note(config: Config) -> str:
     return ""
 
 
-def exact_note(config: Config, data: Data) -> str:
-    if config.data.order == "exact" and data.unstable:
-        return (
-            f"data.order exact: {data.unstable}, so two runs differ and an interrupted one cannot be resumed;"
-            f" {REMEDY}"
-        )
-    return ""
-
-
 def refuse_other_classes(data: Data) -> None:
     of = {
         split: source.classes()
@@ -228,7 +209,7 @@ def refuse_other_classes(data: Data) -> None:
 def plan_of(passes: Passes, data: Data) -> Plan:
     identity = data.identity("train")
     validation = data.identity("val").text if "val" in data.sources else ""
-    return passes.identity(identity.text, data.unstable, validation)
+    return passes.identity(identity.text, validation)
 
 
 def start_coordinator(

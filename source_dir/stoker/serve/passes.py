@@ -336,7 +336,7 @@ class Passes:
         self.schemas = {split: found for split, found in (schemas or {}).items() if found}
         """Required schema of each split; for a split without one, the run's first block sets it."""
 
-    def identity(self, fingerprint: str, unstable: str = "", validation: str | None = None) -> Plan:
+    def identity(self, fingerprint: str, validation: str | None = None) -> Plan:
         data = self.config.data
         return Plan(
             seed=self.config.seed,
@@ -344,7 +344,6 @@ class Passes:
             order=data.order,
             block_records=data.block_records,
             fingerprint=fingerprint,
-            unstable=unstable,
             validation=validation,
             homes=self._homes("train"),
             bucket_by=data.bucket_by,

@@ -336,7 +336,7 @@ class RecipeAttempt(Attempt):
         for epoch in range(start.epoch, self.passes.config.train.epochs):
             if epoch != start.epoch:
                 plan = start.plan
-                plan = self.passes.identity(plan.fingerprint, plan.unstable, plan.validation)
+                plan = self.passes.identity(plan.fingerprint, plan.validation)
                 start = fresh(epoch, plan, start.by_row)
             for split in self.totals:
                 yield self._pass(split, epoch, start if split == "train" else None)

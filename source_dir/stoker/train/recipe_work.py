@@ -13,7 +13,7 @@ from stoker.events.sinks import Tracking
 from stoker.figures import count_of
 from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
-from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
+from stoker.serve.opening import Data, cache_note, start_coordinator
 from stoker.sizing.model import Scaler
 from stoker.train.resume import find_start, refuse_unshared
 from stoker.train.stopping import check_monitors, modes, with_modes
@@ -55,8 +55,7 @@ class RecipeWork:
         return f"{' + '.join(counts)} records; starting {workers} …"
 
     def notes(self) -> list[str]:
-        config, data = self.config, self.data
-        return [*filter(None, [cache_note(config), exact_note(config, data)]), *data.notes()]
+        return [*filter(None, [cache_note(self.config)]), *self.data.notes()]
 
     def settings(self) -> dict[str, Any]:
         """What `loop.train` takes besides the configuration and the coordinator."""

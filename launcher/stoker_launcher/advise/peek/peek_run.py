@@ -300,8 +300,6 @@ class Rebuild:
         kept = {split: "" for split, chain in data.chains.items() if chain.prefix}
         passes = Passes(self.config, data.sources, chains, None, kept, share=start.plan.cache_share)
         identity = data.identity("train")
-        if unstable := start.plan.unstable or data.unstable:
-            raise UsageError(f"--step: {unstable}, so its batches cannot be rebuilt")
         plan = passes.identity(identity.text)
         try:
             refuse_other_data(start, plan)
