@@ -13,7 +13,10 @@ import boto3
 import pytest
 from damage import checked, read_all, records, tar_of
 
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
 from stoker.data import read_any, read_images
+from stoker.entry.job_checks import open_sources_of
 from stoker.errors import UsageError
 from stoker.storage import filesystems
 from tests.fakes.aws import moto, moto_server, served
@@ -99,6 +102,35 @@ def test_images_come_from_s3_in_folders_and_with_their_labels_in_a_file(s3: dict
     for split, labels in {"train": {"0.png": 1, "2.jpg": 0}, "val": {"deep/1.jpg": 0}}.items():
         found = read_all(read_images(f"s3://{BUCKET}/labelled", split, "labels.csv"))
         assert found == [{"key": k, "image": jpeg, "label": label} for k, label in labels.items()]
+
+
+def test_a_job_lists_each_folder_once_and_names_a_slow_store(
+    s3: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    client = boto3.client("s3")
+    for split in ("train", "val"):
+        for number in range(8):
+            image = {"Key": f"once/{split}/{number % 2}/{number}.png", "Body": b"\x89PNG"}
+            client.put_object(Bucket=BUCKET, **image)
+    asked: Counter[tuple[str, str]] = Counter()
+    ask = filesystems._remembered
+
+    def counted(path: str, what: str, answer: Any) -> Any:
+        return ask(path, what, lambda: (asked.update([(path, what)]), answer())[1])
+
+    monkeypatch.setattr(filesystems, "_remembered", counted)
+    monkeypatch.setattr(filesystems, "SLOW_LISTING_S", 0)
+    job = Resolved(Config.model_validate({"params": {"data": f"s3://{BUCKET}/once"}}), {})
+    _, data = open_sources_of(job)
+    assert {split: source.count() for split, source in data.sources.items()} == {
+        "train": 8,
+        "val": 8,
+    }
+    assert asked and {*asked.values()} == {1}, asked
+    assert "still listing" in capfd.readouterr().err
 
 
 PHOTOS = "stoker-photos"

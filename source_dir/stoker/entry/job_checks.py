@@ -18,6 +18,7 @@ from stoker.events.sinks import Sink
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.serve.opening import Data, discover, open_data, open_sources
+from stoker.storage.filesystems import listing_once
 from stoker.train import resume as resuming
 from stoker.train.recipe_work import (
     check_optimizer,
@@ -105,8 +106,9 @@ def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
 
 
 def open_sources_of(resolved: Resolved) -> Opened:
-    config = discover(resolved)
-    return config, open_sources(config)
+    with listing_once():
+        config = discover(resolved)
+        return config, open_sources(config)
 
 
 def open_all(resolved: Resolved) -> Opened:

@@ -6,8 +6,11 @@ import contextlib
 import os
 import re
 import stat
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,9 @@ from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE, SOURCE_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
+S3_CONNECT_S, S3_REQUEST_S = 5, 30
+"""Limits of one request. Slow stores take longer for a listing than pyarrow's 3 s."""
+SLOW_LISTING_S = 10
 LISTS = 16
 """Requests in flight while a bucket is listed."""
 MOST_LISTED = 4000
@@ -83,6 +89,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
         if region := region_of_s3():
             options["region"] = region
         retry = fs.AwsDefaultS3RetryStrategy(max_attempts=S3_ATTEMPTS)
+        options |= {"connect_timeout": S3_CONNECT_S, "request_timeout": S3_REQUEST_S}
         return fs.S3FileSystem(retry_strategy=retry, **options), rest.rstrip("/")
     if scheme == "gs":
         from stoker.storage.google import google_filesystem
@@ -224,13 +231,50 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
     if isinstance(filesystem, fs.LocalFileSystem):
         return [*walk(folder)] if recursive else _entries(folder)
     try:
-        if recursive and isinstance(filesystem, fs.S3FileSystem):
-            return _below_in_parts(filesystem, folder)
-        found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+        found: list[Any] = _remembered(
+            folder,
+            "below" if recursive else "in",
+            lambda: (
+                _below_in_parts(filesystem, folder)
+                if recursive and isinstance(filesystem, fs.S3FileSystem)
+                else filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+            ),
+        )
     except OSError as error:
         text = error.strerror or " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
     return found
+
+
+_listings: ContextVar[dict[tuple[str, str], Any] | None] = ContextVar("listings", default=None)
+
+
+@contextlib.contextmanager
+def listing_once() -> Iterator[None]:
+    """Within this, each remote folder is listed once: the data does not change while it is opened."""
+    token = _listings.set(_listings.get() or {})
+    try:
+        yield
+    finally:
+        _listings.reset(token)
+
+
+def _remembered(path: str, what: str, ask: Callable[[], Any]) -> Any:
+    """The answer of a remote filesystem; says so once if it takes more than 10 s."""
+    known = _listings.get()
+    if known is not None and (path, what) in known:
+        return known[path, what]
+    text = f"{path}: the store has not answered for {SLOW_LISTING_S} s; still listing …"
+    slow = threading.Timer(SLOW_LISTING_S, print, (text,), {"file": sys.stderr, "flush": True})
+    slow.daemon = True
+    slow.start()
+    try:
+        answer = ask()
+    finally:
+        slow.cancel()
+    if known is not None:
+        known[path, what] = answer
+    return answer
 
 
 def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
@@ -336,8 +380,13 @@ def _absolute(path: str) -> Path:
 
 
 def _info(filesystem: Any, path: str, uri: str) -> Any:
-    try:
+    from pyarrow import fs
+
+    def ask() -> Any:
         return filesystem.get_file_info(path)
+
+    try:
+        return ask() if isinstance(filesystem, fs.LocalFileSystem) else _remembered(path, "is", ask)
     except OSError as error:
         raise UsageError(
             f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}"
