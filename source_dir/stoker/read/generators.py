@@ -26,6 +26,7 @@ ATOMS = {
     *(types.CodeType, types.FrameType, types.TracebackType, weakref.ref),
 }
 """Types of objects that lead to no generator."""
+CONTAINERS = {dict, list, tuple, set}
 
 
 class HeldGenerators:
@@ -102,9 +103,10 @@ def generators_of(*owners: Any) -> tuple[list[Any], list[Any]]:
     def walk(level: list[Any], beyond: list[Any] | None) -> list[Any]:
         found = []
         while level:
-            following: list[Any] = []
+            # At once, because datasets may have millions of them.
+            following = gc.get_referents(*(v for v in level if type(v) in CONTAINERS))
             for value in level:
-                if isinstance(value, leaves):
+                if type(value) in CONTAINERS or isinstance(value, leaves):
                     continue
                 if isinstance(value, kinds):
                     found.append(value)
