@@ -21,6 +21,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -456,6 +457,14 @@ _open: weakref.WeakSet[LoaderSource] = weakref.WeakSet()
 """Those with a copy of a map-style dataset in this process."""
 
 
+def _close_others(own: weakref.ref[LoaderSource]) -> bool:
+    others = [other for other in _open if other is not own() and other._work is not None]
+    for other in others:
+        other._work = None
+    gc.collect()
+    return bool(others)
+
+
 class LoaderSource:
     """Reads groups of batches. A shard of an iterable dataset (`stays`) is continued, not read again."""
 
@@ -512,13 +521,6 @@ class LoaderSource:
                 ENDED: ended,
             }
 
-    def _close_others(self) -> bool:
-        others = [other for other in _open if other is not self and other._work is not None]
-        for other in others:
-            other._work = None
-        gc.collect()
-        return bool(others)
-
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
@@ -529,7 +531,7 @@ class LoaderSource:
         if not self.stays:
             if self._work is None:
                 self._work = opened(self.pages[1])
-                self._work.close_others = self._close_others
+                self._work.close_others = partial(_close_others, weakref.ref(self))
                 _open.add(self)
             return self._work.run(order, room)
         try:
