@@ -145,7 +145,6 @@ class ImageClassification(Recipe):
         if not own_chain:
             columns = {"image_column": self.image_column, "label_column": self.label_column}
             refuse_absent_columns(self.data, source, columns)
-        several = getattr(source, "several", self.multi_label)
         count, names = find_classes(
             self.data,
             source,
@@ -157,7 +156,9 @@ class ImageClassification(Recipe):
         )
         if self.num_classes is None and count < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
-        found = {"num_classes": self.num_classes or count, "multi_label": several}
+        found: dict[str, Any] = {"num_classes": self.num_classes or count}
+        if self.labels is not None:
+            found["multi_label"] = source.several
         return {**found, **({"class_names": names} if names else {})}
 
     def preprocess(self, split: Split) -> list[Any]:
