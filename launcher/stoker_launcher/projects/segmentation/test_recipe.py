@@ -7,6 +7,7 @@ import io
 import numpy as np
 import torch
 from PIL import Image
+from torchvision import tv_tensors
 
 from recipe import Shapes
 
@@ -22,11 +23,11 @@ def test_image_and_mask_are_cropped_alike() -> None:
     image = np.stack([mask * 100] * 3, axis=2)
     record = {"key": "a", "image": encoded(image), "mask": encoded(mask)}
     torch.manual_seed(0)
-    for stage in Shapes(data="").preprocess("train"):
-        apply = stage[1] if isinstance(stage, tuple) else stage
-        record = apply(record, np.random.default_rng(1))
-    pixels, classes = np.asarray(record["image"]), np.asarray(record["mask"])
-    pixels = pixels if pixels.shape[0] == 3 else pixels.transpose(2, 0, 1)
+    *decode, (_, crop) = Shapes(data="").preprocess("train")
+    for stage in decode:
+        record = stage(record, np.random.default_rng(1))
+    image = tv_tensors.Image(torch.as_tensor(np.asarray(record["image"])).permute(2, 0, 1))
+    pixels, classes = crop(image, tv_tensors.Mask(torch.as_tensor(np.asarray(record["mask"]))))
     assert classes.shape == (32, 32) == pixels.shape[1:]
     assert (pixels == classes * 100).all()
 
