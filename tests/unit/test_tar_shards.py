@@ -351,9 +351,9 @@ REFUSED: dict[str, tuple[list[Members], str]] = {
         "the folders in the shards have different depths or parents",
     ),
     "no folders": ([[(f"{i}.jpg", jpg(i)) for i in range(3)]], "add it as 0.cls beside 0.jpg"),
-    "ids only": ([shard("id", lambda i: b"%d" % i)], "params.label_column=id"),
-    "cls2 only": ([shard("cls2", lambda i: b"%d" % (i % 2))], "params.label_column=cls2"),
-    "captions only": ([shard("txt", lambda i: b"photo %d" % i)], "params.label_column=text"),
+    "ids only": ([shard("id", lambda i: b"%d" % i)], "id ("),
+    "cls2 only": ([shard("cls2", lambda i: b"%d" % (i % 2))], "cls2 ("),
+    "captions only": ([shard("txt", lambda i: b"photo %d" % i)], "text ("),
     "metadata only": (
         [shard("json", lambda i: b'{"width": 3}')],
         "no field of label, cls, class, target is a",
