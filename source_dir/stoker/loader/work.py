@@ -173,6 +173,8 @@ class LoaderWork:
     close_others: Callable[[], bool] = bool
     """Drops the datasets of other loaders from this process, as one may have open what another opens, too: LMDB
     refuses that. Whether there were any."""
+    tell: Callable[[str], Any] | None = None
+    """Set where a process died: called before each item."""
 
     @property
     def held(self) -> HeldGenerators:
@@ -301,6 +303,8 @@ class LoaderWork:
         together = getattr(self.dataset, "__getitems__", None)
         if together and not self.quarantines:
             self._seed(f"{seed}/{number}")
+            if self.tell is not None:
+                self.tell(f"loading indices {short(indices)}")
             try:
                 return together(indices)
             except BaseException as error:
@@ -311,6 +315,8 @@ class LoaderWork:
         data = []
         for nth, index in enumerate(indices):
             self._seed(f"{seed}/{nth}")
+            if self.tell is not None:
+                self.tell(f"loading index {index!r}")
             try:
                 data.append(self.dataset[index])
             except (
@@ -477,10 +483,15 @@ class LoaderSource:
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
+        self._tell: Callable[[str], Any] | None = None
 
     def apart(self) -> LoaderSource:
         """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
         return LoaderSource(self.pages, self.stays, self.name)
+
+    def report_to(self, tell: Callable[[str], Any]) -> None:
+        """Say what is loaded next, so that the head knows it if the process dies."""
+        self._tell = tell
 
     def begin(self, folder: BlockFolder, where: Any) -> None:
         """Open a pass; let the processes of this host have the dataset's arrays and tensors once."""
@@ -533,6 +544,7 @@ class LoaderSource:
                 self._work = opened(self.pages[1])
                 self._work.close_others = partial(_close_others, weakref.ref(self))
                 _open.add(self)
+            self._work.tell, self._tell = self._tell, None
             return self._work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)

@@ -404,11 +404,12 @@ class DataService(ABC):
     def record_begins(self, split: str, task: str, key: str) -> str:
         """Chain worker's call when it reports its records: why one must not be started; empty: it may."""
         with self.changed:
-            return self.suspects.begins(task, split, key)
+            # A script's attempt has suspects of its own: each starts anew.
+            return (self.attempt or self).suspects.begins(task, split, key)
 
     def task_does(self, split: str, task: str, what: str) -> None:
         with self.changed:
-            self.suspects.does(task, what)
+            (self.attempt or self).suspects.does(task, what)
 
 
 def start_service(

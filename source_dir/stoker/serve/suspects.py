@@ -68,8 +68,8 @@ class Suspects:
             self._blame(suspect, split)
         if suspect.unnamed >= UNNAMED_DEATHS:
             raise DataError(
-                f"{task}: its process died {suspect.deaths} times, the last time {suspect.doing}, and no"
-                " record is to blame: look for a crash in native code in the chain, or give hosts more memory",
+                f"{task}: its process died {suspect.deaths} times, the last time {suspect.doing}: look there"
+                " for a crash in native code, or give hosts more memory",
                 key="chain_worker.died",
             )
         suspect.key, suspect.doing = "", "starting"
