@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from stoker.train.feed import Feed
 from stoker.train.manager import CheckpointManager, begin, check_scale, nothing_left
 from stoker.train.state import (
     Progress,
+    Tee,
     Worker,
     check_finite,
     mean_over_ranks,
     reached,
     reconcile,
-    tee_prints,
 )
 from stoker.train.step import Step, windows
 from stoker.train.stop_gate import StopGate
@@ -67,7 +68,7 @@ def train(settings: dict[str, Any]) -> None:
     )
     worker.classes = class_names_of(worker.recipe, settings["classes"])
     if worker.rank == 0:
-        tee_prints(worker)
+        sys.stdout = Tee(sys.stdout, worker)
     threads = config.train.threads or max(1, machine.cores() // context.get_local_world_size())
     torch.set_num_threads(threads)
     node = ray.get_runtime_context().get_node_id()

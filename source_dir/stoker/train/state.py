@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -152,21 +151,22 @@ def count_records(batch: Batch) -> int:
     return len(next(iter(batch.values()))) if batch else 0
 
 
-def tee_prints(worker: Worker) -> None:
-    """Also show on the head's screen what the user's code prints on rank 0."""
-    write: Callable[[str], int] = sys.stdout.write
-    pending: list[str] = []
+class Tee:
+    """Train worker of rank 0, in place of `sys.stdout`: also shows on the head's screen what is printed."""
 
-    def tee(text: str) -> int:
-        pending.append(text)
-        if "\n" in text:
-            for line in "".join(pending).splitlines():
-                if line.strip():
-                    worker.log(Printed(text=line))
-            pending.clear()
-        return write(text)
+    def __init__(self, stream: TextIO, worker: Worker) -> None:
+        self._stream, self._worker = stream, worker
+        self._pending = ""
 
-    sys.stdout.write = tee  # type: ignore[method-assign]
+    def write(self, text: str) -> int:
+        *lines, self._pending = (self._pending + text).split("\n")
+        for line in lines:
+            if line.strip():
+                self._worker.log(Printed(text=line))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass
