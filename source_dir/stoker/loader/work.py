@@ -483,15 +483,11 @@ class LoaderSource:
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
-        self._tell: Callable[[str], Any] | None = None
+        self.tell: Callable[[str], Any] | None = None
 
     def apart(self) -> LoaderSource:
         """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
         return LoaderSource(self.pages, self.stays, self.name)
-
-    def report_to(self, tell: Callable[[str], Any]) -> None:
-        """Say what is loaded next, so that the head knows it if the process dies."""
-        self._tell = tell
 
     def begin(self, folder: BlockFolder, where: Any) -> None:
         """Open a pass; let the processes of this host have the dataset's arrays and tensors once."""
@@ -544,7 +540,7 @@ class LoaderSource:
                 self._work = opened(self.pages[1])
                 self._work.close_others = partial(_close_others, weakref.ref(self))
                 _open.add(self)
-            self._work.tell, self._tell = self._tell, None
+            self._work.tell, self.tell = self.tell, None
             return self._work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)
@@ -597,10 +593,7 @@ class LoaderChain:
             if isinstance(each, BadRecord):
                 report.bad.append(each)
             else:
-                columns, report.records, report.last = (
-                    {PAGES: each[PAGES]},
-                    each[BATCHES],
-                    each[ENDED],
-                )
+                columns = {PAGES: each[PAGES]}
+                report.records, report.last = each[BATCHES], each[ENDED]
                 report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
         return columns, report

@@ -151,8 +151,8 @@ class Guard:
         """The records of a shard; skips reading quarantined ones if the source supports that."""
         listing = listing_of(source, shard)
         if listing is None:
-            if self._tell and hasattr(source, "report_to"):
-                source.report_to(partial(self._tell, "task_does"))
+            if self._tell and hasattr(source, "tell"):
+                source.tell = partial(self._tell, "task_does")
             return source.read(shard, order)
         return one_by_one(source, listing, lambda key: None, self.refuses)
 
