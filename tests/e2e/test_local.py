@@ -80,9 +80,7 @@ def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path
     done = submit(DIGITS, "params.data=.data/digits/webdatast", cwd=tmp_path)
     assert done.returncode == 2
     where = tmp_path / ".data/digits"
-    assert (
-        done.stderr == f"error: .data/digits/webdatast: no such file or folder ({where} exists)\n"
-    )
+    assert done.stderr == f"error: {where}/webdatast: no such file or folder ({where} exists)\n"
     assert not list((tmp_path / "runs").glob("*")), "a run that was refused leaves nothing"
 
 

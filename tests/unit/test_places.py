@@ -171,6 +171,6 @@ def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) ->
     full = mock.Mock(free=2**20)
     with (
         mock.patch("shutil.disk_usage", return_value=full),
-        pytest.raises(UsageError, match=r"full \(1 MB"),
+        pytest.raises(UsageError, match=r"1 MB free"),
     ):
         run_directory.refuse_unwritable(tmp_path)

@@ -123,6 +123,7 @@ class Way:
             {
                 "recipe": "whole_way:Given",
                 "data": {
+                    "remainder": 1,
                     "block_records": block_records,
                     "shuffle": False,
                     "bad_record_budget": 0.99,

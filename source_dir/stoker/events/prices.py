@@ -4,7 +4,7 @@
     known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
 `machines.csv` is a dated table, not a live quote: SageMaker's prices of training in us-east-1 (g4dn, g6e and
-p4de as users of AWS's Price List API have published them), and Compute Engine's on-demand prices in
+p4de as other projects publish them), and Compute Engine's on-demand prices in
 us-central1, to which Vertex AI's fee for training is added (n1-standard-4: $0.2185, not $0.1900).
 `sagemaker.prices` and `vertex.prices` give yours; a type without a price costs "?". Every figure shown from
 here carries the list's `label`. Loads neither ray nor torch nor boto3.
