@@ -15,6 +15,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.config.schema import Config
+from stoker.errors import DataError
 
 BUILT_IN = "ImageClassification"
 
@@ -157,7 +158,7 @@ def test_the_data_side_says_why_it_ends(
     sections = make(tmp_path / "data", digits)
     job = {"data": {"bad_record_budget": 0}, "train": {"epochs": 1, "batch_size": 16}, **sections}
     train = Train(Config.model_validate(job))
-    with pytest.raises(AssertionError) as told:
+    with pytest.raises(DataError) as told:
         list(train.steps("train", 0))
     assert expected in str(told.value)
     train.close()

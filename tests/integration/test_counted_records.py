@@ -11,6 +11,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.config.schema import Config
+from stoker.errors import DataError
 
 DATA = {"bad_record_budget": 0.1, "block_records": 20, "shuffle": False, "order": "exact"}
 
@@ -52,7 +53,7 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
             assert train.reconcile("train", 0, rest)["read"] == 101
         else:
             with pytest.raises(
-                AssertionError, match=f"counted 101 records before training, but gave {given}"
+                DataError, match=f"counted 101 records before training, but gave {given}"
             ):
                 train.reconcile("train", 0, rest)
     finally:
@@ -82,7 +83,7 @@ def test_a_source_with_too_many_bad_records_fails_long_before_its_end(
 ) -> None:
     train = Train(job(0.0001, train_records=2000, first_bad=first_bad))
     try:
-        with pytest.raises(AssertionError, match=said):
+        with pytest.raises(DataError, match=said):
             list(train.steps("train", 0))
     finally:
         train.close()

@@ -12,6 +12,7 @@ from running import run_job
 from streaming import Train, flat
 
 from stoker.config.schema import Config
+from stoker.errors import DataError
 from stoker.read.sources import cut_indices, record_id
 from stoker.serve.shards import order_of
 
@@ -122,9 +123,7 @@ def test_deadly_records_count_against_the_budget_at_once(ray_cluster: None, tmp_
         }
     )
     train = Train(config)
-    with pytest.raises(
-        AssertionError, match=r"1 of 120 train records cannot be used.*its process died"
-    ):
+    with pytest.raises(DataError, match=r"1 of 120 train records cannot be used.*its process died"):
         list(train.steps("train", 0))
     assert len((tmp_path / "deaths").read_text()) <= 12
     train.close()

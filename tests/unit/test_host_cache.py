@@ -364,7 +364,8 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
     assert prefix_length(as_stages([decode, lambda batch: batch, v2.CenterCrop(8)])) == 1
     assert prefix_length(as_stages([decode, v2.CenterCrop(8)])) == 2
     with pytest.raises(
-        UsageError, match=r"first stage RandomCrop is random, so nothing can be cached; put deterministic stages"
+        UsageError,
+        match=r"first stage RandomCrop is random, so nothing can be cached; put deterministic stages",
     ):
         refuse_nothing_to_keep(as_stages([crop]))
     with pytest.raises(UsageError, match="chain is empty"):
