@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchvision import tv_tensors
 
 from benchmarks.harness import Measure
 from benchmarks.jobs import environment
 from benchmarks.loaders.work import rate
+from stoker.data import RecordTransform
 
 KINDS = {
     "text": ("recipes.text:Reviews", 4000, 50, 1e-9),
@@ -56,7 +58,13 @@ class Files(IterableDataset[dict[str, Any]]):
             for i in rng.permutation(len(records)):
                 record = records[i]
                 for transform in self.chain:
-                    record = transform(record, rng)
+                    if isinstance(transform, RecordTransform):
+                        record = transform(record, rng)
+                        continue
+                    if isinstance(image := record["image"], np.ndarray):
+                        pixels = torch.from_numpy(image).permute(2, 0, 1)
+                        record = {**record, "image": tv_tensors.Image(pixels)}
+                    record = transform(record)
                 del record["key"]
                 yield record
 

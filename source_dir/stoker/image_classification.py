@@ -145,12 +145,14 @@ class ImageClassification(Recipe):
         if not own_chain:
             columns = {"image_column": self.image_column, "label_column": self.label_column}
             refuse_absent_columns(self.data, source, columns)
+        # Of a recipe that names the classes of folders, the names are for people.
+        lists = hasattr(source, "classes") and source.classes() is not None
         count, names = find_classes(
             self.data,
             source,
             self.read,
             self.label_column,
-            self.names or [*self.class_names],
+            self.names or ([] if lists else [*self.class_names]),
             self.num_classes,
             own_chain,
         )
