@@ -43,7 +43,7 @@ def full(key: str, place: str) -> str:
     """The keys of a table are those of the place's section, unless they name another."""
     return (
         key
-        if key.partition(".")[0] in ("checkpoint", "cluster", "data", "params", "train")
+        if key.partition(".")[0] in ("checkpoint", "cluster", "data", "params", "tracking", "train")
         else f"{place}.{key}"
     )
 

@@ -81,7 +81,7 @@ def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
         worded(data="bird", **columns)
     with pytest.raises(UsageError) as refused:
         worded()
-    assert "it has key, img, what: set params.label_column=what" in refused.value.problems[1]
+    assert "params.label_column" in refused.value.problems[1]
 
 
 def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: None) -> None:

@@ -21,7 +21,7 @@ class Rows(Numbers):
 class Interrupted(Counting):
     """Regression with dropout. Every start notes the rows of each step; some starts end with a signal."""
 
-    trace: str
+    trace: Path
     """Folder for the notes, one file per start and rank."""
     ends: tuple[str, ...] = ()
     """How the first, second, … start ends, after how many of its own steps: `worker@17`, `term@5`, …"""
@@ -63,7 +63,7 @@ class Interrupted(Counting):
         import torch.distributed as dist
 
         rank = dist.get_rank() if dist.is_initialized() else 0
-        notes = _notes_of_this_process(Path(self.trace), rank)
+        notes = _notes_of_this_process(self.trace, rank)
         rows = " ".join(str(int(row)) for row in batch["row"])
         with notes.open("a") as file:
             file.write(f"{float(loss):.17g} {rows}\n")

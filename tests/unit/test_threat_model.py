@@ -207,7 +207,7 @@ ARGUED = {
     "source_dir/stoker/chain/collating.py": (2, "records and a recipe's name, by this run"),
     "source_dir/stoker/serve/blocks/packing.py": (1, "by chain workers of this script's own job"),
     "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),
-    "source_dir/stoker/read/identity.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/loader/script_state.py": (1, "values of a script's modules, by that script"),
     "source_dir/stoker/chain/probing.py": (1, "of the head of this run"),
     "source_dir/train.py": (1, "the user's own module of that name, from the staged source"),
     "launcher/stoker_launcher/advise/peek/peek_run.py": (
