@@ -142,7 +142,7 @@ def run(
         bool, Option("--dry-run", help="check and print the plan, run nothing")
     ] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
-    address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
+    address: Annotated[str | None, Option(help="ray: http://head:8265 or plug-in://…")] = None,
     driver: Annotated[
         bool, Option("--driver", help="start a Ray script once, on the head")
     ] = False,

@@ -27,7 +27,7 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], Answer | None]) -> Iter
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_POST = handle_any  # noqa: N815 - the base class's names
+        do_GET = do_POST = do_PUT = handle_any  # noqa: N815 - the base class's names
 
         def log_message(self, *_: object) -> None: ...
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from stoker_launcher.job import Job, open_job
 from stoker_launcher.places import attach, remote
 from stoker_launcher.places import ray as ray_jobs
 from stoker_launcher.places import ray as ray_place
+from tests.fakes import ray_plugin
 from tests.fakes.answers import Answer, answering
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
@@ -115,22 +117,30 @@ class Followed(NamedTuple):
 
 
 @pytest.fixture
-def three_jobs(entered: RayNodes, tmp_path: Path) -> dict[str, Followed]:
-    """One that ends well, one that fails and one that is stopped, beside each other: starts are slow."""
+def three_jobs(entered: RayNodes, tmp_path: Path) -> Iterator[dict[str, Followed]]:
+    """One that ends well, one that fails and one that is stopped, beside each other: starts are slow.
+
+    The last goes through an address plug-in, and a proxy that refuses requests without its credentials.
+    """
     runs_of: dict[str, tuple[Any, Any]] = {}
-    for name, kind in (("ends", Probe), ("fails", Failing), ("waits", Waiting)):
-        request = ray_place.plan(job_of(kind, tmp_path), address=entered.dashboard)
-        runs_of[name] = ray_place.submit(request), request
-    for line in runs_of["waits"][0].logs(follow=True):
-        if line == "waiting":
-            runs_of["waits"][0].stop()
-            break
-    found = {}
-    for name, (run, request) in runs_of.items():
-        lines: list[str] = []
-        code = remote.follow(run, lines.append)
-        found[name] = Followed(run, request, lines, code)
-    return found
+    with ray_plugin.plugged(tmp_path, ray_plugin.forwarding(entered.dashboard), uses=5):
+        for name, kind, address in (
+            ("ends", Probe, entered.dashboard),
+            ("fails", Failing, entered.dashboard),
+            ("waits", Waiting, ray_plugin.ADDRESS),
+        ):
+            request = ray_place.plan(job_of(kind, tmp_path), address=address)
+            runs_of[name] = ray_place.submit(request), request
+        for line in runs_of["waits"][0].logs(follow=True):
+            if line == "waiting":
+                runs_of["waits"][0].stop()
+                break
+        found = {}
+        for name, (run, request) in runs_of.items():
+            lines: list[str] = []
+            code = remote.follow(run, lines.append)
+            found[name] = Followed(run, request, lines, code)
+        yield found
 
 
 def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(

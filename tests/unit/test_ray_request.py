@@ -21,7 +21,9 @@ from stoker_launcher.places import attach, remote
 from stoker_launcher.places import ray as ray_jobs
 from stoker_launcher.places import ray as ray_place
 from stoker_launcher.places.ray import RayRun
+from tests.fakes import ray_plugin
 from tests.fakes.answers import Answer, answering
+from tests.refusals import refused
 
 ADDRESS = "http://head.example.com:8265"
 
@@ -151,6 +153,87 @@ def test_a_lost_answer_costs_no_second_job(created: bool) -> None:
             with pytest.raises(UsageError, match="cannot connect"):
                 ray_place.submit(request)
     assert posted == ["/api/jobs/"]
+
+
+class Dashboard:
+    """Of a cluster with one job, which `stop` ends."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.sent: dict[str, object] = {}
+        self.state = "RUNNING"
+
+    def answer(self, request: BaseHTTPRequestHandler) -> Answer:
+        self.requests.append((request.command, request.path))
+        body = request.rfile.read(int(request.headers["Content-Length"] or 0))
+        found: dict[str, object] = {"status": self.state, "ray_version": "2.99.1"}
+        if request.path == "/api/jobs/":
+            self.sent = json.loads(body)
+        elif request.path.endswith("/stop"):
+            self.state, found = "STOPPED", {"stopped": True}
+        elif request.path.endswith("/logs"):
+            found = {"logs": "step 1\n"}
+        return 200, "application/json", json.dumps(found).encode()
+
+
+def plugged_job() -> ray_place.RayRequest:
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
+    return ray_place.plan(job, address=ray_plugin.ADDRESS)
+
+
+@pytest.mark.parametrize("uses", [1, 10**9])
+def test_a_plug_in_leads_to_the_cluster_and_is_asked_again_when_its_credentials_end(
+    tmp_path: Path, uses: int
+) -> None:
+    dashboard = Dashboard()
+    with ray_plugin.plugged(tmp_path, dashboard.answer, uses) as plugin:
+        request = plugged_job()
+        run = ray_place.submit(request)
+        assert run.id == f"ray:{ray_plugin.ADDRESS}/{request.submission_id}"
+        again = attach(run.id)
+        assert again.status() == "running"
+        again.stop()
+        assert again.status() == "interrupted" and list(again.logs()) == ["step 1"]
+        address, options = plugin.asked[0]
+        assert address == "cluster/namespace" and not options["create_cluster_if_needed"]
+        assert len(plugin.asked) == (2 if uses > 1 else len(dashboard.requests))
+    assert dashboard.sent["metadata"] == {"team": "a", "stoker_job": "probe"}
+    assert dashboard.requests.count(("POST", "/api/jobs/")) == 1
+    assert "session-" not in request.render() + repr(request) + repr(run)
+
+
+def test_a_plug_in_that_fails_while_a_run_is_watched_is_asked_again(tmp_path: Path) -> None:
+    dashboard = Dashboard()
+    with ray_plugin.plugged(tmp_path, dashboard.answer, uses=1) as plugin:
+        server = ray_jobs.job_server(ray_plugin.ADDRESS)
+        run = RayRun(server, "job", poll_s=0.01)
+        assert run.status() == "running"
+        plugin.problem = "token service unavailable"
+        asked = len(plugin.asked)
+        with pytest.raises(remote.UnansweredError):
+            run.ask()
+        plugin.problem = ""
+        assert run.status() == "running" and len(plugin.asked) == asked + 2
+
+
+def test_addresses_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    with ray_plugin.plugged(tmp_path, Dashboard().answer, uses=0) as plugin:
+        with refused("--address", code=2):  # refused twice, with new credentials
+            plugged_job()
+        assert len(plugin.asked) == 2
+        plugin.problem = "no such cluster"
+        with refused("--address", code=2):
+            plugged_job()
+    for address in ("no_module_of_ray://x", "no-module://x", "://x", "json://x", "ray://x:10001"):
+        with refused("--address", code=2):
+            ray_jobs.job_server(address).endpoint()
+
+
+def test_offline_asks_no_plug_in(tmp_path: Path) -> None:
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
+    with ray_plugin.plugged(tmp_path, Dashboard().answer) as plugin:
+        shown = ray_place.plan(job, address=ray_plugin.ADDRESS, offline=True).render()
+        assert not plugin.asked and ray_plugin.ADDRESS in shown
 
 
 class Flaky:

@@ -1,6 +1,7 @@
 """Laptop: `--on ray`: run the job through Ray Jobs on an existing cluster.
 
-The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token. An address
+such as `sagemaker_ray://cluster/namespace` is resolved by Ray's own plug-ins: the module named by the scheme.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -20,7 +22,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from stoker import figures
@@ -73,7 +75,7 @@ class RayRequest:
             "entrypoint": shlex.join(COMMAND),
             "submission_id": self.submission_id,
             "runtime_env": runtime_env,
-            "metadata": {"stoker_job": self.job.name},
+            "metadata": {**self.server.metadata, "stoker_job": self.job.name},
         }
 
     def render(self) -> str:
@@ -215,7 +217,9 @@ def attach(run_id: str) -> RayRun:
     """Find a run by `ray:http://head:8265/name`."""
     address, _, name = run_id.removeprefix("ray:").rpartition("/")
     if not address or not name:
-        raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
+        raise UsageError(
+            f"{run_id}: write ray:<address>/<job>, such as ray:http://<head>:8265/<job>"
+        )
     return RayRun(job_server(address), name)
 
 
@@ -234,14 +238,19 @@ PLACE = Place(
 
 
 def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[str]]:
-    server, warnings = job_server(address), []
-    place = urlsplit(server.address)
-    if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
+    server, warnings = job_server(address), list[str]()
+    unchecked = "not checked (--offline)"
+    if offline and server.plugin:
+        return server, unchecked, warnings
+    endpoint = server.endpoint()
+    place = urlsplit(endpoint.url)
+    secret = bool(endpoint.headers or endpoint.cookies)
+    if secret and place.scheme == "http" and place.hostname not in _LOOPBACK:
         warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
-    if not server.token:
+    if not secret:
         warnings.append("no token: anyone who can reach this cluster can run code on it")
     if offline:
-        return server, "not checked (--offline)", warnings
+        return server, unchecked, warnings
     ray, python = server.versions()
     ours, here = importlib.metadata.version("ray"), platform.python_version()
     problems = []
@@ -287,16 +296,62 @@ TIMEOUT_S = 30
 _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
 
 
-@dataclass(frozen=True)
-class JobServer:
-    """The dashboard's address and token.
+_RESOLVER = "get_job_submission_client_cluster_info"
+"""What Ray calls in the module that an address names."""
 
-    Ray's own `JobSubmissionClient` needs `ray[default]` on the laptop, imports ray (a second or more) and
-    honours the package's `.gitignore` when uploading. The requests are the same.
+
+class Endpoint(NamedTuple):
+    url: str
+    headers: dict[str, str]
+    cookies: dict[str, str]
+    metadata: dict[str, str]
+    """For every job."""
+
+
+@dataclass
+class JobServer:
+    """The dashboard, with the token or whatever else the way to it needs.
+
+    Ray's own `JobSubmissionClient` needs `ray[default]` on the laptop, waits for answers without a limit,
+    reports a status code as text alone and honours the package's `.gitignore`. The requests are the same.
     """
 
     address: str
+    """As the user names it, also in ids of runs."""
     token: str | None = field(repr=False)
+    _endpoint: Endpoint | None = field(default=None, repr=False)
+
+    @property
+    def plugin(self) -> str | None:
+        scheme = self.address.partition("://")[0]
+        return None if scheme in ("http", "https") else scheme
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self._endpoint.metadata if self._endpoint else {}
+
+    def endpoint(self, renew: bool = False) -> Endpoint:
+        """Where requests go and what they carry; with `renew`, the address's plug-in is asked again."""
+        if self._endpoint is None or renew:
+            answer = self._resolved() if self.plugin else None
+            found = [dict(getattr(answer, name, None) or {}) for name in Endpoint._fields[1:]]
+            headers, cookies, metadata = found
+            if self.token and "authorization" not in map(str.lower, headers):
+                headers["Authorization"] = f"Bearer {self.token}"
+            url = answer.address.rstrip("/") if answer else self.address
+            self._endpoint = Endpoint(url, headers, cookies, metadata)
+        return self._endpoint
+
+    def _resolved(self) -> Any:
+        scheme, _, inner = self.address.partition("://")
+        kind = UnansweredError if self._endpoint else UsageError
+        try:
+            return getattr(importlib.import_module(scheme), _RESOLVER)(
+                inner, create_cluster_if_needed=False, cookies=None, metadata=None, headers=None
+            )
+        except Exception as error:  # whatever a plug-in raises
+            told = redact(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise kind(f"--address {self.address}: module {scheme}: {told}") from None
 
     def get(self, path: str) -> Any:
         return self.ask("GET", path).json()
@@ -319,41 +374,14 @@ class JobServer:
         return ray, answer.json().get("data", {}).get("pythonVersion")
 
     def ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
-        import requests
-
-        def signed(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            request.headers["Authorization"] = f"Bearer {self.token}"
-            return request
-
-        host = urlsplit(self.address).hostname
-        content |= {"proxies": {"no_proxy": host}} if host in _LOOPBACK else {}
-        # As a header alone, `.netrc` would replace the token.
-        content |= {"auth": signed} if self.token else {}
-        try:
-            answer = requests.request(method, self.address + path, timeout=TIMEOUT_S, **content)
-        except requests.exceptions.SSLError as error:
-            raise UsageError(
-                f"--address {self.address}: certificate verification failed: {error}"
-            ) from None
-        except requests.exceptions.ConnectionError as error:
-            raise UnansweredError(
-                f"--address {self.address}: cannot connect ({_root_cause(error)});"
-                " the dashboard's default port is 8265, and it may need a port-forward"
-            ) from None
-        except requests.exceptions.Timeout:
-            raise UnansweredError(
-                f"--address {self.address}: no answer within {TIMEOUT_S} s"
-            ) from None
-        except requests.exceptions.RequestException as error:
-            raise UnansweredError(f"--address {self.address}: {error}") from None
-        if answer.status_code == 401:
-            raise UsageError(
-                f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}"
-            )
-        if answer.status_code == 403:
-            raise UsageError(
-                f"--address {self.address}: the cluster rejected the token; {_TOKEN_HINT}"
-            )
+        for renew in (False, True):  # a plug-in's credentials are short-lived
+            answer = self._sent(method, path, self.endpoint(renew), **content)
+            if answer.status_code != 401 or not self.plugin:
+                break
+        if answer.status_code in (401, 403):
+            what = "requires a token" if answer.status_code == 401 else "rejected the token"
+            hint = f"module {self.plugin} gave no valid one" if self.plugin else _TOKEN_HINT
+            raise UsageError(f"--address {self.address}: the cluster {what}; {hint}")
         if answer.status_code == 404 and missing_ok:
             return answer
         if not answer.ok:
@@ -374,15 +402,54 @@ class JobServer:
             )
         return answer
 
+    def _sent(self, method: str, path: str, endpoint: Endpoint, **content: Any) -> Any:
+        import requests
+
+        def signed(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers.update(endpoint.headers)
+            return request
+
+        host = urlsplit(endpoint.url).hostname
+        content |= {"proxies": {"no_proxy": host}} if host in _LOOPBACK else {}
+        # As a header alone, `.netrc` would replace the token.
+        content |= {"auth": signed} if endpoint.headers else {}
+        content["cookies"] = endpoint.cookies
+        try:
+            return requests.request(method, endpoint.url + path, timeout=TIMEOUT_S, **content)
+        except requests.exceptions.SSLError as error:
+            raise UsageError(
+                f"--address {self.address}: certificate verification failed: {error}"
+            ) from None
+        except requests.exceptions.ConnectionError as error:
+            raise UnansweredError(
+                f"--address {self.address}: cannot connect ({_root_cause(error)});"
+                " the dashboard's default port is 8265, and it may need a port-forward"
+            ) from None
+        except requests.exceptions.Timeout:
+            raise UnansweredError(
+                f"--address {self.address}: no answer within {TIMEOUT_S} s"
+            ) from None
+        except requests.exceptions.RequestException as error:
+            raise UnansweredError(f"--address {self.address}: {error}") from None
+
 
 def job_server(address: str | None) -> JobServer:
     found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not found:
         raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
-    if not found.startswith(("http://", "https://")):
+    scheme, separator, _ = found.partition("://")
+    if not separator or scheme == "ray":
         raise UsageError(
             f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
             " address of Ray Client or GCS"
+        )
+    if scheme not in ("http", "https") and not (
+        scheme.isidentifier() and importlib.util.find_spec(scheme)
+    ):
+        package = " (pip install toolkit-for-ray-on-sagemaker-ai)" * (scheme == "sagemaker_ray")
+        raise UsageError(
+            f"--address {found}: neither http(s)://<head>:8265 nor a plug-in of Ray's:"
+            f" no Python module {scheme} is installed{package}"
         )
     return JobServer(found.rstrip("/"), find_token())
 
