@@ -58,7 +58,10 @@ class ImageClassification(Recipe):
     image_column: str = Field(
         "image", description="column or tar member with the image, or with its path"
     )
-    label_column: str = Field("label", description="column or tar member with the label")
+    label_column: str = Field(
+        "label",
+        description="column or tar member with the label; in tars also json.FIELD, or folder",
+    )
     ignore: list[str] = Field([], description="patterns of files not to read, such as *.txt")
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(

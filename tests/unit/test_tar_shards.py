@@ -17,7 +17,6 @@ from PIL import Image
 
 from stoker.data import read_any, read_webdataset
 from stoker.errors import UsageError
-from stoker.protocol import BadRecord
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -269,140 +268,141 @@ def text(i: int) -> bytes:
     return CLASSES[i % 3].encode()
 
 
-FORMS: dict[str, tuple[str, Any]] = {
-    "cls": ("cls", lambda i: b"%d" % (i % 3)),
-    "class": ("class", lambda i: b"%d\n" % (i % 3)),
-    "label": ("label", lambda i: b"%d" % (i % 3)),
-    "index": ("index", lambda i: b"%d" % (i % 3)),
-    "inx": ("inx", lambda i: b"%d" % (i % 3)),
-    "one-hot as numpy prints it": ("cls", lambda i: str(np.eye(3)[i % 3]).encode()),
-    "one-hot as JSON writes it": (
-        "cls",
-        lambda i: json.dumps([int(j == i % 3) for j in range(3)]).encode(),
-    ),
-    "a number in JSON": ("json", lambda i: json.dumps({"id": i, "label": i % 3}).encode()),
-    "a number as text in JSON": ("json", lambda i: json.dumps({"class": str(i % 3)}).encode()),
-    "a fraction of 0 in JSON": ("json", lambda i: json.dumps({"target": float(i % 3)}).encode()),
-    "a number in named JSON": ("label.json", lambda i: b"%d" % (i % 3)),
-    "a name in named JSON": ("label.json", lambda i: json.dumps(CLASSES[i % 3]).encode()),
-    "one-hot in JSON": (
-        "json",
-        lambda i: json.dumps({"label": [int(j == i % 3) for j in range(3)]}).encode(),
-    ),
-    "a number in text": ("txt", lambda i: b"%d" % (i % 3)),
-    "a name in cls": ("cls", text),
-    "a name in label": ("label", text),
-    "a name in text": ("txt", lambda i: text(i) + b"\n"),
-    "a name in JSON": ("json", lambda i: json.dumps({"label": CLASSES[i % 3]}).encode()),
+FORMS: dict[str, tuple[str, Any, str]] = {
+    "cls": ("cls", lambda i: b"%d" % (i % 3), "label"),
+    "class": ("class", lambda i: b"%d\n" % (i % 3), "label"),
+    "label": ("label", lambda i: b"%d" % (i % 3), "label"),
+    "index": ("index", lambda i: b"%d" % (i % 3), "label"),
+    "inx": ("inx", lambda i: b"%d" % (i % 3), "label"),
+    "a number in JSON": ("json", lambda i: b'{"id": 7, "nr": %d}' % (i % 3), "json.nr"),
+    "a fraction of 0": ("json", lambda i: json.dumps({"x.y": float(i % 3)}).encode(), "json.x.y"),
+    "a name in JSON": ("json", lambda i: json.dumps({"c": CLASSES[i % 3]}).encode(), "json.c"),
+    "named JSON": ("label.json", lambda i: b"%d" % (i % 3), "label"),
+    "a name in named JSON": ("a.json", lambda i: json.dumps(CLASSES[i % 3]).encode(), "a"),
+    "a number in text": ("txt", lambda i: b"%d" % (i % 3), "text"),
+    "a name in text": ("txt", lambda i: text(i) + b"\n", "text"),
+    "a name in named text": ("breed.txt", text, "breed"),
+    "a name in an id": ("id", text, "id"),
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "given"),
-    [
-        *((case, {}) for case in FORMS),
-        *((case, {"num_classes": 3}) for case in ("cls", "a name in text")),
-    ],
-)
-def test_a_label_is_read_from_the_member_that_holds_it(
+@pytest.mark.parametrize("given", [{}, {"num_classes": 3}])
+@pytest.mark.parametrize("case", FORMS)
+def test_a_label_is_read_from_the_member_that_is_named(
     case: str, given: Any, tmp_path: Path
 ) -> None:
-    members = shard(*FORMS[case])
+    suffix, value, column = FORMS[case]
+    members = shard(suffix, value)
     write(tmp_path, members[:6], members[6:])
     write(tmp_path, members, split="val")
     for split in ("train", "val"):
-        assert trained(tmp_path, split, **given) == [(i, i % 3) for i in range(6)]
-    assert opened(tmp_path)[0].params["num_classes"] == 3
+        labels = trained(tmp_path, split, label_column=column, **given)
+        assert labels == [(i, i % 3) for i in range(6)]
+    assert opened(tmp_path, label_column=column)[0].params["num_classes"] == 3
+    source = read_webdataset(str(tmp_path), "train", ["image", "label"], label=column)
+    found = read_all(source)
+    assert [*found[0]] == ["key", "image", "label"]
+    assert (
+        str(source.column_types()["label"])
+        == {int: "int64", str: "string", float: "double"}[type(found[0]["label"])]
+    )
 
 
 @pytest.mark.parametrize("root", ["", "./", "train/", "data/train/"])
 def test_class_folders_give_the_labels_in_the_order_of_their_names(
     root: str, tmp_path: Path
 ) -> None:
-    members = [(f"{root}{CLASSES[i % 3]}/{i}.jpg", jpg(i)) for i in range(6)]
-    write(tmp_path, members[:4], members[4:])
-    write(tmp_path, members[1:2], split="val")
-    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
-    assert trained(tmp_path, "val") == [(1, 1)]
-    (tmp_path / "train-1.tar").rename(tmp_path / "train-2024-01-01T10:00:00.tar")
-    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
-
-
-def test_a_caption_is_no_class_but_its_folder_is(tmp_path: Path) -> None:
     members = [
-        member
+        (f"{root}{CLASSES[i % 3]}/{i}.{suffix}", content)
         for i in range(6)
-        for member in (
-            (f"{CLASSES[i % 3]}/{i}.jpg", jpg(i)),
-            (f"{CLASSES[i % 3]}/{i}.txt", b"photo %d" % i),
-        )
+        for suffix, content in (("jpg", jpg(i)), ("txt", b"photo %d" % i))
     ]
-    write(tmp_path, members)
-    assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
+    write(tmp_path, members[:8], members[8:])
+    write(tmp_path, members[2:4], split="val")
+    folder = {"label_column": "folder"}
+    assert trained(tmp_path, **folder) == [(i, i % 3) for i in range(6)]
+    assert trained(tmp_path, "val", **folder) == [(1, 1)]
+    (tmp_path / "train-1.tar").rename(tmp_path / "train-2024-01-01T10:00:00.tar")
+    assert trained(tmp_path, **folder) == [(i, i % 3) for i in range(6)]
 
 
-REFUSED: dict[str, tuple[list[Members], str]] = {
-    "folders that number the shards": (
-        [[(f"{n:05d}/{i}.jpg", jpg(i)) for i in range(3)] for n in range(2)],
-        "each folder is in one shard only, so it may number the shards",
+@BOTH
+@pytest.mark.parametrize("label", ["json.label", "folder", "text"])
+def test_a_record_without_the_declared_label_is_quarantined(
+    reader: Any, label: str, tmp_path: Path
+) -> None:
+    whole = [("cat/0.json", b'{"label": "cat"}'), ("cat/0.txt", b"cat"), ("cat/0.cls", b"7")]
+    bare = [("1.json", b'{"label": null}'), ("1.cls", b"7"), ("2.json", b"[]"), ("3.cls", b"7")]
+    reader(tmp_path, tar_of([*whole, *bare]))
+    source = read_webdataset(str(tmp_path), "train", label=label)
+    [shard] = source.shards(10, None)
+    first, *others = source.for_workers().read(shard, None)
+    assert first["label"] == "cat"
+    assert [record.reason for record in others] == [f"has no {label}"] * 3
+
+
+TWO_KINDS = shard("json", lambda i: json.dumps({"a": 7 if i == 5 else "cat"}).encode())
+REFUSED: dict[str, tuple[list[Members], str, str]] = {
+    "no label": (
+        [[(f"cat/{i}.jpg", jpg(i)) for i in range(3)]],
+        "label",
+        "has no column label; it has image (binary): set params.label_column; json.FIELD is a field",
     ),
-    "folders of different depths": (
-        [[("cat/0.jpg", jpg(0)), ("cat/small/1.jpg", jpg(1)), ("dog/2.jpg", jpg(2))]],
-        "the folders in the shards have different depths or parents",
-    ),
-    "no folders": ([[(f"{i}.jpg", jpg(i)) for i in range(3)]], "add it as 0.cls beside 0.jpg"),
-    "ids only": ([shard("id", lambda i: b"%d" % i)], "id ("),
-    "cls2 only": ([shard("cls2", lambda i: b"%d" % (i % 2))], "cls2 ("),
-    "captions only": ([shard("txt", lambda i: b"photo %d" % i)], "text ("),
-    "metadata only": (
+    "captions": ([shard("txt", lambda i: b"photo")], "label", "no column label; it has image (bin"),
+    "ids": ([shard("id", lambda i: b"%d" % i)], "label", "id ("),
+    "cls2": ([shard("cls2", lambda i: b"%d" % (i % 2))], "label", "cls2 ("),
+    "no JSON": ([shard("cls", lambda i: b"1")], "json.label", "has no column json.label"),
+    "no folders": ([shard("cls", lambda i: b"1")], "folder", "folder holds no label: no record"),
+    "no such field": (
         [shard("json", lambda i: b'{"width": 3}')],
-        "no field of label, cls, class, target is a",
+        "json.label",
+        "json.label holds no label: 0.json: has no json.label",
     ),
-    "lists of classes": (
-        [shard("cls", lambda i: str([1, 0, 0][: 2 + i % 2]).encode())],
-        "lists of different lengths, which are not one-hot",
+    "lists": (
+        [shard("json", lambda i: b'{"a": ["cat"]}')],
+        "json.a",
+        "json.a holds no label: a record has ['cat']",
     ),
-    "fractions": (
-        [shard("cls", lambda i: b"%d.0" % (i % 2))],
-        "holds b'0.0', neither an integer nor the name",
+    "names in cls": ([shard("cls", text)], "label", "label holds no label: 0.cls: invalid literal"),
+    "one-hot": ([shard("cls", lambda i: b"[0. 1.]")], "label", "holds no label: 0.cls: invalid"),
+    "fractions": ([shard("cls", lambda i: b"%d.0" % (i % 2))], "label", "label holds no label"),
+    "text and numbers": ([TWO_KINDS], "json.a", "json.a holds both text and numbers"),
+    "one class": (
+        [[(f"cat/{i}.jpg", jpg(i)) for i in range(3)]],
+        "folder",
+        "holds one class only",
     ),
-    "lists in JSON": ([shard("json", lambda i: b'{"label": ["cat"]}')], "has no column label"),
-    "text and numbers": (
-        [shard("cls", lambda i: b"7" if i == 5 else text(i))],
-        "holds both text (cat) and numbers (7); write either",
-    ),
-    "one class": ([[(f"cat/{i}.jpg", jpg(i)) for i in range(3)]], "holds one class only"),
     "a dot in every name": (
         [[(f"{i} Track 2.0 (Clean).{s}", b"1") for i in range(3) for s in ("jpg", "cls")]],
+        "label",
         "the dot in 0 Track 2.0 (clean) ends the name of record 0 Track 2; rename it without dots",
     ),
     "a dot before a word": (
         [[(f"{i}.final.{s}", b"1") for i in range(3) for s in ("jpg", "cls")]],
+        "label",
         "or rename them without dots, because the dot in 0.final ends the name of record 0",
     ),
     "a dot before a number": (
         [[(f"cat/v1.{i}.jpg", jpg(i)) for i in range(3)]],
+        "folder",
         "cat/v1.0.jpg: the dot in v1.0 ends the name of record v1: rename it without dots",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("given", [{}, {"num_classes": 2}])
-def test_shards_without_a_certain_label_are_refused_with_what_to_write(
-    case: str, given: Any, tmp_path: Path
+def test_shards_without_the_declared_label_are_refused_with_what_to_write(
+    case: str, tmp_path: Path
 ) -> None:
-    shards, expected = REFUSED[case]
-    if given and case in ("one class", "fractions", "text and numbers", "lists of classes"):
-        return  # quarantined as they are read
+    shards, column, expected = REFUSED[case]
     write(tmp_path, *shards)
     with pytest.raises(UsageError) as refused:
-        opened(tmp_path, **given)
+        opened(tmp_path, label_column=column)
     assert expected in str(refused.value)
 
 
 def test_labels_of_two_kinds_in_two_splits_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, shard("cls", text))
+    write(tmp_path, shard("label.json", lambda i: json.dumps(CLASSES[i % 3]).encode()))
     write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)), split="val")
     with pytest.raises(UsageError, match="column label is text in train and int64 in val"):
         opened(tmp_path)
@@ -413,41 +413,26 @@ def test_text_in_shards_that_are_not_read_before_training_needs_the_classes(
     given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.read.webdataset.WALK_LIMIT_BYTES", 0)
-    write(tmp_path, shard("cls", text))
-    with pytest.raises(
-        UsageError, match=r"column label is text; list the classes in params.class_names"
-    ):
-        opened(tmp_path, **given)
-    assert trained(tmp_path, class_names=list(CLASSES)) == [(i, i % 3) for i in range(6)]
-    write(tmp_path, [(f"cat/{i}.jpg", jpg(i)) for i in range(3)])
-    with pytest.raises(
-        UsageError, match="class folders are read in local shards of up to 4 GB only"
-    ):
-        opened(tmp_path, **given)
+    write(tmp_path, [(f"{CLASSES[i % 3]}/{i}.jpg", jpg(i)) for i in range(6)])
+    params = {"label_column": "folder", **given}
+    if given:
+        _, data = opened(tmp_path, **params)
+        [(_, report)] = preprocessed(data)
+        assert len(report.bad) == 6 and "label 'cat' is not an integer" in report.bad[0].reason
+    else:
+        with pytest.raises(UsageError, match=r"params.num_classes: is required"):
+            opened(tmp_path, **params)
+    assert trained(tmp_path, class_names=list(CLASSES), **params) == [(i, i % 3) for i in range(6)]
     write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)))
     if given:
         assert trained(tmp_path, **given) == [(i, i % 3) for i in range(6)]
-    else:
-        with pytest.raises(UsageError, match=r"params.num_classes: is required"):
-            opened(tmp_path)
 
 
 def test_a_class_of_validation_only_is_refused(tmp_path: Path) -> None:
     write(tmp_path, [(f"{CLASSES[i % 2]}/{i}.jpg", jpg(i)) for i in range(4)])
     write(tmp_path, [("eel/0.jpg", jpg(0))], split="val")
     with pytest.raises(UsageError, match="val has the label eel"):
-        opened(tmp_path)
-
-
-def test_a_record_whose_label_is_none_is_quarantined_with_the_reason(tmp_path: Path) -> None:
-    values = {0: b"[0. 1.]", 1: b"[0.5 0.5]", 2: b"1", 3: b"[0 0]", 4: b"[1 1]", 5: b"cat"}
-    write(tmp_path, shard("cls", lambda i: values[i]))
-    source = read_webdataset(str(tmp_path), "train", ["label"])
-    found = read_all(source)
-    assert [r["label"] for r in found if not isinstance(r, BadRecord)] == [1, 1]
-    reasons = [r.reason for r in found if isinstance(r, BadRecord)]
-    assert reasons[-1] == ".cls: invalid literal for int() with base 10: b'cat'"
-    assert all("has not exactly one 1 among zeros" in reason for reason in reasons[:-1])
+        opened(tmp_path, label_column="folder")
 
 
 def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
@@ -459,14 +444,6 @@ def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
     assert trained(tmp_path, **columns) == [(i, i % 3) for i in range(6)]
     _, data = opened(tmp_path, **columns)
     assert data.notes() == [f"{tmp_path}/: members that are not read: meta"]
-
-
-@pytest.mark.parametrize("suffix", ["breed.txt", "id"])
-def test_any_text_member_may_be_the_label(suffix: str, tmp_path: Path) -> None:
-    write(tmp_path, shard(suffix, text))
-    assert trained(tmp_path, label_column=suffix.partition(".")[0]) == [
-        (i, i % 3) for i in range(6)
-    ]
 
 
 def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path: Path) -> None:

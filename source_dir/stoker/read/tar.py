@@ -1,8 +1,7 @@
-"""Chain worker and head: a strict tar reader that finds damage where `tarfile` stops silently.
+"""Chain worker and head: a tar reader that finds damage where `tarfile` alone stops silently.
 
-Formats: ustar, GNU (long names) and PAX. It verifies the checksum of every header; the archive must end with
-two zero blocks, followed only by zeros. Names beyond a header's 100 characters and the contents of members
-have no checksum in a tar.
+`tarfile` parses headers: ustar, GNU and PAX. An archive must end with two zero blocks, followed only by zeros.
+Names beyond a header's 100 characters and the contents of members have no checksum in a tar.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from stoker.errors import UsageError
 
@@ -26,8 +25,6 @@ CHUNKS_PREPARED = 16
 MOST_ZEROS = 64 * 1024
 """Maximum number of zeros at the end of an archive. Tools pad to 10 KiB; a partly written file has more."""
 
-_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-_PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _LISTING, _VOLUME = b"D", b"V"
 """Types of GNU tar: the names in a folder, in an incremental archive, and the name of the archive."""
 _KINDS = {
@@ -38,7 +35,6 @@ _KINDS = {
     tarfile.FIFOTYPE: "a named pipe",
     tarfile.LNKTYPE: "a hard link",
     tarfile.SYMTYPE: "a symbolic link",
-    tarfile.GNUTYPE_SPARSE: "a sparse file",
 }
 
 
@@ -50,94 +46,87 @@ class Member(NamedTuple):
 def members(
     file: Any, path: str, contents: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Member]:
-    tar = _Tar(file, path)
-    extra: dict[str, str] = {}
-    while (header := tar.header()) is not None:
-        size = int(extra["size"]) if "size" in extra else header.size
-        if size < 0:
-            raise tar.damaged(tar.start, f"its header gives a size of {size} bytes")
-        if header.type in _PAX:
-            extra |= tar.pax(size)
-        elif header.type == tarfile.GNUTYPE_LONGNAME:
-            extra["path"] = _text(tar.content(size).rstrip(b"\0"))
-        elif header.type == tarfile.GNUTYPE_LONGLINK:
-            tar.content(size)  # the name of a link's target; the link is refused below
-        elif header.type == tarfile.XGLTYPE:
-            if {"path", "size"} & tar.pax(size).keys():
+    tar = _Stream(file, path)
+    for header in _headers(tar):
+        name = header.name
+        if header.issparse():
+            raise tar.refused(name, "a sparse file")
+        if header.isreg():
+            raw = name.encode(errors="surrogateescape")
+            if raw.decode(errors="replace") != name:
                 raise UsageError(
-                    f"{path}: the global PAX header at byte {tar.start} renames members"
+                    f"{path}: the name {raw!r} is not UTF-8; write the shard with other names"
                 )
-        else:
-            name = extra.get("path", header.name)
-            if header.type in _REGULAR:
-                if any(key.startswith("GNU.sparse") for key in extra):
-                    raise tar.refused(name, _KINDS[tarfile.GNUTYPE_SPARSE])
-                raw = name.encode(errors="surrogateescape")
-                if raw.decode(errors="replace") != name:
-                    raise UsageError(
-                        f"{path}: the name {raw!r} is not UTF-8; write the shard with other names"
-                    )
-                yield Member(name, tar.content(size) if contents(name) else tar.skip(size))
-            elif header.type == _LISTING:
-                tar.content(size)
-            elif header.type not in (tarfile.DIRTYPE, _VOLUME):
-                raise tar.refused(name, _KINDS.get(header.type, f"of the type {header.type!r}"))
-            extra = {}
-    if extra:
-        raise tar.damaged(tar.start, "the member that a long name announces is missing")
+            if contents(name):
+                yield Member(name, tar.content(header.size))
+            else:
+                tar.skip(header.size)
+                yield Member(name, b"")
+        elif header.type == _LISTING:
+            tar.content(header.size)
+        elif header.type not in (tarfile.DIRTYPE, _VOLUME):
+            raise tar.refused(name, _KINDS.get(header.type, f"of the type {header.type!r}"))
+    tar.end()
 
 
-class _Tar:
+class _Header(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if buf[257:265] == tarfile.GNU_MAGIC:
+            # GNU tar stores times where ustar has the beginning of a name.
+            header.name = buf[:100].partition(b"\0")[0].decode(encoding, errors)
+        return header
+
+
+def _headers(tar: _Stream) -> Iterator[tarfile.TarInfo]:
+    """The headers before the first zero block; `TarFile.next` would also stop at a damaged one."""
+    try:
+        archive = tarfile.TarFile(fileobj=tar, tarinfo=_Header, encoding="utf-8")  # type: ignore[arg-type]
+        header = archive.next()
+        while header is not None:
+            yield header
+            tar.start = tar.at
+            header = _Header.fromtarfile(archive)
+    except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+        return
+    except (tarfile.TarError, ValueError, IndexError) as error:
+        raise tar.damaged(tar.start, str(error)) from None
+
+
+class _Stream:
+    """A file that is read from its beginning to its end, of which no byte may be missing."""
+
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
         self.start = self.at = 0
         """Offsets of the last header and of the next byte to read."""
 
-    def header(self) -> tarfile.TarInfo | None:
-        self.start = self.at
-        block = self._take(BLOCK, "the end of the archive is missing")
-        if not block.strip(b"\0"):
-            self._end()
-            return None
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError) as error:
-            raise self.damaged(self.start, str(error)) from None
-        if block[257:265] == tarfile.GNU_MAGIC:
-            # GNU tar stores times where ustar has the name prefix.
-            header.name = _text(block[:100].partition(b"\0")[0])
-        return header
+    def tell(self) -> int:
+        return self.at
 
-    def content(self, size: int) -> bytes:
-        content = self._take(size, f"its member has {size} bytes")
-        self._take(-size % BLOCK, "padding is missing")
+    def read(self, size: int) -> bytes:
+        if size < 0:
+            raise self.damaged(self.start, f"its header gives a size of {size} bytes")
+        content: bytes = self.file.read(size)
+        self.at += len(content)
+        if len(content) < size:
+            raise self.damaged(self.start, f"cut short after {self.at} bytes")
         return content
 
-    def skip(self, size: int) -> bytes:
+    def content(self, size: int) -> bytes:
+        content = self.read(size)
+        self.read(-size % BLOCK)
+        return content
+
+    def skip(self, size: int) -> None:
         """Skip the contents of a member; the next header proves that they were present."""
+        if size < 0:
+            self.read(size)
         self.at += size + -size % BLOCK
         self.file.seek(self.at)
-        return b""
 
-    def pax(self, size: int) -> dict[str, str]:
-        lines, at = {}, 0
-        content = self.content(size)
-        try:
-            while at < len(content):
-                length = int(content[at : content.index(b" ", at)])
-                line = content[at : at + length]
-                key, sign, value = line[line.index(b" ") + 1 : -1].partition(b"=")
-                if len(line) != length or not sign or line[-1:] != b"\n":
-                    raise ValueError("a line has a wrong length")
-                lines[_text(key)] = _text(value)
-                at += length
-            if "size" in lines:
-                int(lines["size"])
-        except ValueError as error:
-            raise self.damaged(self.start, f"invalid extended header: {error}") from None
-        return lines
-
-    def _end(self) -> None:
+    def end(self) -> None:
         zeros = BLOCK
         while chunk := self.file.read(CHUNK_BYTES):
             if rest := chunk.lstrip(b"\0"):
@@ -154,15 +143,6 @@ class _Tar:
             raise self.damaged(
                 self.start, f"{zeros} zeros at its end, as in a file that was partly written"
             )
-
-    def _take(self, size: int, what: str) -> bytes:
-        content: bytes = self.file.read(size)
-        if len(content) < size:
-            raise self.damaged(
-                self.start, f"cut short after {self.at + len(content)} bytes: {what}"
-            )
-        self.at += size
-        return content
 
     def damaged(self, at: int, why: str) -> UsageError:
         return UsageError(
@@ -222,7 +202,3 @@ class Ahead(io.RawIOBase):
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
         super().close()
-
-
-def _text(content: bytes) -> str:
-    return content.decode("utf-8", "surrogateescape")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.errors import UsageError
@@ -15,13 +16,15 @@ from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.folders import TAR_SUFFIXES, split_files
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.members import (
+    FOLDER,
     JSON,
-    LABEL_KEYS,
-    NO_RULE,
     NUMBERS,
+    TEXTS,
     Naming,
     Survey,
-    label_of,
+    derive,
+    is_derived,
+    member_of,
     merged,
     parse_member,
     survey_of,
@@ -36,13 +39,10 @@ if TYPE_CHECKING:
 WALK_LIMIT_BYTES = 4 * 2**30
 """Local shards up to this total size are walked header by header before training."""
 
-GLANCED = 32
-"""Records of the first shard that are read before training where shards are not walked."""
-
 SHUFFLE_WINDOW = 1024
 
 _END = b"\0" * 1024
-_surveys: dict[tuple[str, int, int, bool, str], Survey] = {}
+_surveys: dict[tuple[str, int, int, str], Survey] = {}
 """(path, size, modification time, how) of shards that this process has walked: a run opens its data twice."""
 
 T = TypeVar("T")
@@ -54,12 +54,18 @@ class WebDatasetSource(StreamedSource):
     random = False
 
     def __init__(
-        self, files: list[Any], columns: list[str] | None = None, strict: bool = False
+        self,
+        files: list[Any],
+        columns: list[str] | None = None,
+        strict: bool = False,
+        label: str | None = None,
     ) -> None:
         self.columns, self.strict = columns, strict
-        self.texts: frozenset[str] = frozenset()
-        """Columns with text where others have numbers."""
-        self.rule = NO_RULE
+        self.derived = {column: column for column in columns or () if is_derived(column)}
+        """Column → `folder` or the field of JSON that it is, or the member that is the label."""
+        if label and (columns is None or "label" in columns):
+            self.derived["label"] = label
+        self.members = {member_of(self.derived.get(column, column)) for column in columns or ()}
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
@@ -75,17 +81,19 @@ class WebDatasetSource(StreamedSource):
         if self.count() == 0:
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
         # Only if every header was read: a column may be optional.
-        derived = ("key", "label") if self.rule.place else ("key",)
-        absent = [c for c in self.columns or () if c not in (*derived, *found.columns)]
+        members = [member_of(self.derived.get(c, c)) for c in self.columns or ()]
+        absent = [name for name in members if name not in ("key", FOLDER, *found.columns)]
         if self.walked and absent and (self.strict or (absent[0] == "image" and found.dotted)):
-            dotted = f" ({self._dotted()})" if absent[0] == "image" and found.dotted else ""
+            hint = f" ({self._dotted()})" if absent[0] == "image" and found.dotted else ""
+            if absent[0] == "label":
+                hint = "; set label: the argument is json.FIELD, folder or another column"
             known = ", ".join(found.columns)
             raise UsageError(
-                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{dotted}"
+                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{hint}"
             )
-        read = found.columns if self.columns is None else (*self.columns, self.rule.place)
-        if self.walked and (left := [c for c in found.columns if c not in read]):
-            self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
+        left = sorted({*found.columns} - {*members}) if self.columns is not None else []
+        if self.walked and left:
+            self.notes += (f"{self.folder}: members that are not read: {', '.join(left)}",)
 
     def _dotted(self) -> str:
         return f"{self.survey.dotted}: rename it without dots if that is not meant"
@@ -97,76 +105,72 @@ class WebDatasetSource(StreamedSource):
 
     @cached_property
     def survey(self) -> Survey:
-        """Reads the shards; also sets `rows`, `texts` and `rule`."""
-        labels = "label" in (self.columns or ())
+        """Reads the end of each shard and, of local ones, all headers; also sets `rows`."""
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(self._tail, self.paths, self.sizes))
-            if self.walked:
-                each = list(pool.map(lambda at: self._walk(at, labels), range(len(self.paths))))
-        if self.walked:
-            self.rows = [survey.rows for survey in each]
-            found = merged(each)
-        elif labels:
-            path = self.paths[0]
-            with streamed(self.filesystem.open_input_file(path)) as stream:
-                found = survey_of(stream, path, labels, most=GLANCED)
-            found.folders.clear()
-        else:
-            found = Survey()
-        self.texts = frozenset(name for name, values in found.values.items() if values.are_text)
-        if labels and found.columns and "label" not in found.columns:
-            self.rule = found.label()
-        return found
+            if not self.walked:
+                return Survey()
+            each = list(pool.map(self._walk, self.paths, self.sizes, self.times))
+        self.rows = [survey.rows for survey in each]
+        return merged(each)
+
+    def _survey_of(self, column: str) -> Survey:
+        """With the values of this column."""
+        if column in self.survey.values:
+            return self.survey
+        labels = repeat(column)
+        return merged(map(self._walk, self.paths, self.sizes, self.times, labels))
 
     def column_types(self) -> dict[str, Any]:
+        members = self.survey.columns
+        columns = {name: name for name in members} | self.derived
+        return {
+            name: self._type(column)
+            for name, column in columns.items()
+            if self.walked and member_of(column) in (FOLDER, *members)
+        }
+
+    def _type(self, column: str) -> Any:
         import pyarrow as pa
 
-        found = self.survey
-        label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
-        kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(
-            ("txt", "text", "id"), pa.string()
-        )
-        types = {}
-        for name, suffix in (found.columns | label).items():
-            types[name] = pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
-            if suffix == "json" and name not in self.texts:
-                types[name] = pa.int64() if name in found.values else pa.null()
-        return types
+        suffix = self.survey.columns.get(member_of(column))
+        if suffix != JSON:
+            text = column == FOLDER or suffix in TEXTS
+            return pa.string() if text else pa.int64() if suffix in NUMBERS else pa.binary()
+        if column not in (*(self.columns or ()), *self.derived.values()):
+            return pa.null()  # unknown
+        kinds = {*map(type, self._survey_of(column).values[column])}
+        if str in kinds and len(kinds) > 1:
+            raise UsageError(f"{self.folder}: {column} holds both text and numbers; write either")
+        return pa.string() if str in kinds else pa.float64() if float in kinds else pa.int64()
 
     def hints(self) -> dict[str, str]:
-        found = self.survey
-        far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
-        keys = f"no field of {', '.join(LABEL_KEYS)} is a label in every .json"
-        why = self.rule.why or (keys if JSON in found.columns else far)
-        why = f" ({why})" if why else ""
         return {
-            "image_column": found.dotted and f"; {self._dotted()}",
-            "label_column": f"; or add it as 0.cls beside 0.jpg{why}",
+            "image_column": self.survey.dotted and f"; {self._dotted()}",
+            "label_column": "; json.FIELD is a field of 0.json, folder the folder of 0.jpg; or add 0.cls"
+            " beside 0.jpg",
         }
 
     def label_values(self, column: str) -> set[Any] | None:
-        found, name = (
-            self.survey,
-            self.rule.name if column == "label" and self.rule.place else column,
-        )
-        if not self.walked or not (self.rule.place or column in found.columns):
+        column = self.derived.get(column, column)
+        if not self.walked or member_of(column) not in (FOLDER, *self.survey.columns):
             return None
-        if name not in found.values:
-            found = merged(self._walk(at, False, column) for at in range(len(self.paths)))
-        if why := found.values[name].why_none:
-            raise UsageError(f"{self.folder}: column {column} holds {why}")
-        return found.values[name].labels
+        found = self._survey_of(column)
+        if found.rows and not found.values[column]:
+            why = found.wrong.get(column, "no record has one")
+            raise UsageError(
+                f"{self.folder}: {column} holds no label: {why}; write integers into .cls, or text into .txt"
+                " and set params.label_column: text"
+            )
+        return found.values[column]
 
-    def _walk(self, at: int, labels: bool, texts: str = "") -> Survey:
-        path = self.paths[at]
-        key = (path, self.sizes[at], self.times[at], labels, texts)
+    def _walk(self, path: str, size: int, time_ns: int, labels: str = "") -> Survey:
+        key = path, size, time_ns, labels
         if (known := _surveys.get(key)) is not None:
             return known
         with self.filesystem.open_input_file(path) as file:
-            found = survey_of(file, path, labels, texts)
-        if (
-            time.time_ns() - self.times[at] > 10**9
-        ):  # a file that changes again at once may keep its time
+            found = survey_of(file, path, labels)
+        if time.time_ns() - time_ns > 10**9:  # a file that changes again at once may keep its time
             _surveys[key] = found
         return found
 
@@ -187,7 +191,7 @@ class WebDatasetSource(StreamedSource):
         return None if None in self.rows else sum(rows or 0 for rows in self.rows)
 
     def fingerprint(self) -> str:
-        layout = [path.removeprefix(self.folder) for path in self.paths], self.columns
+        layout = [path.removeprefix(self.folder) for path in self.paths], self.columns, self.derived
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
@@ -245,22 +249,20 @@ class WebDatasetSource(StreamedSource):
                     yield self._whole(current, shard)
                     current = {}
                 current["key"] = key
-                if self.columns is None or column in (*self.columns, self.rule.place):
+                if self.columns is None or column in self.members:
                     try:
-                        current[column] = parse_member(suffix, member.content, column in self.texts)
+                        current[column] = parse_member(suffix, member.content)
                     except ValueError as error:
                         current["__bad"] = f".{suffix}: {error}"
         if current:
             yield self._whole(current, shard)
 
     def _whole(self, record: Record, shard: str) -> Record | BadRecord:
-        reason = record.pop("__bad", None)
-        if self.rule.place and not reason:
-            try:
-                label = label_of(record, self.rule, record["key"][len(shard) + 1 :])
-                record |= {} if label is None else {"label": label}
-            except ValueError as error:
-                reason = str(error)
+        reason, stem = record.pop("__bad", None), record["key"][len(shard) + 1 :]
+        try:
+            record |= {name: derive(column, stem, record) for name, column in self.derived.items()}
+        except ValueError as error:
+            reason = reason or str(error)
         if reason:
             return BadRecord(record["key"], reason)
         if self.columns is None:
@@ -292,6 +294,7 @@ def read_webdataset(
     columns: list[str] | None = None,
     strict: bool = True,
     ignore: Sequence[str] = (),
+    label: str | None = None,
 ) -> Source | None:
     """Read tar shards under `root/<split>/` or named `root/<split>*.tar`.
 
@@ -301,6 +304,8 @@ def read_webdataset(
         columns: return these columns only; default: all.
         strict: refuse a column that no record of local shards has.
         ignore: patterns of files that are not read, such as `*.txt`.
+        label: what the column `label` holds, unless a member such as `0.cls` does: `json.label` for a field of
+            `0.json`, `folder` for the name of the member's folder, or another column.
     """
     root = os.fspath(root)
     if root.startswith("pipe:"):
@@ -310,4 +315,4 @@ def read_webdataset(
     files, notes = split_files(root, split, TAR_SUFFIXES, ignore)
     if not files:
         return None
-    return WebDatasetSource(files, columns, strict).noting(*notes)
+    return WebDatasetSource(files, columns, strict, label).noting(*notes)
