@@ -17,7 +17,7 @@ import stoker
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
 from stoker_launcher.advise.advice import Wanted, advise
-from stoker_launcher.advise.check.fetching import Fetching, observe_fetchers
+from stoker_launcher.advise.check.fetching import Fetching, observe_next_fetcher
 from stoker_launcher.advise.check.timeline import (
     Loader,
     Take,
@@ -170,14 +170,11 @@ class Rows:
 def test_a_fetch_is_booked_with_the_loaders_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.utils.data.dataloader import _DatasetKind
-
-    monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
     monkeypatch.setattr(Rows, "spent", 0.0)
     counted = Fetching(tmp_path / "fetch.json", 0, lambda: Rows.spent)
-    observe_fetchers(lambda: counted)
     rows: Any = Rows()
     for _ in range(2):
+        observe_next_fetcher(counted)
         assert [len(batch) for batch in DataLoader(Subset(rows, range(40)), 4)] == [4] * 10
     counted.write()
     found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
@@ -189,13 +186,13 @@ def test_a_fetch_is_booked_with_the_loaders_in_it(
 
 
 def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
-    statistics = Loader("train.py:5", "Images", 8, 0, 0, False, None, batches=500, with_grad=500)
+    statistics = Loader("train.py:5", "Images", 8, 0, 0, False, None, batches=500)
     validates = Loader(
-        "train.py:30", "Images", 8, 0, 0, False, 20, 80, 0, trained=4, optimizer_steps=60
+        "train.py:30", "Images", 8, 0, 0, False, 20, 80, trained=4, optimizer_steps=60
     )
     assert training([statistics, validates, TRAINS]) == 2
-    assert training([validates, statistics]) == 1, (
-        "without any step of an optimizer: gradients, batches"
+    assert training([replace(validates, trained=0), statistics]) == 1, (
+        "without steps of an optimizer: by batches"
     )
     assert training([replace(TRAINS, batches=0)]) is None
 
@@ -470,6 +467,9 @@ class GpuEvent:
     def query(self) -> bool:
         return self.gpu.clock >= self.at
 
+    def synchronize(self) -> None:
+        self.gpu.clock = max(self.gpu.clock, self.at)
+
     def elapsed_time(self, other: GpuEvent) -> float:
         return 1000 * (other.at - self.at)
 
@@ -496,8 +496,9 @@ def test_on_a_gpu_only_what_it_waits_for_is_waiting(
         gpu.work(step)
         if synchronous:
             gpu.synchronize()
-    reached = clock.resolve(moments, wait=False)
-    assert None not in reached[:40], "what the GPU has done can be told without waiting for it"
-    seconds: Any = clock.resolve(moments, wait=True)
+    assert None not in [clock.seconds(moment, wait=False) for moment in moments[:40]], (
+        "what the GPU has done can be told without waiting for it"
+    )
+    seconds: Any = [clock.seconds(moment, wait=True) for moment in moments]
     takes = [Take(0, 0, i, *seconds[2 * i : 2 * i + 2]) for i in range(60)]
     assert share_of(takes).value == pytest.approx(share, abs=0.02)

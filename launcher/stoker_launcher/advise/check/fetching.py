@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 WRITE_S = 0.2
-_thread = threading.local()
 
 
 class Fetching:
@@ -31,20 +29,16 @@ class Fetching:
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
         """Time a batch; the first one is counted separately, because it imports modules and opens files."""
-        started = time.monotonic(), self.clock()
-        _thread.fetches = True
-        try:
-            data = original(index)
-        finally:
-            _thread.fetches = False
-        wall, cpu = time.monotonic() - started[0], self.clock() - started[1]
+        wall, cpu = time.monotonic(), self.clock()
+        data = original(index)
+        wall, cpu = time.monotonic() - wall, self.clock() - cpu
         if self.batches == 1:
             self.sums.clear()
         self.batches += 1
         rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
         counted = {"fetches": 1.0, "samples": rows, "cpu_s": cpu, "wall_s": wall}
-        for name, spent in counted.items():
-            self.sums[name] += spent
+        for name, value in counted.items():
+            self.sums[name] += value
         if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
             self.write()
         return data
@@ -73,30 +67,28 @@ class WorkerStart:
         if self.given is not None:
             self.given(worker)
         file = self.folder / f"fetch-{self.loader}-{os.getpid()}.json"
-        fetching = Fetching(file, self.loader, time.process_time)
-        observe_fetchers(lambda: fetching)
+        observe_next_fetcher(Fetching(file, self.loader, time.process_time))
 
 
-def observe_fetchers(current: Callable[[], Fetching | None]) -> None:
-    """Time every fetcher that torch creates from now on in this process by the counter of that moment."""
+def observe_next_fetcher(fetching: Fetching) -> Callable[[], None]:
+    """Time the next fetcher that torch creates here; returns a function that gives up waiting for it.
+
+    Later ones belong to loaders within the dataset, whose cost is part of its batches.
+    """
     kinds = sys.modules["torch.utils.data.dataloader"]._DatasetKind
-    original = getattr(kinds.create_fetcher, "__wrapped__", kinds.create_fetcher)
+    original = kinds.create_fetcher
 
-    @functools.wraps(original)
-    def create_fetcher(kind: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        # A loader within a dataset is part of the cost of the batch.
-        creating = getattr(_thread, "creating", False)
-        fetching = None if creating or getattr(_thread, "fetches", False) else current()
-        _thread.creating = True
-        try:
-            fetcher = original(kind, dataset, *args, **kwargs)
-        finally:
-            _thread.creating = creating
-        if fetching is not None:
-            fetcher.fetch = functools.partial(fetching.fetch, fetcher.fetch)
+    def restore() -> None:
+        kinds.create_fetcher = staticmethod(original)
+
+    def create_fetcher(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        fetcher = original(*args, **kwargs)
+        fetcher.fetch = functools.partial(fetching.fetch, fetcher.fetch)
         return fetcher
 
     kinds.create_fetcher = staticmethod(create_fetcher)
+    return restore
 
 
 def first_length(data: Any) -> int | None:

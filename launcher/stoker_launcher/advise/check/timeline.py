@@ -59,7 +59,6 @@ class Loader:
     persistent: bool
     length: int | None
     batches: int = 0
-    with_grad: int = 0
     trained: int = 0
     """Optimizer steps preceded by one of its batches."""
     optimizer_steps: int = 0
@@ -97,10 +96,9 @@ class TimeShare:
 
 
 def training(loaders: Sequence[Loader]) -> int | None:
-    """The index of the training loader, by optimizer steps, then gradients, then batches."""
+    """The index of the loader with the most batches, of those that train if there are any."""
     seen = [n for n, loader in enumerate(loaders) if loader.batches]
-    key = lambda n: (loaders[n].trains, loaders[n].with_grad, loaders[n].batches)  # noqa: E731
-    return max(seen, key=key) if seen else None
+    return max(seen, key=lambda n: (loaders[n].trains, loaders[n].batches), default=None)
 
 
 def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[TimedStep]:
@@ -150,20 +148,17 @@ def judged_steps(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
 
 
 def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
-    whole = sum(step.whole for step in steps)
-    value = sum(step.wait for step in steps) / whole if whole > 0 else 0.0
-    if len(steps) < LEAST_STEPS or whole <= 0:
-        return TimeShare(value, 1.0)
+    if len(steps) < LEAST_STEPS:
+        return TimeShare(_share(steps), 1.0)
     # Block jackknife, because neighbouring steps are correlated.
     edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
-    without = []
-    for low, high in itertools.pairwise(edges):
-        rest = [*steps[:low], *steps[high:]]
-        without.append(
-            sum(step.wait for step in rest) / max(sum(step.whole for step in rest), 1e-12)
-        )
+    without = [_share([*steps[:low], *steps[high:]]) for low, high in itertools.pairwise(edges)]
     error = statistics.stdev(without) * (BLOCKS - 1) / math.sqrt(BLOCKS)
-    return TimeShare(value, 2.26 * error)  # Student's t of 9 degrees of freedom
+    return TimeShare(_share(steps), 2.26 * error)  # Student's t of 9 degrees of freedom
+
+
+def _share(steps: Sequence[TimedStep]) -> float:
+    return sum(step.wait for step in steps) / max(sum(step.whole for step in steps), 1e-12)
 
 
 def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bool:
@@ -181,15 +176,10 @@ def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bo
 
 def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:
     """Typical seconds from the start of an epoch to its first batch; None if unknown."""
-    firsts = {
-        take.epoch: take.got - take.asked
-        for take in takes
-        if take.loader == of and take.number == 0
-    }
     found = [
-        first + loader.starts[epoch]
-        for epoch, first in firsts.items()
-        if epoch < len(loader.starts)
+        take.got - take.asked + loader.starts[take.epoch]
+        for take in takes
+        if take.loader == of and take.number == 0 and take.epoch < len(loader.starts)
     ]
     # A persistent loader starts processes only once.
     return statistics.median(found[1:] or found) if found else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.bottleneck import INPUT_BOUND
 from stoker.figures import count_of, duration
-from stoker_launcher.advise.advice import Measured, table_name
+from stoker_launcher.advise.advice import Advice, Measured, table_name
 from stoker_launcher.advise.check.timeline import (
     LEAST_STEPS,
     STARTING,
@@ -40,6 +40,8 @@ SLOW_START = 0.05
 
 @dataclass(frozen=True)
 class FetchCost:
+    """Seconds per sample for which a worker is occupied."""
+
     cpu_s: float
     blocked_s: float
     """Not computing: storage, network, locks, sleeping, or no free CPU."""
@@ -48,7 +50,6 @@ class FetchCost:
 
     @property
     def whole_s(self) -> float:
-        """Seconds per sample for which a worker is occupied."""
         return self.cpu_s + self.blocked_s
 
 
@@ -82,9 +83,7 @@ class Checked:
         """Why the loader's waiting may not be training's; empty if it is."""
         if self.loader.in_thread:
             return "another thread than the one that trains takes the batches"
-        if not self.loader.trains:
-            return "few or no optimizer steps of torch follow the batches"
-        return ""
+        return "" if self.loader.trains else "few or no optimizer steps of torch follow the batches"
 
     @property
     def waits(self) -> bool:
@@ -117,54 +116,39 @@ def checked(
             f"{script}: no torch DataLoader was iterated in its process; `check` needs a script that reads"
             " its batches from one (torch.utils.data.DataLoader or a subclass)"
         )
-    place = loaders[main].place
     if loaders[main].ours:
         raise UsageError(
-            f"{script}: its DataLoader ({place}) is already stoker's: read its waiting in"
+            f"{script}: its DataLoader ({loaders[main].place}) is already stoker's: read its waiting in"
             " the report of its job, or check the script with torch's DataLoader"
         )
-    found = [
-        judge(
-            loaders,
-            takes,
-            number,
-            fetched_of([one for one in sums if one["loader"] == number]),
-            wanted,
+    found = []
+    for number, loader in sorted(enumerate(loaders), key=lambda item: item[0] != main):
+        if not loader.batches:
+            continue
+        steps = steps_of(takes, loaders, number)
+        kept = judged_steps(steps, loader)[:wanted]
+        fetched = fetched_of([one for one in sums if one["loader"] == number])
+        sized = max(loader.sized_batches, 1)
+        found.append(
+            Checked(
+                number=number,
+                loader=loader,
+                steps=len(kept),
+                share=wait_share(kept),
+                step_s=sum(step.whole for step in kept) / max(len(kept), 1),
+                samples_per_step=fetched.samples_per_batch if fetched else loader.samples / sized,
+                bytes_per_step=loader.batch_bytes / sized,
+                start_s=epoch_start(takes, loader, number),
+                fetched=fetched,
+                whole_epochs=len(steady(steps, loader)) < LEAST_STEPS,
+            )
         )
-        for number in sorted(range(len(loaders)), key=lambda n: n != main)
-        if loaders[number].batches
-    ]
     if found[0].steps < LEAST_STEPS:
         raise UsageError(
             f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least"
             f" {LEAST_STEPS + STARTING + 1} are needed: use more data or epochs"
         )
     return found
-
-
-def judge(
-    loaders: Sequence[Loader],
-    takes: Sequence[Take],
-    number: int,
-    fetched: FetchCost | None,
-    wanted: int | None,
-) -> Checked:
-    loader = loaders[number]
-    steps = steps_of(takes, loaders, number)
-    kept = judged_steps(steps, loader)[:wanted]
-    sized = max(loader.sized_batches, 1)
-    return Checked(
-        number=number,
-        loader=loader,
-        steps=len(kept),
-        share=wait_share(kept),
-        step_s=sum(step.whole for step in kept) / max(len(kept), 1),
-        samples_per_step=fetched.samples_per_batch if fetched else loader.samples / sized,
-        bytes_per_step=loader.batch_bytes / sized,
-        start_s=epoch_start(takes, loader, number),
-        fetched=fetched,
-        whole_epochs=len(steady(steps, loader)) < LEAST_STEPS,
-    )
 
 
 def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measured | None:
@@ -176,12 +160,10 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
         return None
     found, spread, notes = dict(rates), 0.0, ["samples/s of the GPU: from --gpu-samples-per-s"]
     if not rates:
-        known, notes = table_name(gpu) if gpu else None, []
+        known, notes = table_name(gpu or ""), []
         if known is not None:
-            own, spread = (
-                one.samples_per_step / one.compute_s,
-                one.share.spread / (1 - one.share.value),
-            )
+            own = one.samples_per_step / one.compute_s
+            spread = one.share.spread / (1 - one.share.value)
             found, notes = {known: own}, [f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"]
     return Measured.received(
         one.bytes_per_step / one.samples_per_step,
@@ -193,21 +175,19 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
 
 
 def usual_gpu_host(gpu: str | None, default: str) -> str:
-    name = table_name(gpu) if gpu else None
+    name = table_name(gpu or "")
     return next((m.type for m in prices.MACHINES.values() if name and m.gpu_name == name), default)
 
 
 def headline(one: Checked) -> list[str]:
-    share = one.share
-    percent = f"{100 * share.value:.0f} % (± {100 * share.spread:.0f})"
+    share, spread = one.share.value, one.share.spread
+    percent = f"{100 * share:.0f} % (± {100 * spread:.0f})"
     of = f"{one.steps} steps of {duration(one.step_s)}"
     if not one.certain:
-        low, high = (100 * min(max(share.value + side * share.spread, 0), 1) for side in (-1, 1))
-        # The spread falls with the square root of the number of steps.
-        steps = min(math.ceil(one.steps * (share.spread / UNSURE) ** 2 / 100) * 100, ADVISED_STEPS)
+        low, high = (100 * min(max(end, 0), 1) for end in (share - spread, share + spread))
         return [
             f"too uncertain to judge: {low:.0f} to {high:.0f} % of each step waits for data ({of}); measure"
-            f" more: --steps {max(steps, 2 * one.steps)}, with enough data or epochs for it"
+            f" more: --steps {max(ADVISED_STEPS, 2 * one.steps)}, with enough data or epochs for it"
         ]
     if one.caveat:
         return [
@@ -219,17 +199,24 @@ def headline(one: Checked) -> list[str]:
             f"well fed: {percent} of each step waits for data ({of}); training itself is the bottleneck"
         ]
     now, then = one.samples_per_step / one.step_s, one.samples_per_step / max(one.compute_s, 1e-9)
-    # At both ends of the uncertainty.
-    low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
-    least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
-    times = f"{least} times" if least == most else f"{least} to {most} times"
-    if share.value + share.spread >= 1:
-        times = f"at least {least} times"
     return [
         f"input-bound: {percent} of each step waits for data ({of})",
         f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
-        f" {now:,.0f}, {times} as fast",
+        f" {now:,.0f}, {_times_as_fast(share, spread)} as fast",
     ]
+
+
+def _times_as_fast(share: float, spread: float) -> str:
+    """At both ends of the uncertainty."""
+    least = _factor(max(1 / (1 - share + spread), 1))
+    if share + spread >= 1:
+        return f"at least {least} times"
+    most = _factor(1 / (1 - share - spread))
+    return f"{least} times" if least == most else f"{least} to {most} times"
+
+
+def _factor(times: float) -> str:
+    return f"{times:.{0 if times >= 10 else 1}f}"
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
@@ -243,9 +230,8 @@ def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) 
     needed = math.ceil(SLACK * fetched.whole_s * batch / one.compute_s)
     cpus_needed = fetched.cpu_s * batch / one.compute_s
     # One CPU is for the script itself; CPUs used by other work are not available.
-    most = max(cpus - 1, 1)
     used = fetched.cpu_s * batch / one.step_s
-    free = most if idle is None else min(most, idle * cpus + used)
+    free = min(max(cpus - 1, 1), math.inf if idle is None else idle * cpus + used)
     if cpus_needed > free:
         late = 100 * (1 - free / cpus_needed)
         return (
@@ -268,9 +254,86 @@ def _restarts(one: Checked) -> list[str]:
     if not loader.num_workers or loader.persistent or one.whole_epochs or not length:
         return []
     share = start / (start + length * one.step_s)
+    # With one epoch of several lengths, the script ends its epochs itself, in one iterator.
     if share < SLOW_START or (len(loader.starts) <= 1 and loader.batches > length):
         return []
     return [
         f"each epoch of {length} batches spends {duration(start)} on starting workers,"
         f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
     ]
+
+
+def lines_of(
+    loaders: Sequence[Checked], seen: Mapping[str, Any], advice: Advice | None
+) -> list[str]:
+    """What the screen shows."""
+    first = loaders[0]
+    lines = [*headline(first), f"  {_loader_line(first)}"]
+    for other in loaders[1:]:
+        waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
+        lines.append(f"  also {_loader_line(other)}{waits}")
+    if (fetched := first.fetched) is None:
+        lines.append(
+            "CPU per sample: not measured; this loader does not fetch in torch's own workers"
+        )
+    else:
+        waiting = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network, a busy CPU)"
+        blocked = fetched.blocked_s > BLOCKED * fetched.whole_s
+        lines.append(f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms{waiting if blocked else ''}")
+    here = help_here(first, seen["cpus"], seen["idle"])
+    for title, texts in (
+        ("what would help on this machine", here),
+        ("CPU hosts", advice.lines if advice else []),
+    ):
+        lines += [title, *(f"  {text}" for text in texts)] if texts else []
+    return [*lines, *(f"  {note}" for note in notes(first, seen, advice))]
+
+
+def _loader_line(one: Checked) -> str:
+    loader = one.loader
+    kilobytes = f", {one.bytes_per_step / 1000:,.0f} kB" if one.bytes_per_step else ""
+    return (
+        f"{loader.place}: {loader.dataset}, batches of {one.samples_per_step:.0f} samples{kilobytes},"
+        f" num_workers={loader.num_workers}"
+    )
+
+
+def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> list[str]:
+    gpu = seen["gpu"]
+    by = (
+        f"measured with CUDA events ({gpu})"
+        if gpu
+        else "time in next() relative to the time between calls"
+    )
+    said = {
+        "the loader is the one iterated most": not first.loader.trains,
+        "epochs are short, so the figures include worker start-up": first.whole_epochs,
+        "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": (
+            UNSURE < first.share.spread < UNCERTAIN
+        ),
+        "the script was stopped at --timeout": seen["ended"] == "interrupted",
+        "batch_size=None: samples per batch are the rows of its first tensor": (
+            not first.loader.batch_size
+        ),
+        f"waiting: {by}": True,
+    }
+    return [*(text for text, holds in said.items() if holds), *(advice.notes if advice else [])]
+
+
+def as_json(
+    loaders: Sequence[Checked], seen: Mapping[str, Any], advice: Advice | None
+) -> dict[str, Any]:
+    shown = {name: seen[name] for name in ("cpus", "idle", "gpu", "ended")}
+    return shown | {
+        "loaders": [
+            {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains}
+            for one in loaders
+        ],
+        "verdict": headline(loaders[0]),
+        "help": help_here(loaders[0], seen["cpus"], seen["idle"]),
+        "candidates": [asdict(one) for one in advice.table] if advice else [],
+        "recommended": asdict(advice.best) if advice and advice.best else None,
+        "reasons": advice.lines if advice else [],
+        "notes": notes(loaders[0], seen, advice),
+        "prices_as_of": advice.prices.as_of if advice else None,
+    }

@@ -1,9 +1,8 @@
 """Script's process: `python watch.py FOLDER STEPS SCRIPT [arguments]`.
 
 Runs a training script like `python SCRIPT`, records every next() of every loader once torch is imported, and
-ends the script after enough steps. STEPS is a number or `auto`. Patches torch's `DataLoader.__iter__` and
-iterators in this process, not the script. Subclasses and the loaders of Accelerate and Lightning use these,
-too; any other iterator is wrapped.
+ends the script after enough steps. STEPS is a number or `auto`. Wraps the iterators that torch's
+`DataLoader.__iter__` returns, which subclasses and the loaders of Accelerate and Lightning call, too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from stoker_launcher.advise.check.fetching import (
     Fetching,
     WorkerStart,
     first_length,
-    observe_fetchers,
+    observe_next_fetcher,
 )
 from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 
@@ -70,19 +69,15 @@ class GpuClock:
         event.record()
         return event
 
-    def resolve(self, moments: list[Any], wait: bool) -> list[float | None]:
-        """Events as seconds on this process's clock; None for events that the GPU has not reached."""
+    def seconds(self, moment: Any, wait: bool) -> float | None:
+        """An event on this process's clock; None, unless `wait`, if the GPU has not reached it."""
+        if isinstance(moment, float):
+            return moment
         if wait:
-            self.torch.cuda.synchronize()
-        return [
-            moment if isinstance(moment, float) else self._seconds(moment, wait)
-            for moment in moments
-        ]
-
-    def _seconds(self, event: Any, reached: bool) -> float | None:
-        return (
-            self.zero + self.base.elapsed_time(event) / 1000 if reached or event.query() else None
-        )
+            moment.synchronize()
+        elif not moment.query():
+            return None
+        return self.zero + float(self.base.elapsed_time(moment)) / 1000
 
 
 class Watch:
@@ -92,7 +87,6 @@ class Watch:
         self.takes: list[Take] = []
         self.fetchings: list[Fetching] = []
         """One per loader, for what this process fetches itself."""
-        self.fetching: Fetching | None = None
         self.clock: GpuClock | None = None
         self.since_step: dict[int, int] = {}
         """Thread that took batches of each loader since the last optimizer step."""
@@ -115,36 +109,30 @@ class Watch:
         self._thread = threading.local()
 
     def observe(self, module: Any) -> None:
-        watch, base = self, module._BaseDataLoaderIter
-        original_init, original_next = base.__init__, base.__next__
-        original_iter = module.DataLoader.__iter__
+        watch, original = self, module.DataLoader.__iter__
 
-        @functools.wraps(original_init)
-        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            number = iterator.stoker_loader = watch.number(loader)
-            watch.fetching = watch.fetchings[number]
-            # Before the constructors of subclasses start workers, which need it.
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            if watch.nested():
+                return original(loader)
+            number, started = watch.number(loader), time.monotonic()
+            # Before workers start, which need it.
             if getattr(loader, "num_workers", 0):
                 with contextlib.suppress(AttributeError):  # of a subclass that has it as a property
                     loader.worker_init_fn = WorkerStart(watch.folder, number, loader.worker_init_fn)
-            original_init(iterator, loader, *args, **kwargs)
-
-        @functools.wraps(original_next)
-        def take(iterator: Any) -> Any:
-            return watch.take(
-                getattr(iterator, "stoker_loader", None), lambda: original_next(iterator)
-            )
-
-        @functools.wraps(original_iter)
-        def iterate(loader: Any) -> Any:
-            number, started = watch.number(loader), time.monotonic()
-            iterator = original_iter(loader)
+            restore = observe_next_fetcher(watch.fetchings[number])
+            try:
+                iterator = original(loader)
+            finally:
+                restore()
             watch.loaders[number].starts.append(time.monotonic() - started)
-            return iterator if isinstance(iterator, base) else Observed(iterator, watch, number)
+            return Observed(iterator, watch, number)
 
-        base.__init__, base.__next__, module.DataLoader.__iter__ = init, take, iterate
-        # For fetchers in this process only; workers set theirs when they start.
-        observe_fetchers(lambda: watch.fetching)
+        module.DataLoader.__iter__ = iterate
+
+    def nested(self) -> bool:
+        """Whether this is a loader within a dataset, here or in a forked worker."""
+        return getattr(self._thread, "inside", False) or os.getpid() != self.process
 
     def number(self, loader: Any) -> int:
         """Index of a loader; a loader that is recreated in each epoch keeps its index."""
@@ -161,9 +149,9 @@ class Watch:
                 self._numbers[loader] = self._same[key]
             return self._numbers[loader]
 
-    def take(self, number: int | None, following: Callable[[], Any]) -> Any:
-        if number is None or getattr(self._thread, "inside", False) or os.getpid() != self.process:
-            return following()  # a nested loader, or one in a worker
+    def take(self, number: int, following: Callable[[], Any]) -> Any:
+        if self.nested():
+            return following()
         began = time.monotonic()
         self.look()
         self.own_s += time.monotonic() - began
@@ -192,7 +180,6 @@ class Watch:
                 return
             loader.batches += 1
             if torch.is_grad_enabled():
-                loader.with_grad += 1
                 self.since_step[number] = threading.get_ident()
             if not self.cpu:
                 self.cpu.append(cpu_times())
@@ -254,9 +241,8 @@ class Watch:
         """The takes with timestamps in seconds; unless `wait`, only those that the GPU has reached."""
         if self.clock is None:
             return self.takes
-        done = self.clock.resolve([m for t in self.takes for m in (t.asked, t.got)], wait)
         for i, take in enumerate(self.takes):
-            asked, got = done[2 * i : 2 * i + 2]
+            asked, got = (self.clock.seconds(moment, wait) for moment in (take.asked, take.got))
             if asked is None or got is None:
                 return self.takes[:i]
             take.asked, take.got = asked, got
@@ -294,6 +280,9 @@ class Observed:
 
     def __next__(self) -> Any:
         return self._watch.take(self._number, self._iterator.__next__)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
