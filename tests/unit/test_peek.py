@@ -203,7 +203,7 @@ def test_the_examples_digits_with_their_labels(tmp_path: Path, digits: Path) -> 
             "text",
             "Reviews",
             80,
-            r"text +text +\d+ … \d+ chars[\s\S]*ids +int64 +\d+ … \d+ ",
+            r"text +text +\d+ chars … \d+ chars[\s\S]*ids +int64 +\d+ … \d+ ",
             r">ids, \d+</p>",
         ),
         ("audio", "Tones", 40, r"frames", r'alt="frames, \d+×64 of record'),

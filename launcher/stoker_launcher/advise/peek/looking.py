@@ -63,14 +63,14 @@ class ColumnStatistics:
     nulls: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     """NumPy dtype name, or text, bytes or the Python class."""
-    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of arrays; lengths of text and bytes."""
     low: float = math.inf
     high: float = -math.inf
     nans: int = 0
     """Number of values that contain NaN or infinity."""
-    distinct: Counter[Any] = field(default_factory=Counter)
-    """Digests of large values; text and numbers verbatim."""
+    distinct: set[bytes] = field(default_factory=set)
+    """Digests, at most `MOST_DISTINCT`."""
 
     def take(self, value: Any) -> None:
         import numpy as np
@@ -79,79 +79,43 @@ class ColumnStatistics:
         if value is None:
             self.nulls += 1
             return
-        if isinstance(value, bytes | str):
-            self.kinds["text" if isinstance(value, str) else "bytes"] += 1
-            self.shapes[(len(value),)] += 1
-            self._count(value if isinstance(value, str) else value_digest(value))
-            return
-        array = as_array(value)
+        array = None if isinstance(value, bytes | str) else as_array(value)
         if array is None or array.dtype == object:
-            self.kinds[type(value).__name__] += 1
-            self._count(value_digest(repr(value).encode()))
-            return
-        self.kinds[array.dtype.name] += 1
-        self.shapes[array.shape] += 1
-        self._count(array.item() if array.ndim == 0 else value_digest(np.ascontiguousarray(array)))
-        if array.size and array.dtype.kind in "biuf":
-            finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
-            self.nans += finite.size < array.size
-            if finite.size:
-                low, high = float(finite.min()), float(finite.max())
-                self.low, self.high = min(self.low, low), max(self.high, high)
-
-    def _count(self, value: Any) -> None:
-        if value in self.distinct or len(self.distinct) < MOST_DISTINCT:
-            self.distinct[value] += 1
-
-    @property
-    def numeric(self) -> bool:
-        return self.low <= self.high
-
-    @property
-    def constant(self) -> bool:
-        return self.values - self.nulls > 1 and len(self.distinct) == 1
-
-    @property
-    def ragged(self) -> bool:
-        """Whether only the first dimension varies, as in padded columns."""
-        return len(self.shapes) > 1 and len({(len(s), *s[1:]) for s in self.shapes}) == 1
+            self.kinds["text" if isinstance(value, str) else type(value).__name__] += 1
+            if isinstance(value, bytes | str):
+                self.shapes.add((len(value),))
+            content: Any = value if isinstance(value, bytes) else repr(value).encode()
+        else:
+            self.kinds[array.dtype.name] += 1
+            self.shapes.add(array.shape)
+            content = np.ascontiguousarray(array)
+            if array.size and array.dtype.kind in "biuf":
+                finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+                self.nans += finite.size < array.size
+                if finite.size:
+                    self.low = min(self.low, float(finite.min()))
+                    self.high = max(self.high, float(finite.max()))
+        if len(self.distinct) < MOST_DISTINCT:
+            self.distinct.add(value_digest(content))
 
     def shape_text(self) -> str:
-        """`32×32×3`, a range of lengths such as `3…41`, or the number of distinct shapes."""
-        if not self.shapes or set(self.shapes) == {()}:
+        """`32×32×3`, or the smallest and the largest of several."""
+        if self.shapes <= {()}:
             return ""
         kind = next(iter(self.kinds))
-        if len(self.shapes) == 1:
-            only = next(iter(self.shapes))
-            return (
-                size(only[0])
-                if kind == "bytes"
-                else f"{only[0]} chars"
-                if kind == "text"
-                else times(only)
-            )
-        if not self.ragged:
-            return (
-                f"{len(self.shapes)} shapes, {times(min(self.shapes))} … {times(max(self.shapes))}"
-            )
-        low, high = min(s[0] for s in self.shapes), max(s[0] for s in self.shapes)
-        if kind == "bytes":
-            return f"{size(low)} … {size(high)}"
-        rest = "".join(f"×{number}" for number in next(iter(self.shapes))[1:])
-        return f"{low} … {high}{' chars' if kind == 'text' else rest}"
+        as_text = {"bytes": lambda shape: size(shape[0]), "text": lambda shape: f"{shape[0]} chars"}
+        low, high = (as_text.get(kind, times)(end) for end in (min(self.shapes), max(self.shapes)))
+        return low if low == high else f"{low} … {high}"
 
     def range_text(self) -> str:
-        """Minimum and maximum of numbers; distinct count of other values, or the text itself if short."""
-        if self.numeric:
-            bounds = (
-                f"{self.low:.4g} … {self.high:.4g}" if self.low < self.high else f"{self.low:.4g}"
-            )
-            return f"{bounds}, {self.nans} with NaN/inf" if self.nans else bounds
-        if self.nans:
-            return f"{self.nans} with NaN/inf"
-        if self.constant and isinstance(only := next(iter(self.distinct)), str):
-            return f"always {only[:30]!r}"
-        return f"{len(self.distinct)} different" if len(self.distinct) < MOST_DISTINCT else ""
+        """Minimum and maximum of numbers; distinct count of other values."""
+        texts = [f"{self.nans} with NaN/inf"] if self.nans else []
+        if self.low <= self.high:
+            high = f" … {self.high:.4g}" if self.low < self.high else ""
+            texts.insert(0, f"{self.low:.4g}{high}")
+        elif not self.nans and len(self.distinct) < MOST_DISTINCT:
+            texts.append(f"{len(self.distinct)} different")
+        return ", ".join(texts)
 
 
 def times(shape: tuple[int, ...]) -> str:

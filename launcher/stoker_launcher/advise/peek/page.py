@@ -7,7 +7,7 @@ import colorsys
 import io
 import os
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from stoker.chain.entries import declared_by
 from stoker.chain.joint import Boxes
@@ -47,8 +47,6 @@ class Tile:
     loss: str = ""
 
 
-Corners = tuple[float, float, float, float]
-"""Left, top, right and bottom of a box, in pixels."""
 IGNORED = 255
 
 
@@ -59,25 +57,18 @@ class Painter:
         self.background = not names or names[0].strip("_").lower() in ("background", "bg")
         """Whether class 0 of a mask is what lies between the others, and left as it is."""
 
-    def draw(
-        self, picture: Image.Image, mask: Any = None, boxes: Sequence[Corners] = ()
-    ) -> Image.Image:
-        """A picture, `side` pixels long, with a mask or boxes over it; few colours, so that it is small."""
-        picture = picture.convert("RGB")
+    def png(self, pixels: Any, masks: Iterable[Any] = (), boxes: Iterable[Any] = ()) -> str:
+        """Base64 of a picture, `side` pixels long, with masks and boxes (left, top, right, bottom) over it."""
+        picture = Image.fromarray(pixels).convert("RGB")
         factor = self.side / max(picture.size)
         size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
-        picture = picture.resize(
-            size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS
-        )
-        picture = picture if mask is None else self._with_mask(picture, mask)
-        pen = ImageDraw.Draw(picture)
-        for box in boxes:
-            left, top, right, bottom = np.clip(box, -1e6, 1e6) * factor
-            if left < right and top < bottom:  # also one smaller than a pixel
-                pen.rectangle(
-                    (left, top, max(left, right - 1), max(top, bottom - 1)), None, color(0), 2
-                )
-        return picture.quantize(256)
+        how = Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS
+        picture = picture.resize(size, how)
+        if masks or boxes:
+            picture = self._drawn_over(picture, masks, [part * factor for part in boxes])
+        file = io.BytesIO()
+        picture.quantize(256).save(file, "PNG")  # few colours, so that the page is small
+        return base64.b64encode(file.getvalue()).decode()
 
     def legend(self) -> list[dict[str, str]]:
         return [
@@ -88,23 +79,33 @@ class Painter:
             for kind in sorted(self.drawn)
         ]
 
-    def _with_mask(self, picture: Image.Image, mask: Any) -> Image.Image:
-        kinds = [
-            kind
-            for kind in np.unique(mask).tolist()
-            if 0 < kind < IGNORED or (kind == 0 and not self.background)
-        ]
-        self.drawn.update(kinds)
-        scaled = Image.fromarray(mask.astype(np.int32)).resize(
-            picture.size, Image.Resampling.NEAREST
-        )
-        shown, pixels = np.asarray(scaled), np.array(picture)
-        # The brightness alone shines through, so that a class has its colour on images of any.
-        below = np.asarray(picture.convert("L"), np.float32)[..., None]
-        for kind in kinds:
-            there = shown == kind
-            pixels[there] = (below[there] + color(kind)) / 2
-        return Image.fromarray(pixels)
+    def _drawn_over(
+        self, picture: Image.Image, masks: Iterable[Any], boxes: Iterable[Any]
+    ) -> Image.Image:
+        import torch
+        from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+        from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+
+        image = pil_to_tensor(picture)
+        for mask in masks:
+            kinds = [
+                kind
+                for kind in np.unique(mask).tolist()
+                if 0 < kind < IGNORED or (kind == 0 and not self.background)
+            ]
+            self.drawn.update(kinds)
+            numbers = Image.fromarray(mask.astype(np.int32))
+            shown = np.asarray(numbers.resize(picture.size, Image.Resampling.NEAREST))
+            if kinds:
+                planes = torch.from_numpy(np.stack([shown == kind for kind in kinds]))
+                image = draw_segmentation_masks(image, planes, 0.5, [*map(color, kinds)])
+        for part in boxes:
+            part = part.clamp(-1e6, 1e6)
+            part = part[(part[:, 2:] > part[:, :2]).all(1)]
+            if len(part):
+                image = draw_bounding_boxes(image, part, colors=color(0), width=2)
+        drawn: Image.Image = to_pil_image(image)
+        return drawn
 
 
 def color(kind: int) -> tuple[int, int, int]:
@@ -138,7 +139,7 @@ class Sheet:
         before = next(
             (p for v in (read or {}).values() if (p := shown_pixels(v)) is not None), None
         )
-        tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
+        tile.before = Painter((), SMALL_SIDE).png(before) if before is not None else ""
         return tile
 
     def _label(self, values: dict[str, Any]) -> str:
@@ -163,14 +164,18 @@ class Sheet:
             n: a for n, a in known.items() if a.shape == pixels.shape[:2] and a.dtype.kind in "iub"
         }
         boxes = {n: a for n, a in known.items() if n in self.boxes and a.shape[1:] == (4,)}
-        drawn = [
-            _corners(box, self.boxes[n])
-            for n, array in boxes.items()
-            for box in np.nan_to_num(array.astype(float))
-        ]
-        tile.images.append((name, png(pixels, self.painter, masks, drawn)))
+        drawn = [corners(array, self.boxes[n]) for n, array in boxes.items()]
+        tile.images.append((name, self.painter.png(pixels, masks.values(), drawn)))
         tile.texts += [(n, f"{len(array)} boxes") for n, array in boxes.items()]
         return [*masks, *boxes]
+
+
+def corners(boxes: Any, form: str) -> Any:
+    """Left, top, right and bottom of each box."""
+    import torch
+    from torchvision.ops import box_convert
+
+    return box_convert(torch.from_numpy(boxes).double().nan_to_num(), form.lower(), "xyxy")
 
 
 def shown_pixels(value: Any) -> Any:
@@ -211,27 +216,6 @@ def _decoded(content: bytes) -> Any:
         return None
 
 
-def png(
-    pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Corners] = ()
-) -> str:
-    first, *others = [*masks.values()] or [None]
-    picture = painter.draw(Image.fromarray(pixels), first, boxes)
-    for mask in others:
-        picture = painter.draw(picture, mask)
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def _corners(box: Any, form: str) -> Corners:
-    x, y, a, b = map(float, box)
-    if form == "XYWH":
-        a, b = x + a, y + b
-    elif form == "CXCYWH":
-        x, y, a, b = x - a / 2, y - b / 2, x + a / 2, y + b / 2
-    return min(x, a), min(y, b), max(x, a), max(y, b)
-
-
 def _other(tile: Tile, name: str, value: Any) -> None:
     array = _wav(value) if isinstance(value, bytes) else as_array(value)
     kind, dims = (array.dtype.kind, array.ndim) if array is not None else ("", -1)
@@ -248,7 +232,7 @@ def _other(tile: Tile, name: str, value: Any) -> None:
     elif dims == 2 and kind in "iuf" and min(array.shape) >= 8:
         # Time from left to right, as in a spectrogram.
         grey = np.repeat(_as_uint8(array.T[::-1, :, None]), 3, axis=2)
-        tile.images.append((f"{name}, {times(array.shape)}", png(grey, Painter((), SIDE))))
+        tile.images.append((f"{name}, {times(array.shape)}", Painter((), SIDE).png(grey)))
     elif dims == 0:
         tile.texts.append((name, f"{array.item():g}" if kind in "iuf" else str(array.item())))
     else:
