@@ -105,9 +105,12 @@ def installed(python: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        ("torch==1.0", "torch==1.0, but the image's torch 2.15.0+cu130 stays"),
-        ("torch @ file:///torch.whl\ngoes_along", "torch @ … would replace the image's torch"),
-        ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stays"),
+        ("torch==1.0", "torch==1.0 would replace the image's torch 2.15.0+cu130"),
+        (
+            "torch @ file:///torch.whl\ngoes_along",
+            "torch @ file:///torch.whl would replace the image's torch",
+        ),
+        ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stay"),
     ],
 )
 def test_a_requirement_that_would_replace_the_images_torch_is_refused(

@@ -24,7 +24,7 @@ from stoker.scripts.supervisor import (
     Exit,
     RankCommand,
     Supervisor,
-    first_failure,
+    failure_of,
     last_error,
     reason_of,
 )
@@ -308,9 +308,15 @@ LOST = "RuntimeError: [pair.cc:561] Connection closed by peer [127.0.0.1]:49373 
             "KeyError: 1 (train.py:4)",
         ),
         ("import atexit\natexit.register(print, 'bye')\nraise OSError\n", "OSError (train.py:3)"),
-        ("x = (\n", "SyntaxError: '(' was never closed"),
+        (
+            "x = (\n",
+            "train.py exited with code 1; its last line: SyntaxError: '(' was never closed",
+        ),
         ("raise Exception('two\\nlines')\n", "Exception: two (train.py:1)"),
-        ("import sys\nsys.exit('no data')\n", ""),
+        (
+            "import sys\nsys.exit('no data')\n",
+            "train.py exited with code 1; its last line: no data",
+        ),
     ],
 )
 def test_the_last_line_of_the_last_traceback_with_the_scripts_own_line(
@@ -344,9 +350,23 @@ def test_the_reason_names_rank_and_log() -> None:
     assert "SIGSEGV (rank 2)" in reason_of("train.py", Exit(2, -11))
 
 
-def test_a_rank_that_only_lost_the_other_is_not_the_cause() -> None:
-    lost, cause = Exit(0, 1, line=LOST), Exit(1, 1, line="ValueError: no")
-    assert first_failure([lost, cause]) is cause
-    assert first_failure([lost, Exit(1, -9)]) == Exit(1, -9)
-    assert first_failure([lost, Exit(1, -15, asked=True)]) is lost
-    assert first_failure([Exit(0, 0), Exit(1, -15, asked=True)]) is None
+def test_the_rank_that_failed_first_is_the_cause() -> None:
+    lost, cause = Exit(0, 1, line=LOST, at=2.5), Exit(1, 1, line="ValueError: no", at=2.0)
+    text = failure_of("train.py", [lost, cause, Exit(2, 1, line=LOST, at=3.0)])
+    assert text.startswith("ValueError: no (rank 1); see") and f"; then {LOST} (rank 0)" in text
+    killed = failure_of("train.py", [lost, Exit(1, -9, at=2.0)])
+    assert killed.startswith("train.py was killed by SIGKILL")
+    asked = Exit(1, -15, asked=True)
+    assert failure_of("train.py", [lost, asked]).startswith(LOST)
+    assert failure_of("train.py", [Exit(0, 0), asked]) == ""
+
+
+def test_the_time_of_a_failure_is_that_of_its_traceback(child: Callable[..., Child]) -> None:
+    """A rank may take long to end after it; those that it makes fail end sooner."""
+    slow = "import atexit, time\natexit.register(time.sleep, 1)\nraise ValueError('cause')\n"
+    first = child(slow, {})
+    until(lambda: first.listen(0.1) or "cause" in first.tail + first.output())
+    second = child("raise ValueError('effect')\n", {})
+    until(lambda: second.listen(0.1) or (second.output(), second.poll())[1] == 1)
+    until(lambda: first.listen(0.1) or (first.output(), first.poll())[1] == 1)
+    assert first.failed_at < second.failed_at

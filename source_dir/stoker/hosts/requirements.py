@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from stoker.config.redaction import redact
 from stoker.errors import StokerError
 
 INSTALL_TIMEOUT_S = 900
@@ -60,12 +62,11 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             " the job's requirements in the environment that its hosts use"
         )
     wheels, pins = _beside(folder, "wheels"), image_pins()
-    for _, requirement in _requirements(file.read_text(encoding="utf-8")):
-        if requirement.url and (has := pins.get(name := canonical(requirement.name))):
-            raise ConflictError(  # pip lets a file of the same version replace the image's
-                f"requirements.txt: {name} @ … would replace the image's {name} {has}, which fits its drivers"
-                " and the other hosts; remove the line, or choose an image that has that version"
-            )
+    for line, requirement in _requirements(file.read_text(encoding="utf-8")):
+        has = pins.get(name := canonical(requirement.name))
+        # pip lets a file of the same version replace the image's
+        if has and (requirement.url or not _fits(requirement)):
+            raise _conflict(f"{line} would replace the image's {name} {has}")
     lines = [f"{name}=={version}" for name, version in pins.items()]
     if staged.is_file() and not wheels.exists():
         given = _requirements(staged.read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         constraints.write("\n".join(lines) + "\n")
         constraints.flush()
         command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
-        command += ["-r", str(file), "-c", constraints.name]
+        command += ["-r", str(file)]
         command += ["--no-index", "--find-links", str(wheels)] if wheels.exists() else []
         environment = {
             **os.environ,
@@ -91,7 +92,7 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             environment |= _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))
         try:
             done = subprocess.run(
-                command,
+                [*command, "-c", constraints.name],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -101,9 +102,20 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         except subprocess.TimeoutExpired:
             raise InstallError(f"{what}: pip took more than {INSTALL_TIMEOUT_S} s") from None
     if done.returncode:
-        raise _failure(what, done.stdout, pins)
+        if conflicts := _conflicts(command, environment, pins):
+            kept = ", ".join(f"{name} {version}" for name, version in pins.items())
+            raise _conflict(f"{'; '.join(conflicts)}, but the image's {kept} stay")
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        raise InstallError(redact(f"{what}: {(lines or ['pip failed'])[-1]}"))
     importlib.invalidate_caches()
     return absent
+
+
+def _conflict(what: str) -> ConflictError:
+    return ConflictError(
+        f"requirements.txt: {what}: what fits the image's drivers and the other hosts is kept; require a"
+        " version that works with it, or choose another image"
+    )
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -131,28 +143,24 @@ def _code_artifact(repository: str) -> dict[str, str]:
     }
 
 
-def _failure(what: str, output: str, pins: dict[str, str]) -> InstallError:
-    """What pip says of its failure in one line; a conflict with a package of the image has its own words."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for name, version in pins.items():
-        if f"(constraint) {name}==" not in output:
-            continue
-        asking = [
-            line
-            for line in lines
-            if re.search(rf" depends on {name}\b|user requested {name}\b", line)
-        ]
-        asked = (
-            asking[0].removeprefix("The user requested ")
-            if asking
-            else f"a package needs another {name}"
+def _conflicts(command: list[str], environment: dict[str, str], pins: dict[str, str]) -> list[str]:
+    """Which packages ask for another version of what must stay, as pip's report says without constraints."""
+    if not pins:
+        return []
+    command = [*command, "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=environment
         )
-        return ConflictError(
-            f"requirements.txt: {asked}, but the image's {name} {version} stays, which fits its drivers and"
-            " the other hosts; require a version that works with it, or choose another image"
-        )
-    told = [line for line in lines if line.startswith("ERROR")] or lines or ["pip failed"]
-    return InstallError(re.sub(r"(?<=://)[^/@\s]+(?=@)", "****", f"{what}: {told[-1]}"))
+        chosen = [each["metadata"] for each in json.loads(done.stdout)["install"]]
+    except (subprocess.TimeoutExpired, ValueError, KeyError):
+        return []  # it cannot be installed at all
+    return [
+        f"{package['name']} {package['version']} depends on {needed.name}{needed.specifier}"
+        for package in chosen
+        for needed in map(_parse, package.get("requires_dist", []))
+        if canonical(needed.name) in pins and _applies(needed) and not _fits(needed)
+    ]
 
 
 def unsatisfied(text: str) -> list[str]:

@@ -109,7 +109,7 @@ def in_order(hosts: Iterable[str]) -> list[str]:
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Judged by the family of the type."""
+    """By the family, as EC2's naming of instance types defines it: p and g have NVIDIA GPUs."""
     return bool(_GPU_TYPES.match(instance_type))
 
 

@@ -6,8 +6,10 @@ import codecs
 import contextlib
 import ctypes
 import json
+import math
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from stoker.hosts import machine
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
-from stoker.scripts.supervisor import UNCAUGHT, Exit, RankCommand, last_error
+from stoker.scripts.supervisor import TRACEBACK, UNCAUGHT, Exit, RankCommand, last_error
 from stoker.session import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
@@ -128,7 +130,7 @@ def watch(
         output, events = child.output(), child.events()
         if code is not None and end is None:
             line = last_error(child.tail, script) if code == UNCAUGHT else ""
-            end = Exit(rank, code, asked_at is not None, line)
+            end = Exit(rank, code, asked_at is not None, line, child.failed_at)
             output += killed
         if output or events or end is not None or time.monotonic() - told >= ORDER_S:
             order, told = tell(output, events, end), time.monotonic()
@@ -145,7 +147,7 @@ def watch(
                 )
                 child.kill()
         if len(output) < POLL_S * 1_000_000:
-            time.sleep(POLL_S)
+            child.listen(POLL_S)
 
 
 def rank_environment(config: Config, job: str) -> dict[str, str]:
@@ -222,6 +224,8 @@ PART_EVERY_S = 10.0
 """Interval for forwarding incomplete lines, such as progress bars."""
 PIPE_S = 2.0
 """How long to wait for output of leftover processes after the script has ended."""
+NOTE_S = 0.02
+"""How exactly the time of a failure is known."""
 TAIL_CHARACTERS = 1 << 16
 PREFIX = "stoker-script-"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -255,26 +259,27 @@ class Child:
         )
         os.close(writing)
         self._open = True
+        self._data = b""
         self._ended_at: float | None = None
+        self._traced_at = self.failed_at = math.inf
+        """The second as in `Exit.at`."""
 
     def poll(self) -> int | None:
         """Its exit code, once it has ended and all output is read."""
         code = self._process.poll()
         if code is None:
             return None
-        self._ended_at = self._ended_at or time.monotonic()
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self.failed_at = self._traced_at if code == UNCAUGHT else time.time()
         if self._open and time.monotonic() - self._ended_at > PIPE_S:
             self.kill()
         return None if self._open and time.monotonic() - self._ended_at < 2 * PIPE_S else code
 
     def output(self) -> str:
-        data = b""
-        while self._open and len(data) < MOST_BYTES:
-            more = self._pipe.read(MOST_BYTES - len(data))
-            if more is None:
-                break
-            self._open = bool(more)
-            data += more
+        while self._open and len(self._data) < MOST_BYTES and self._read():
+            pass
+        data, self._data = self._data, b""
         text = self._part + self._decoder.decode(data, final=not self._open)
         late = time.monotonic() - self._part_since > PART_EVERY_S
         whole = (
@@ -285,6 +290,27 @@ class Child:
         text, self._part = text[:whole], text[whole:]
         self.tail = (self.tail + text)[-TAIL_CHARACTERS:]
         return text
+
+    def listen(self, for_s: float) -> None:
+        """Wait so long, and note when a traceback comes or the process ends."""
+        until = time.monotonic() + for_s
+        while self._ended_at is None and (left := until - time.monotonic()) > 0:
+            full = not self._open or len(self._data) >= MOST_BYTES
+            if not (full or self._read()):
+                select.select([self._pipe], [], [], min(left, NOTE_S))
+            time.sleep(
+                min(left, NOTE_S if full else NOTE_S / 4)
+            )  # also where it prints all the time
+            self.poll()
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    def _read(self) -> bool:
+        more = self._pipe.read(MOST_BYTES - len(self._data))
+        self._open = more is None or bool(more)
+        self._data += more or b""
+        if more and TRACEBACK.encode() in self._data[-len(more) - len(TRACEBACK) :]:
+            self._traced_at = time.time()
+        return bool(more)
 
     def events(self) -> list[dict[str, Any]]:
         with self._events.open("rb") as file:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import secrets
 import signal
 import time
@@ -179,9 +178,8 @@ class Supervisor:
     def _order(self) -> RankCommand:
         over = len(self.exits) == self.workers
         if self.failed_at < math.inf:
-            first = first_failure(self.exits)
             ending = over or time.monotonic() - self.failed_at > GRACE_S
-            failure = reason_of(self.script, first) if first else ""
+            failure = failure_of(self.script, self.exits)
             return RankCommand(failure if ending else "", True, over, failure if over else "")
         return RankCommand(self.stop_reason, False, over)
 
@@ -221,15 +219,6 @@ LOG = "logs/script-rank-{rank}.log"
 TRACEBACK = "Traceback (most recent call last):"
 UNCAUGHT = 1
 """Exit code of Python after an uncaught exception."""
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")
-_RANK = re.compile(r"^\[rank\d+\]: ?")
-"""Prefix that PyTorch adds to traceback lines with several ranks."""
-_LOST_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (closed|refused|was|reset)|ECONNRE|DistBackendError"
-    r"|DistNetworkError|DistStoreError|remote process exited|socket timeout",
-    re.IGNORECASE,
-)
-"""Errors on the other ranks after one has died."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +229,8 @@ class Exit:
     asked: bool = False
     """Whether it received SIGTERM before."""
     line: str = ""
+    at: float = 0.0
+    """Its host's time, in seconds since 1970, when it printed its last traceback, or ended without one."""
 
     @property
     def failed(self) -> bool:
@@ -259,25 +250,30 @@ def reason_of(script: str, end: Exit) -> str:
     return f"{script} exited with code {end.code} {where}"
 
 
-def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """The root failure: when a rank dies, others fail with closed connections, and may arrive first."""
-    failed = [end for end in exits if end.failed]
-    causes = [end for end in failed if not _LOST_PEER.search(end.line)]
-    return next(iter([*causes, *failed]), None)
+def failure_of(script: str, exits: Sequence[Exit]) -> str:
+    """The root failure, and the one after it.
+
+    A rank prints its traceback before its connections close, which makes others fail.
+    """
+    failed = sorted((end for end in exits if end.failed), key=lambda end: end.at)
+    return "; then ".join(reason_of(script, end) for end in failed[:2])
 
 
 def last_error(output: str, script: str) -> str:
-    """Last line of the last traceback: `ValueError: no (train.py:12)`; "" if there is none."""
-    lines = [_RANK.sub("", line) for line in output.splitlines()]
-    begins = [at for at, line in enumerate(lines) if line.strip() == TRACEBACK]
-    if not begins:
-        errors = [line for line in lines if _ERROR.match(line)]
-        return errors[-1].strip() if errors else ""
-    place, block = "", lines[begins[-1] + 1 :]
-    for line in block:
-        if found := re.match(r'\s+File "(?:.*/)?([^/"]+)", line (\d+)', line):
-            if not place or found[1] == script:
-                place = f" ({found[1]}:{found[2]})"
+    """Last line of the last traceback, `ValueError: no (train.py:12)`; without one, of the output."""
+    above, found, block = output.rpartition(TRACEBACK)
+    if not found:
+        last = (output.strip() or "nothing").splitlines()[-1].strip()
+        return f"{script} exited with code {UNCAUGHT}; its last line: {last}"
+    mark = above[above.rfind("\n") + 1 :]  # PyTorch begins each line with the rank
+    place = ""
+    for line in (each.removeprefix(mark) for each in block.splitlines()[1:]):
+        before, _, frame = line.partition('File "')
+        if frame and not before.strip():
+            path, _, rest = frame.partition('", line ')
+            name = path.rpartition("/")[2]
+            if not place or name == script:
+                place = f" ({name}:{rest.partition(',')[0]})"
         elif line and not line[0].isspace():
             return f"{' '.join(line.split())}{place}"
     return ""
