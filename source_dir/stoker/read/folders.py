@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from posixpath import splitext
@@ -100,39 +100,31 @@ def split_files(
 def _refuse_parts(root: str, files: list[Any]) -> None:
     """Refuse a set such as `train-00002-of-00004` that lacks a part, or has one twice. The others may be in
     the folders of other splits."""
-    sets, top = _sets(files, whole=True), len(filesystem_of(root)[1])
-    for (name, count), numbers in sets.items():
-        base = name.rpartition("/")[2], count
-        alone = sum(other == name for other, _ in sets) == 1
-        if alone and _is_whole(count, numbers):
-            continue
-        in_folders = [f for f in list_files(root) if "/" in f.path[top:].strip("/")]
-        if alone and _is_whole(count, _sets(in_folders, whole=False)[base]):
-            continue
-        first, held = int(0 not in numbers), {*numbers}
-        lacking = next((n for n in range(first, count + first) if n not in held), None)
-        what = "one twice or too many" if lacking is None else f"no {lacking}"
-        raise UsageError(
-            f"{name}-…-of-{count}: its {count_of(len(numbers), 'file')} are not this set (with {what});"
-            " complete it, remove copies, or leave files out with ignore"
-        )
+    top = len(filesystem_of(root)[1])
+    in_folders = _parts(f.base_name for f in list_files(root) if "/" in f.path[top:].strip("/"))
+    for name, parts in _parts(f.path for f in files).items():
+        if not (_is_whole(parts) or _is_whole(in_folders[name.rpartition("/")[2]])):
+            raise UsageError(
+                f"{name}-…-of-{parts[0][0]}: {count_of(len(parts), 'file')}, which are not this set; complete"
+                " it, remove copies, or leave files out with ignore"
+            )
 
 
-def _sets(files: list[Any], whole: bool) -> dict[tuple[str, int], list[int]]:
-    """Path, or name alone, and count of each set → the numbers of its parts."""
+def _parts(paths: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+    """Name of each set → size and number that its files name."""
     sets = defaultdict(list)
-    for match in (_PART.fullmatch(f.path if whole else f.base_name) for f in files):
-        if match:
-            sets[match[1], int(match[3])].append(int(match[2]))
+    for match in filter(None, map(_PART.fullmatch, paths)):
+        sets[match[1]].append((int(match[3]), int(match[2])))
     return sets
 
 
-def _is_whole(count: int, numbers: list[int]) -> bool:
-    first = min(numbers, default=2)
-    return (
-        len(numbers) in (count, count + 1 - first)
-        and first < 2
-        and sorted(numbers) == [*range(first, first + len(numbers))]
+def _is_whole(parts: list[tuple[int, int]]) -> bool:
+    if not parts:
+        return False
+    count = parts[0][0]
+    numberings = range(count), range(1, count + 1), range(count + 1)
+    return any(
+        len(r) == len(parts) and sorted(parts) == [(count, n) for n in r] for r in numberings
     )
 
 
