@@ -184,8 +184,7 @@ def namespaces(config: Config) -> Iterator[Finding]:
             "rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}"
         )
     except UsageError as error:
-        remedy = "run as root, or allow user namespaces"
-        yield Finding("note", "rehearsal", str(error).partition("; ")[0], remedy)
+        yield Finding("note", "rehearsal", str(error))
 
 
 def aws(config: Config) -> Iterator[Finding]:

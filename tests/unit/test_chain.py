@@ -120,7 +120,7 @@ def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> N
     assert {bad.key: bad.place for bad in report.bad} == {"r1": 1, "r2": 2, "r9": 4}
     reasons = {bad.key: bad.reason for bad in report.bad}
     assert reasons["r9"] == "cannot be read"
-    assert "DecodeImage: ValueError: cannot be decoded" in reasons["r1"]
+    assert "DecodeImage: DecodeError: cannot be decoded" in reasons["r1"]
     assert reasons["r2"] == "CheckLabel: ValueError: label 9 is outside 0…2"
 
 

@@ -135,7 +135,7 @@ def test_a_truncated_jpeg_is_quarantined_never_grey(damage: str) -> None:
         chain = Chain(as_stages([DecodeImage(), crop]), seed=0)
         _, report = chain.run([{"key": "a", "image": content}], epoch=0)
         assert [bad.reason[:39] for bad in report.bad] == [
-            "DecodeImage: ValueError: cannot be deco"
+            "DecodeImage: DecodeError: cannot be dec"
         ]
 
 

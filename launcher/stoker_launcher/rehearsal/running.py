@@ -55,7 +55,8 @@ def unshare_command() -> list[str]:
             return command
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
     raise UsageError(
-        f"--on rehearsal: cannot create namespaces on this machine ({reason}){instead}"
+        f"--on rehearsal: cannot create namespaces on this machine ({reason}); run as root, or allow user"
+        f" namespaces{instead}"
     )
 
 

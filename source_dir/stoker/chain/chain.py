@@ -310,8 +310,7 @@ class Chain:
 
 def _text_in(record: Record, error: Exception) -> str:
     names = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
-    mixed = names and isinstance(error, TypeError | ValueError) and "str" in str(error)
-    return f" (columns of text: {', '.join(names)})" if mixed else ""
+    return f" (columns of text: {', '.join(names)})" if names and type(error) is TypeError else ""
 
 
 def _keep(

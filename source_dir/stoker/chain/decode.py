@@ -103,6 +103,10 @@ def _beyond() -> str:
     return f"more than data.max_pixels allows ({_of_process['most']:,})"
 
 
+class DecodeError(ValueError):
+    """A file that begins as an image but is damaged."""
+
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -124,7 +128,7 @@ _ORIGIN_STAYS = {1, 5}
 
 _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
-"""Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
+"""Warnings of libjpeg-turbo, told apart by text alone, that mean wrong pixels; Pillow would ignore them."""
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
@@ -300,7 +304,7 @@ def _decode_jpeg(
             return _decode_jpeg(content, header, mode, factor, header.rows, buffer)
         if not cut:
             if any(words in text.lower() for words in _DAMAGE):
-                raise ValueError(f"cannot be decoded: {text}") from None
+                raise DecodeError(f"cannot be decoded: {text}") from None
             return None
     channels = 1 if mode == "L" else 3
     array: NDArray[Any] = buffer[: height * width * channels].reshape(height, width, channels)
@@ -348,12 +352,12 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise too_large(error) from None
     except UnidentifiedImageError:
         if content.startswith((b"II*\0", b"MM\0*")):
-            raise ValueError(
+            raise DecodeError(
                 f"cannot be decoded: a TIFF that Pillow cannot read; {_REMEDY}"
             ) from None
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"cannot be decoded: {error}") from None
+        raise DecodeError(f"cannot be decoded: {error}") from None
 
 
 def image_array(
@@ -402,7 +406,9 @@ def check_png(content: bytes) -> None:
         end = at + 8 + int.from_bytes(content[at : at + 4])
         kind = content[at + 4 : at + 8]
         if end + 4 > len(content):
-            raise ValueError("cannot be decoded: the PNG is truncated")
+            raise DecodeError("cannot be decoded: the PNG is truncated")
         if zlib.crc32(view[at + 4 : end]) != int.from_bytes(content[end : end + 4]):
-            raise ValueError(f"cannot be decoded: the checksum of the PNG's {kind!r} part is wrong")
+            raise DecodeError(
+                f"cannot be decoded: the checksum of the PNG's {kind!r} part is wrong"
+            )
         at = end + 4

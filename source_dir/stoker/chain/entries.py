@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from stoker.chain.decode import DecodeError
 from stoker.chain.joint import (
     Declaration,
     DecodeMask,
@@ -121,7 +122,7 @@ class Fused(RecordTransform):
             return part.finished(record, picture)
         except Exception as error:
             # Pixels are decoded only when a later transform needs them.
-            late = self.decode and "cannot be decoded" in str(error)
+            late = self.decode and isinstance(error, DecodeError)
             error.stage = self.first if late else name  # type: ignore[attr-defined]
             raise
 

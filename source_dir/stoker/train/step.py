@@ -44,15 +44,16 @@ def autocast(worker: Worker) -> Any:
 
 @contextlib.contextmanager
 def naming_text(batch: Batch) -> Iterator[None]:
-    """Add the columns of text in a batch to an error of a step that may have met one."""
+    """Add the columns of text in a batch to an error of a type that text may cause."""
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
         texts = [n for n, v in batch.items() if isinstance(v, list) and v and isinstance(v[0], str)]
-        if texts and any(word in str(error) for word in ("list", "str")):
+        if texts:
             named = f"the batch has text in the column {', '.join(texts)}"
             error.args = (
-                f"{error}; {named}: convert it in the chain, or leave it out with stoker.data.Drop",
+                f"{error}; {named}: convert it in the chain, or leave it out with stoker.data.Drop, if the"
+                " step cannot take it",
             )
         raise
 
