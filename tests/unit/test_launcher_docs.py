@@ -18,6 +18,7 @@ from tests.fakes.aws import moto_server
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONSTRAINTS = (DOCS.parent / "constraints.txt").read_text()
 WITHOUT_NARROWER_RESOURCE = {
+    "batch:ListServiceJobs",
     *("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"),
     *("servicequotas:ListServiceQuotas", "sts:GetServiceBearerToken"),
 }

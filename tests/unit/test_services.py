@@ -16,7 +16,7 @@ import pytest
 from stoker.entry.door import Head, HeadLost
 from stoker.hosts import raynode, requirements
 from stoker.hosts.requirements import ConflictError
-from stoker.hosts.services import vertex
+from stoker.hosts.services import sagemaker, vertex
 from stoker.hosts.topology import TopologyError
 
 TRAIN = Path(requirements.__file__).parents[2] / "train.py"
@@ -40,6 +40,15 @@ def test_hosts_that_are_described_wrongly_fail_with_the_reason(
     assert done.returncode == 2
     assert done.stderr.startswith("error: resourceconfig.json: cannot be read")
     assert (tmp_path / "output" / "failure").read_text() in done.stderr
+
+
+def test_attempts_of_a_queued_job_are_one_job_to_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRAINING_JOB_NAME", "AWSBatchflowers-1-0123")
+    assert sagemaker.place().job == "AWSBatchflowers-1-0123"
+    monkeypatch.setenv("STOKER_SERVICE_JOB", "flowers-1")
+    assert sagemaker.place().job == "flowers-1"
 
 
 @pytest.mark.long

@@ -89,6 +89,21 @@ class HostsConfig(Section):
     count: int = key(1, "number of instances")
 
 
+class GpuHostsConfig(Section):
+    type: str | list[str] | None = key(
+        None,
+        "instance type, such as ml.g5.2xlarge, or several to try in order while no capacity comes;"
+        " null: no such hosts",
+    )
+    count: int = key(1, "number of instances")
+
+    @property
+    def types(self) -> list[str]:
+        if isinstance(self.type, str):
+            return [self.type]
+        return self.type or []
+
+
 class GroupConfig(Section):
     name: str = Field(description="instance group name")
     type: str = Field(description="instance type")
@@ -115,7 +130,7 @@ class SageMakerConfig(Section):
         pattern="^s3://[^/]",
     )
     image: str | None = key(None, "training image for every group; default: AWS PyTorch")
-    gpu: HostsConfig = key(HostsConfig(), "hosts that train: group `gpu`")
+    gpu: GpuHostsConfig = key(GpuHostsConfig(), "hosts that train: group `gpu`")
     cpu: HostsConfig = key(HostsConfig(), "hosts that preprocess: group `cpu`")
     groups: list[GroupConfig] = key(
         [], "your own groups, [{name, type, count}], instead of gpu and cpu"
@@ -170,6 +185,14 @@ class SageMakerConfig(Section):
         {},
         "members to add to CreateTrainingJob that have no key here, such as a training plan, FSx or a"
         " private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
+    )
+    queue: str | None = key(
+        None,
+        "AWS Batch job queue for SageMaker training, by name or ARN, in which the job waits for its turn",
+    )
+    queue_request: dict[str, Any] = key(
+        {},
+        "members to add to SubmitServiceJob, such as {shareIdentifier: vision, schedulingPriority: 10}",
     )
     entry: Literal["container", "script-mode"] = key(
         "container",

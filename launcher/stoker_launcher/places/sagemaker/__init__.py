@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,21 +13,21 @@ from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table
 from stoker_launcher.job import Job, measure
-from stoker_launcher.places import Place
+from stoker_launcher.places import Place, RemoteRun
 from stoker_launcher.places.remote import (
     CloudRun,
     HostGroup,
     LogEntry,
     Tell,
+    UnansweredError,
     collected,
     created_once,
-    job_name,
     stamp,
     usd_per_hour,
     without_price,
 )
 from stoker_launcher.places.sagemaker import aws, sagemaker_rules
-from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, group, request_of
+from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, group, requests_of
 
 OFFLINE_ACCOUNT = "000000000000"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -34,7 +36,8 @@ _WORDS = {"InProgress": "running", "Completed": "succeeded", "Stopping": "runnin
 _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(?P<text>.*)$", re.S)
 
 
-def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
+def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMakerRequest:
+    """`written`: to a file, instead of being submitted."""
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
     region = aws.region_of(settings.region) or ""
@@ -55,8 +58,12 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
     if not (offline or known):
         collected(problems, aws.refuse_without_credentials, None)
-    wanted = request_of(job, job_name(job.name, stamp()), region, s3_uri)
-    problems += sagemaker_rules.problems(wanted)
+    wanted, *others = requests_of(job, stamp(), region, s3_uri)
+    for one in (wanted, *others):
+        problems += sagemaker_rules.problems(one)
+    if others and (written or settings.queue is not None):
+        with_what = "--request" if written else "sagemaker.queue, which waits for capacity itself"
+        problems.append(f"sagemaker.gpu.type: name one type with {with_what}")
     count, size = measure(job, wanted.data_at, "params or sagemaker.channels", problems)
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += collected(problems, lambda: list(aws.existence_problems(wanted)), [])
@@ -64,27 +71,59 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
     notes = tuple(sagemaker_rules.warnings(wanted))
-    return replace(wanted, code_files=count + 1, code_bytes=size, warnings=notes)
+    wanted, *others = (
+        replace(one, code_files=count + 1, code_bytes=size) for one in (wanted, *others)
+    )
+    return replace(wanted, warnings=notes, alternatives=tuple(others))
 
 
-def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
-    region = request.region
-    with aws.readable_errors("upload"):
-        request.upload(aws.S3Store(request), tell)
-    known = price_list(request.settings.prices, region=region)
-    run = SageMakerRun(region, request.name, submitted=True, prices=known)
-
-    def create() -> Any:
-        with aws.readable_errors("SageMaker"):
-            return aws.client("sagemaker", region).create_training_job(**request.body)
-
-    doubt = f"the job may have been created all the same: stoker status {run.id}"
-    created_once(create, run.ask, doubt)
+def submit(request: SageMakerRequest, tell: Tell | None = None) -> RemoteRun:
+    if request.alternatives:
+        return TypesInOrder([request, *request.alternatives], tell)
+    run = run_of(request)
+    create(request, run, tell)
     return run
 
 
+def run_of(request: SageMakerRequest) -> SageMakerRun:
+    settings, region = request.settings, request.region
+    known = price_list(settings.prices, region=region)
+    if settings.queue is not None:
+        queue = settings.queue.rpartition("/")[2]  # of an ARN
+        return QueuedRun(region, queue, request.name, submitted=True, prices=known)
+    return SageMakerRun(region, request.name, submitted=True, prices=known)
+
+
+def create(request: SageMakerRequest, run: SageMakerRun, tell: Tell | None) -> None:
+    region, queued = request.region, isinstance(run, QueuedRun)
+    with aws.readable_errors("upload"):
+        request.upload(aws.S3Store(request), tell)
+
+    def ask_for_it() -> Any:
+        if not queued:
+            with aws.readable_errors("SageMaker"):
+                return aws.client("sagemaker", region).create_training_job(**request.body)
+        with aws.readable_errors("Batch"):
+            return aws.client("batch", region).submit_service_job(**request.submission)
+
+    doubt = f"the job may have been created all the same: stoker status {run.id}"
+    try:
+        created_once(ask_for_it, run.ask, doubt)
+    except UnansweredError:
+        raise
+    except UsageError:
+        # Batch refuses a call that boto3 has repeated as it refuses any other.
+        with contextlib.suppress(UsageError):
+            if queued and run.ask():
+                return
+        raise
+
+
 def attach(run_id: str) -> SageMakerRun:
-    """Find a run by `sagemaker:region/name`, training job name or ARN; UsageError without a region."""
+    """Find a run by `sagemaker:region/name`, training job name or ARN; UsageError without a region.
+
+    `sagemaker:region/queue/name` is a job in a queue of AWS Batch.
+    """
     text = run_id.removeprefix("sagemaker:")
     if text.startswith("arn:"):
         region, name = text.split(":")[3], text.rpartition("/")[2]
@@ -94,7 +133,8 @@ def attach(run_id: str) -> SageMakerRun:
         name, region = text, aws.region_of(None) or ""
     if not region:
         raise UsageError(f"{run_id}: the region is unknown; write sagemaker:<region>/{name}")
-    return SageMakerRun(region, name)
+    queue, _, name = name.rpartition("/")
+    return QueuedRun(region, queue, name) if queue else SageMakerRun(region, name)
 
 
 class SageMakerRun(CloudRun):
@@ -140,6 +180,18 @@ class SageMakerRun(CloudRun):
         text = self.status_in(description)
         return f"{text} ({message})" if message and not text.startswith("failed") else text
 
+    def had_no_capacity(self) -> bool:
+        """Whether the job has ended because no hosts came: it has had none, and none is billed."""
+        found = self.describe()
+        ended = found["TrainingJobStatus"] in ("Failed", "Stopped")
+        if not ended or "TrainingStartTime" in found or found.get("BillableTimeInSeconds"):
+            return False
+        limit_s = found["StoppingCondition"].get("MaxPendingTimeInSeconds", math.inf)
+        waited_s = (found["LastModifiedTime"] - found["CreationTime"]).total_seconds()
+        # Before the limit somebody has stopped it, unless SageMaker itself has given up.
+        given_up = found.get("FailureReason", "").startswith("CapacityError")
+        return bool(given_up or waited_s >= limit_s)
+
     def closing(self) -> str:
         description = self.describe()
         lines = [f"{self.name}: {self.status_in(description)}"]
@@ -155,7 +207,10 @@ class SageMakerRun(CloudRun):
         return "\n".join(lines)
 
     def entries(self, since_s: float) -> list[LogEntry]:
-        client, prefix = aws.client("logs", self.region), f"{self.name}/"
+        return self.entries_of(self.name, since_s)
+
+    def entries_of(self, name: str, since_s: float) -> list[LogEntry]:
+        client, prefix = aws.client("logs", self.region), f"{name}/"
         query = {
             "logGroupName": LOG_GROUP,
             "logStreamNamePrefix": prefix,
@@ -193,6 +248,123 @@ class SageMakerRun(CloudRun):
             yield f"[{named}/{host}] {line}" if named else f"[{host}] {line}"
 
 
+class QueuedRun(SageMakerRun):
+    """A job in a queue of AWS Batch, which creates a training job of another name for each attempt."""
+
+    def __init__(self, region: str, queue: str, name: str, **options: Any) -> None:
+        super().__init__(region, name, **options)
+        self.id, self.queue = f"sagemaker:{region}/{queue}/{name}", queue
+        self._attempts: tuple[str, ...] = ()
+        self._job_id = ""
+
+    def ask(self) -> dict[str, Any]:
+        batch = aws.client("batch", self.region)
+        with aws.readable_errors(f"job {self.label}"):
+            queued = batch.describe_service_job(jobId=self._find(batch))
+        attempts = [*queued.get("attempts", []), queued.get("latestAttempt", {})]
+        names = [
+            attempt["serviceResourceId"]["value"].rpartition("/")[2]
+            for attempt in attempts
+            if "serviceResourceId" in attempt
+        ]
+        self._attempts = tuple(dict.fromkeys(names))
+        if not self._attempts:
+            return {"Queued": queued}
+        self.name = self._attempts[-1]
+        return super().ask() | {"Queued": queued}
+
+    def _find(self, batch: Any) -> str:
+        if not self._job_id:
+            named = [{"name": "JOB_NAME", "values": [self.label]}]
+            listed = batch.list_service_jobs(jobQueue=self.queue, filters=named)["jobSummaryList"]
+            ids = [one["jobId"] for one in listed if one["jobName"] == self.label]
+            if not ids:
+                raise UsageError(f"{self.id}: no such job in queue {self.queue}")
+            self._job_id = ids[0]
+        return self._job_id
+
+    def stop(self) -> None:
+        """Take the job from the queue; a training job gets SIGTERM as from `StopTrainingJob`."""
+        batch = aws.client("batch", self.region)
+        with aws.readable_errors(f"job {self.label}"):
+            batch.terminate_service_job(jobId=self._find(batch), reason="stoker stop")
+
+    def status_in(self, description: dict[str, Any]) -> str:
+        queued = description["Queued"]
+        state = queued["status"]
+        training = super().status_in(description) if self._attempts else ""
+        if state == "SUCCEEDED":
+            return "succeeded"
+        if state != "FAILED":
+            return training if state == "RUNNING" and training else f"running: {state} in queue"
+        # The hosts of a job that was terminated are billed until they have stopped.
+        if training.startswith(("running", "failed", "interrupted")):
+            return training
+        if queued.get("isTerminated"):
+            return "interrupted"
+        return f"failed: {' '.join(queued.get('statusReason', 'no reason given').split())}"
+
+    def closing(self) -> str:
+        text = super().closing()
+        earlier = ", ".join(self._attempts[:-1])
+        return f"{text}\nearlier attempts, billed besides: {earlier}" if earlier else text
+
+    def entries(self, since_s: float) -> list[LogEntry]:
+        return [entry for name in self._attempts for entry in self.entries_of(name, since_s)]
+
+
+class TypesInOrder:
+    """One job at a time: the next type's is created once the one before has ended without hosts."""
+
+    def __init__(self, requests: list[SageMakerRequest], tell: Tell | None) -> None:
+        self.tell = tell
+        self._create(requests)
+
+    def _create(self, requests: list[SageMakerRequest]) -> None:
+        # The run first: if creating it is interrupted, its id is known.
+        self.run, self.left = run_of(requests[0]), requests[1:]
+        create(requests[0], self.run, self.tell)
+
+    def _next(self) -> str:
+        """Create the next job if this one has had no hosts; the line that tells of it, or ""."""
+        if not self.left or not self.run.had_no_capacity():
+            return ""
+        before = self.run
+        self._create(self.left)
+        return f"[{before.label}] ended without capacity; next: {self.run.id}"
+
+    @property
+    def id(self) -> str:
+        return self.run.id
+
+    def status(self) -> str:
+        return self.run.status()
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        yield from self.run.logs(follow)
+        while follow and (told := self._next()):
+            yield told
+            yield from self.run.logs(follow)
+
+    def wait(self) -> int:
+        code = self.run.wait()
+        while self._next():
+            code = self.run.wait()
+        return code
+
+    def stop(self) -> None:
+        self.left = []
+        self.run.stop()
+
+    def closing(self) -> str:
+        return self.run.closing()
+
+    def detached(self) -> str:
+        types = ", ".join(str(one.settings.gpu.type) for one in self.left)
+        more = f"; without capacity it ends, and nothing tries {types}" if types else ""
+        return self.run.detached() + more
+
+
 def described_groups(description: dict[str, Any]) -> tuple[HostGroup, ...]:
     resources = description.get("ResourceConfig", {})
     if listed := resources.get("InstanceGroups"):
@@ -225,7 +397,9 @@ def billed_table(groups: Sequence[HostGroup], billable_s: int, prices: PriceList
 
 PLACE = Place(
     name="sagemaker",
-    plan=lambda job, options, resume: plan(job, offline=options.offline),
+    plan=lambda job, options, resume: plan(
+        job, offline=options.offline, written=options.request is not None
+    ),
     submit=submit,
     attach=attach,
     ids=("sagemaker:", "arn:"),

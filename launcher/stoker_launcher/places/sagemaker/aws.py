@@ -253,6 +253,8 @@ def findings(config: Config) -> Iterator[CheckRow]:
     wanted: Counter[str] = Counter()
     for group in groups:
         wanted[group.type] += group.count
+    for other in config.sagemaker.gpu.types[1:]:
+        wanted[other] = max(wanted[other], config.sagemaker.gpu.count)
     if wanted:
         yield from _quotas(wanted, region, config.sagemaker.spot)
 

@@ -24,11 +24,18 @@ from stoker_launcher.places.sagemaker.training_job import (
     SageMakerRequest,
 )
 
+SUBMITTED_BY_US = {
+    "jobName",
+    "jobQueue",
+    "serviceJobType",
+    "serviceRequestPayload",
+    "clientToken",
+}
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
 
 def problems(request: SageMakerRequest) -> list[str]:
-    rules = (_groups, _shared, _parameters, _taken, _hyperparameters, _image)
+    rules = (_groups, _shared, _parameters, _taken, _hyperparameters, _image, _queue)
     found = [line for rule in rules for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(request.body, request.keys)
@@ -157,6 +164,18 @@ def _image(request: SageMakerRequest) -> Iterator[str]:
         yield f"sagemaker.image: no default image is known for region {request.region!r}; name one"
 
 
+def _queue(request: SageMakerRequest) -> Iterator[str]:
+    settings, key = request.settings, "sagemaker.queue_request"
+    if settings.queue is None:
+        if settings.queue_request:
+            yield f"{key}: nothing is submitted to AWS Batch; set sagemaker.queue"
+        return
+    for name in settings.queue_request.keys() & SUBMITTED_BY_US:
+        yield f"{key}.{name}: set by Stoker; remove it"
+    for path, message, value in _walk(request.submission, "SubmitServiceJobRequest", "batch"):
+        yield f"{key}.{path}: {message}{'' if value is None else f' (got {reprlib.repr(value)})'}"
+
+
 PYTHON_TYPES: dict[str, Any] = {
     **dict.fromkeys(("structure", "map"), dict),
     **dict.fromkeys(("integer", "long"), int),
@@ -168,13 +187,11 @@ UNITS = {"list": " entries", "map": " entries", "string": " characters"}
 
 
 @cache
-def shapes() -> dict[str, dict[str, Any]]:
+def shapes(service: str = "sagemaker") -> dict[str, dict[str, Any]]:
     """The shapes of the service model, loaded once (about 0.1 s)."""
     from botocore.loaders import Loader
 
-    model: dict[str, dict[str, Any]] = Loader().load_service_model("sagemaker", "service-2")[
-        "shapes"
-    ]
+    model: dict[str, dict[str, Any]] = Loader().load_service_model(service, "service-2")["shapes"]
     return model
 
 
@@ -197,8 +214,10 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
         yield f"{key}: {message}{got}{f'; {remedy}' if remedy else ''}"
 
 
-def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    shape = shapes()[name]
+def _walk(
+    value: Any, name: str, service: str = "sagemaker", path: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    shape = shapes(service)[name]
     kind = shape["type"]
     fits = isinstance(value, PYTHON_TYPES.get(kind, object))
     if not fits or (isinstance(value, bool) and kind != "boolean"):
@@ -229,18 +248,18 @@ def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any
                 yield path, "has a form that SageMaker rejects", value
     elif kind == "list":
         for index, item in enumerate(value):
-            yield from _walk(item, shape["member"]["shape"], f"{path}[{index}]")
+            yield from _walk(item, shape["member"]["shape"], service, f"{path}[{index}]")
     elif kind == "map":
         for key, item in value.items():
-            for where, message, _ in _walk(key, shape["key"]["shape"], f"{path}.{key}"):
+            for where, message, _ in _walk(key, shape["key"]["shape"], service, f"{path}.{key}"):
                 yield where, f"the name {message}", key
-            yield from _walk(item, shape["value"]["shape"], f"{path}.{key}")
+            yield from _walk(item, shape["value"]["shape"], service, f"{path}.{key}")
     elif kind == "structure":
         members, path = shape["members"], f"{path}." if path else ""
         for missing in set(shape.get("required", ())) - value.keys():
             yield path + missing, "is required", None
         for member, item in value.items():
             if member in members:
-                yield from _walk(item, members[member]["shape"], path + member)
+                yield from _walk(item, members[member]["shape"], service, path + member)
             else:
                 yield path + member, f"unknown to botocore{nearest(member, members)}", None

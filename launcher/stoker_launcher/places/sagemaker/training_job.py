@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from stoker.config.loading import TYPED
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
+from stoker.place import SERVICE_JOB_VARIABLE
 from stoker.recipe import load_recipe, metrics_by_name
 from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
 from stoker_launcher.places.remote import (
@@ -21,6 +23,7 @@ from stoker_launcher.places.remote import (
     HostGroup,
     Keyed,
     cost_table,
+    job_name,
     pruned,
     training_group,
     with_training_group,
@@ -73,6 +76,8 @@ METRICS = {
 }
 """CloudWatch graph → pattern of its value in the head's log lines (`tracking.console`)."""
 MOST_METRICS = 40
+PENDING_S = 1800
+"""How long to wait for hosts of a type while there are others to try; SageMaker allows no less."""
 
 
 def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
@@ -86,10 +91,11 @@ def group(name: str, type_: str, count: int, key: str = "") -> HostGroup:
 
 def groups_of(config: Config) -> tuple[HostGroup, ...]:
     settings = config.sagemaker
+    gpu, cpu = settings.gpu, settings.cpu
     found = [
-        group(name, hosts.type, hosts.count, f"sagemaker.{name}")
-        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
-        if hosts.type
+        group(name, types[0], hosts.count, f"sagemaker.{name}")
+        for name, hosts, types in (("gpu", gpu, gpu.types), ("cpu", cpu, [cpu.type]))
+        if types and types[0]
     ]
     found += [
         group(one.name, one.type, one.count, f"sagemaker.groups.{index}")
@@ -102,6 +108,8 @@ def groups_of(config: Config) -> tuple[HostGroup, ...]:
 class SageMakerRequest(CloudRequest):
     taken: tuple[str, ...] = ()
     """Parts of `sagemaker.request` that other keys set."""
+    alternatives: tuple[SageMakerRequest, ...] = ()
+    """The same job with the other types of `sagemaker.gpu.type`, in order."""
 
     @property
     def code_uri(self) -> str:
@@ -111,10 +119,38 @@ class SageMakerRequest(CloudRequest):
     def settings(self) -> SageMakerConfig:
         return self.job.resolved.config.sagemaker
 
+    @property
+    def submission(self) -> dict[str, Any]:
+        """The request to AWS Batch, where the job waits in a queue."""
+        return {
+            **self.settings.queue_request,
+            "jobName": self.name,
+            "jobQueue": self.settings.queue,
+            "serviceJobType": "SAGEMAKER_TRAINING",
+            "serviceRequestPayload": json.dumps(self.body),
+            "clientToken": self.name,
+        }
+
     def title(self) -> str:
-        return f"SageMaker training job {self.name} in {self.region}, entry {self.settings.entry}"
+        settings = self.settings
+        what = f"SageMaker training job {self.name} in {self.region}, entry {settings.entry}"
+        if settings.queue is None:
+            return what
+        more = f", {json.dumps(settings.queue_request)}" if settings.queue_request else ""
+        return f"{what}, queue {settings.queue}{more}"
 
     def costs(self) -> str:
+        tables = [self._costs()]
+        for before, other in itertools.pairwise((self, *self.alternatives)):
+            pending_s = before.body["StoppingCondition"]["MaxPendingTimeInSeconds"]
+            without = f"without capacity for {before.settings.gpu.type} after {pending_s} s"
+            tables.append(f"{without}, {other.name} instead:\n{other._costs()}")
+        return "\n\n".join(tables)
+
+    def for_command_line(self) -> dict[str, Any]:
+        return self.body if self.settings.queue is None else self.submission
+
+    def _costs(self) -> str:
         settings = self.settings
         known = prices.price_list(settings.prices, settings.spot, self.region)
         warm_s = settings.keep_alive_s  # billed, too
@@ -128,8 +164,10 @@ class SageMakerRequest(CloudRequest):
         return ["aws", "s3", "cp", *folder, *encrypted, str(source), target]
 
     def create_command(self, file: Path) -> list[str]:
-        create = ["aws", "sagemaker", "create-training-job", "--region", self.region]
-        return [*create, "--cli-input-json", f"file://{file}"]
+        create = ["sagemaker", "create-training-job"]
+        if self.settings.queue is not None:
+            create = ["batch", "submit-service-job"]
+        return ["aws", *create, "--region", self.region, "--cli-input-json", f"file://{file}"]
 
 
 def default_image(region: str) -> str | None:
@@ -175,7 +213,9 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
             {
                 key: Keyed(value, f"sagemaker.environment.{key}")
                 for key, value in settings.environment.items()
-            },
+            }
+            # Batch gives the training job of each attempt a name of its own.
+            | ({SERVICE_JOB_VARIABLE: name} if settings.queue is not None else {}),
             "sagemaker.environment",
         ),
         "InputDataConfig": Keyed(
@@ -227,6 +267,21 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
     return SageMakerRequest(
         job, name, region, s3_uri, groups, body, keys, data, data_at, taken=tuple(taken)
     )
+
+
+def requests_of(job: Job, end: str, region: str, s3_uri: str) -> list[SageMakerRequest]:
+    """One for each of the types that the GPU hosts may have; all but the last end if no capacity comes."""
+    config = job.resolved.config
+    requests = []
+    for index, type_ in enumerate(config.sagemaker.gpu.types or [None], 1):
+        gpu = config.sagemaker.gpu.model_copy(update={"type": type_})
+        settings = config.sagemaker.model_copy(update={"gpu": gpu})
+        resolved = replace(job.resolved, config=config.model_copy(update={"sagemaker": settings}))
+        name = job_name(job.name, end if index == 1 else f"{end}-{index}")
+        requests.append(request_of(replace(job, resolved=resolved), name, region, s3_uri))
+    for request in requests[:-1]:
+        request.body["StoppingCondition"].setdefault("MaxPendingTimeInSeconds", PENDING_S)
+    return requests
 
 
 def metrics_of(job: Job) -> dict[str, str]:

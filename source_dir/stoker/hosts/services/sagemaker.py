@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.hosts.services import Service
 from stoker.hosts.topology import TopologyError
-from stoker.place import RunPlace
+from stoker.place import SERVICE_JOB_VARIABLE, RunPlace
 
 
 def base_folder() -> Path:
@@ -38,7 +38,7 @@ def place() -> RunPlace:
         killed_after_s=120.0,
         synced=True,
         failure=base / "output" / "failure",
-        job=os.environ.get("TRAINING_JOB_NAME", ""),
+        job=os.environ.get(SERVICE_JOB_VARIABLE) or os.environ.get("TRAINING_JOB_NAME", ""),
     )
 
 
