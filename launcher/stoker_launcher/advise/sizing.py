@@ -268,7 +268,9 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
     found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates:
         found, note = rate_of_run(summary, here)
-    passes = max(sum(epoch.get("passes", 1) for epoch in records.epochs if "trained" in epoch), 1)
+    trained = [row for row in records.epochs if "trained" in row]
+    each = sum(row["read"] - row["quarantined"] for row in trained) / max(len(trained), 1)
+    passes = 1 + max((row["epoch"] for row in trained), default=0)
     source = (
         f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
     )
@@ -286,7 +288,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         gpu_samples_per_s=found,
         gpu_spread=0.0 if rates else RUN_SPREAD,
         stages=list(summary.chain),
-        **job_samples(config, round((records.read - records.quarantined) / passes) or None),
+        **job_samples(config, round(each) or None),
     )
 
 

@@ -104,13 +104,9 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
         "transfer": times["wait_transfer_s"],
         "here": times["wait_collate_s"] + times["host_to_device_s"],
     }
-    here = {
-        host.node_id for host in summary.cluster.hosts
-    }  # events are of all starts, times of this one
-    events = [
-        each for each in summary.events if each["event"] == "host_lost" and each["node"] in here
-    ]
-    lost = sum(each.get("times", 1) for each in events)
+    # Events are of all starts, times of this one.
+    here = {host.node_id for host in summary.cluster.hosts}
+    lost = sum(each["event"] == "host_lost" and each["node"] in here for each in summary.events)
     if lost and sum(waits.values()) <= RECOVERY_S * lost:
         return "lost_hosts"
     most = max(waits, key=lambda name: waits[name])

@@ -186,11 +186,10 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         [f"{count_of(again, 'work item')} done again"] if (again := seen["work_repeated"]) else []
     )
     rows += [("hosts", ", ".join(lost))] if lost else []
-    if restarts := [event["seconds"] for event in summary.events if event["event"] == "recovered"]:
-        text = (
-            f"{seen['recovered']} after lost train workers, {sum(restarts):.1f} s without training"
-        )
-        rows.append(("restarts", text))
+    if seen["recovered"]:
+        lasted = [event["seconds"] for event in summary.events if event["event"] == "recovered"]
+        pause = f", {sum(lasted):.1f} s without training" * (len(lasted) == seen["recovered"])
+        rows.append(("restarts", f"{seen['recovered']} after lost train workers{pause}"))
     if cost := cost_row(summary):
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):

@@ -126,11 +126,44 @@ class Recorder(Sink):
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
             self.summary.keep(record)
-        handler = getattr(self, f"_on_{event.event}", None)
-        if handler is not None:
-            handler(event)
+        self._sum_up(event)
         if time.monotonic() - self.refreshed > self.pause_s:
             self.refresh()
+
+    def _sum_up(self, event: kinds.Event) -> None:
+        summary = self.summary
+        match event:
+            case kinds.AttemptStarted():
+                self.warm = False
+            case kinds.PhaseDone():
+                summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
+            case kinds.TrainWorkerStarted():
+                self._on_train_worker(event)
+            case kinds.RecordQuarantined():
+                self._on_quarantined(event)
+            case kinds.StepLogged():
+                self._on_step(event)
+            case kinds.EpochEnded():
+                self._on_epoch(event)
+            case kinds.MetricsLogged():
+                self._on_metrics(event)
+            case kinds.LoaderProgress():
+                self._on_loader(event)
+            case kinds.CacheUsed():
+                self._on_cache(event)
+            case kinds.ExportWritten():
+                others = [done for done in summary.exports if done["format"] != event.format]
+                summary.exports = [*others, event.values()]
+            case kinds.ModelWritten():
+                values = event.values().items()
+                summary.model_from = {n: v for n, v in values if n not in ("path", "loss")}
+            case kinds.RecordsCounted():
+                counts = event.values().items()
+                summary.records.add({n: value for n, value in counts if n != "remainder_ids"})
+            case kinds.Resumed():
+                self._on_resumed(event)
+            case kinds.PassEnded():
+                self._on_pass(event)
 
     def _on_train_worker(self, event: kinds.TrainWorkerStarted) -> None:
         # By rank, so that a restarted worker counts once, on its present host.
@@ -139,12 +172,6 @@ class Recorder(Sink):
         self.summary.train_workers_by_host = dict(Counter(hosts))
         # Those of a Ray script's trainer are known only once they report.
         self.summary.train_workers = max(self.summary.train_workers, len(self.worker_nodes))
-
-    def _on_attempt(self, event: kinds.AttemptStarted) -> None:
-        self.warm = False
-
-    def _on_phase(self, event: kinds.PhaseDone) -> None:
-        self.summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
 
     def _on_quarantined(self, event: kinds.RecordQuarantined) -> None:
         row = event.model_dump(include={"split", "epoch", "key", "reason"})
@@ -187,7 +214,7 @@ class Recorder(Sink):
             self.metrics_before = self.summary.metrics.model_copy(deep=True)
         self.ended.append(event)
         self.summary.metrics.take(event.metrics)
-        if len(self.ended) > MOST_ROWS:  # no start goes back that far; see Records._forget
+        if len(self.ended) > MOST_ROWS:  # no start goes back that far; see Records.add
             self.metrics_before.take(self.ended.pop(0).metrics)
 
     def _on_metrics(self, event: kinds.MetricsLogged) -> None:
@@ -236,21 +263,6 @@ class Recorder(Sink):
             by_host = {row["host"]: row for row in hosts}
             for row in self.summary.cache["hosts"]:
                 row["bytes"] = by_host.get(row["host"], row)["bytes"]
-
-    def _on_export(self, event: kinds.ExportWritten) -> None:
-        others = [done for done in self.summary.exports if done["format"] != event.format]
-        self.summary.exports = [*others, event.values()]
-
-    def _on_model(self, event: kinds.ModelWritten) -> None:
-        left_out = ("path", "loss")
-        self.summary.model_from = {
-            n: value for n, value in event.values().items() if n not in left_out
-        }
-
-    def _on_records(self, event: kinds.RecordsCounted) -> None:
-        self.summary.records.add(
-            {n: value for n, value in event.values().items() if n != "remainder_ids"}
-        )
 
     def _on_resumed(self, event: kinds.Resumed) -> None:
         self.summary.records.rewind(event.epoch, event.validate_only)

@@ -15,10 +15,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from stoker.config.redaction import scrubbed
 from stoker.errors import DataError, UsageError
 
-MOST_ROWS = 2000
-"""Most rows of a list in summary.json."""
+MOST_ROWS, MOST_EVENTS = 2000, 200
+"""Most passes in summary.json, and events of each kind: the last ones."""
 COUNTS = ("read", "quarantined", "remainder", "repeated", "trained", "validated")
-SUMMED = (*COUNTS, "padded", "seconds", "data_s")
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts", "one_wait", "late"]
@@ -33,29 +32,6 @@ def mode_of(metric: str, modes: Mapping[str, str]) -> str | None:
     """
     whole = "/".join(metric.split("/")[:2])
     return modes.get(metric) or modes.get(whole) or ("min" if metric.endswith("loss") else None)
-
-
-def append(rows: list[dict[str, Any]], row: dict[str, Any], by: str, number: str) -> None:
-    """Append a row. Rows beyond MOST_ROWS join a sum for each value of `by`, which follows the first half.
-
-    A sum is the last of its rows with the sums of their SUMMED figures, and counts them under `number`.
-    """
-    rows.append(row)
-    while len(rows) > MOST_ROWS:
-        at = next(at for at in range(MOST_ROWS // 2, len(rows)) if number not in rows[at])
-        old = rows.pop(at)
-        before = next((each for each in rows[MOST_ROWS // 2 : at] if each[by] == old[by]), None)
-        if before is None:
-            rows.insert(at, {**old, number: 1})
-            continue
-        sums = {
-            name: before.get(name, 0) + old.get(name, 0)
-            for name in SUMMED
-            if name in {**before, **old}
-        }
-        if "whole" in old:
-            sums["whole"] = before.get("whole", True) and old["whole"]
-        before.update(old | sums | {number: before[number] + 1})
 
 
 class SummaryPart(BaseModel):
@@ -106,22 +82,22 @@ class Records(SummaryPart):
     """How often records were trained again within an epoch."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
-    """By pass; in a long run, those of the middle are one sum for each split, of `passes`."""
+    """By pass, the last MOST_ROWS."""
+    dropped: int = 0
+    """Number of passes before these."""
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
         split, epoch = counts["split"], counts["epoch"]
-        if any(
-            old["split"] == split
-            and (old["epoch"] == epoch or ("passes" in old and old["epoch"] > epoch))
-            for old in self.epochs
-        ):
+        self._refuse_dropped(epoch)
+        if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
             later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
             self._forget({*later, (split, epoch), *([("val", epoch)] if split == "train" else [])})
-        append(self.epochs, counts, "split", "passes")
-        for name in COUNTS:
-            if counts["split"] == "train" or name == "validated":
-                setattr(self, name, getattr(self, name) + counts.get(name, 0))
+        self.epochs.append(counts)
+        self._count(counts, 1)
+        if len(self.epochs) > MOST_ROWS:
+            del self.epochs[0]
+            self.dropped += 1
 
     @property
     def verb(self) -> str:
@@ -133,30 +109,27 @@ class Records(SummaryPart):
 
         An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
         """
-        single = [counts for counts in self.epochs if "passes" not in counts]
-        early = {counts["epoch"] for counts in single if not counts.get("whole", True)}
-        self._forget(
-            {("val", validate)}
-            | {
-                (counts["split"], counts["epoch"])
-                for counts in self.epochs
-                if counts["epoch"] >= epoch and ("passes" in counts or counts["epoch"] not in early)
-            }
-        )
+        self._refuse_dropped(epoch)
+        later = {(c["split"], c["epoch"]) for c in self.epochs if c["epoch"] >= epoch}
+        early = {c["epoch"] for c in self.epochs if not c.get("whole", True)}
+        self._forget({("val", validate)} | {each for each in later if each[1] not in early})
 
-    def _forget(self, passes: set[tuple[str, int | None]]) -> None:
-        left = [
-            counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes
-        ]
-        if sum("passes" in counts for counts in left) < sum(
-            "passes" in counts for counts in self.epochs
-        ):
+    def _refuse_dropped(self, epoch: int) -> None:
+        if self.dropped and self.epochs and epoch <= self.epochs[0]["epoch"]:
             raise DataError(
                 "training restarts too far back for the books of its epochs: start the run again"
             )
-        self.__dict__.update(Records().__dict__)
-        for counts in left:
-            self.add(counts)
+
+    def _forget(self, passes: set[tuple[str, int | None]]) -> None:
+        for counts in self.epochs:
+            if (counts["split"], counts["epoch"]) in passes:
+                self._count(counts, -1)
+        self.epochs = [c for c in self.epochs if (c["split"], c["epoch"]) not in passes]
+
+    def _count(self, counts: dict[str, Any], sign: int) -> None:
+        for name in COUNTS:
+            if counts["split"] == "train" or name == "validated":
+                setattr(self, name, getattr(self, name) + sign * counts.get(name, 0))
 
 
 class Speed(SummaryPart):
@@ -272,17 +245,21 @@ class Summary(BaseModel):
     exports: list[dict[str, Any]] = []
     """Exported models: format, path below `model/`, max_abs_diff to the model, error."""
     events: list[dict[str, Any]] = []
-    """Those of note; in a long run, those of the middle are one sum for each kind, of `times`."""
+    """Those of note, the last MOST_EVENTS of each kind."""
+    event_counts: dict[str, int] = {}
+    """How many there were, by kind."""
 
     def keep(self, event: dict[str, Any]) -> None:
-        append(self.events, event, "event", "times")
+        kind = event["event"]
+        self.event_counts[kind] = self.event_counts.get(kind, 0) + 1
+        self.events.append(event)
+        if self.event_counts[kind] > MOST_EVENTS:
+            self.events.remove(next(old for old in self.events if old["event"] == kind))
 
     def notable(self) -> Counter[str]:
         """How many events of note there were, by kind."""
-        found = Counter[str]()
-        for event in self.events:
-            found[event["event"]] += event.get("times", 1)
-        return found
+        kept: Counter[str] = Counter(each["event"] for each in self.events)
+        return kept | Counter(self.event_counts)
 
     def host_of(self, node: str) -> str:
         names = {host.node_id: host.host for host in self.cluster.hosts}
