@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from stoker.errors import UsageError
 from stoker.read.arrow import Nulls
@@ -46,53 +45,42 @@ def open_delta(
             f"{uri}: reading a Delta table needs the package deltalake; pip install 'stoker[delta]', or add"
             " deltalake to requirements.txt"
         ) from None
-    import pyarrow as pa
+    from pyarrow.dataset import get_partition_keys
 
     filesystem, root = filesystem_of(uri)
     at = uri if "://" in uri and not uri.startswith("file://") else root
     try:
         table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
         dataset = table.to_pyarrow_dataset()  # refuses tables with unsupported features
-        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        types = {field.name: field.type for field in dataset.schema}
+        partitions = table.metadata().partition_columns
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         which = "" if version is None else f" at version {version}"
         raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
-    if not actions:
+    if not dataset.files:
         raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
-    partitions = table.metadata().partition_columns
-    out = _ruled_out(
-        dataset, [field for field in dataset.schema if field.name not in partitions], filters
-    )
-    # Keep one in any case, so that the source reports that no row matches.
-    actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
-    actions.sort(key=lambda action: action["path"])
-    paths = [_path_of(action["path"], root) for action in actions]
-    given = [
-        {n[10:]: value for n, value in each.items() if n.startswith("partition.")}
-        for each in actions
-    ]
-    constants = dict(zip(paths, given, strict=True))
-    files = filesystem.get_file_info(paths)
+    constants = {}
+    for fragment in _fragments(dataset, partitions, filters):
+        keys = get_partition_keys(fragment.partition_expression)  # with columns that are all NULL
+        constants[_path_of(fragment.path, root)] = {name: keys[name] for name in partitions}
+    files = filesystem.get_file_info(sorted(constants))
+    types = {field.name: field.type for field in dataset.schema}
     return DeltaSource(files, columns, filters, constants, nulls, types)
 
 
-def _ruled_out(dataset: Any, own: list[Any], filters: Filters | None) -> set[str]:
-    """Files without matching rows, by the partitions and statistics in the table's log; `own`: the fields
-    that are in the files."""
+def _fragments(dataset: Any, partitions: list[str], filters: Filters | None) -> list[Any]:
+    """Files that may hold matching rows, by the partitions and statistics in the table's log; at least one,
+    so that the source reports that no row matches."""
+    every = list(dataset.get_fragments())
     try:
-        if not (some := for_statistics(filters, own)):
-            return set()
-        fragments = dataset.get_fragments(filter=expression(some))
-        return set(dataset.files) - {fragment.path for fragment in fragments}
+        some = for_statistics(filters, [f for f in dataset.schema if f.name not in partitions])
+        return list(dataset.get_fragments(expression(some) if some else None)) or every[:1]
     except Exception:
-        return set()  # the source's own check reports what is wrong with the filters
+        return every  # the source's own check reports what is wrong with the filters
 
 
 def _path_of(path: str, root: str) -> str:
-    """A path from the table's log (percent-encoded, relative to the table or absolute) for pyarrow."""
-    path = unquote(path)
+    """A path of the table's log, relative to the table or absolute, for pyarrow."""
     if "://" in path:
         return filesystem_of(path)[1]
     return path if path.startswith("/") else join(root, path)
