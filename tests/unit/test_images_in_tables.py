@@ -82,14 +82,6 @@ def trained(data: Any, split: str = "train") -> list[tuple[tuple[int, ...], int]
 WHOLE = list(zip(COLOURS, LABELS, strict=True))
 
 
-@pytest.mark.parametrize("others", [(), ("width", "height")])
-def test_a_hugging_face_image_before_the_label(others: tuple[str, ...], tmp_path: Path) -> None:
-    sizes = {name: [40 + i for i in range(6)] for name in others}
-    params, data = opened(write(tmp_path, pa.table({"image": STRUCTS, "label": LABELS, **sizes})))
-    assert params["num_classes"] == 2
-    assert trained(data) == trained(data, "val") == WHOLE
-
-
 def test_files_that_spark_leaves_are_no_records(tmp_path: Path) -> None:
     table = pa.table({"image": PNGS, "label": LABELS})
     root = write(tmp_path, table, "part-00000.snappy.parquet")
@@ -196,12 +188,6 @@ def spark(pixels: Any, mode: int | None = None, data: bytes | None = None) -> di
     return {"origin": "f", **size, "mode": mode, "data": data}
 
 
-def test_the_image_struct_of_spark_is_the_picture(tmp_path: Path) -> None:
-    images = [spark(np.full((8, 9, 3), colour, np.uint8)) for colour in COLOURS]
-    _, data = opened(write(tmp_path, pa.table({"image": images, "label": LABELS})))
-    assert trained(data) == WHOLE
-
-
 def test_the_image_struct_of_spark_has_its_channels_or_is_quarantined(tmp_path: Path) -> None:
     grey, colour = (np.arange(6 * n, dtype=np.uint8).reshape(2, 3, n) for n in (1, 4))
     undefined, short = spark(grey, mode=-1, data=b""), spark(grey, data=b"12345")
@@ -214,13 +200,6 @@ def test_the_image_struct_of_spark_has_its_channels_or_is_quarantined(tmp_path: 
         "size 5" in found[3].reason,
         "mode 5" in found[4].reason,
     ] == [True] * 3
-
-
-def test_nested_lists_are_arrays(tmp_path: Path) -> None:
-    pixels = [np.full((8, 8, 3), colour, np.uint8).tolist() for colour in COLOURS]
-    kind = pa.list_(pa.list_(pa.list_(pa.uint8())))
-    _, data = opened(write(tmp_path, pa.table({"image": pa.array(pixels, kind), "label": LABELS})))
-    assert trained(data) == WHOLE
 
 
 def test_a_struct_that_is_no_image_keeps_its_fields(tmp_path: Path) -> None:
@@ -260,15 +239,6 @@ def write_delta(root: Path, table: pa.Table) -> str:
     for split in ("train", "val"):
         deltalake.write_deltalake(root / split, table)
     return str(root)
-
-
-@pytest.mark.parametrize("form", ["parquet", "categories", "delta"])
-def test_text_labels_are_classes_in_sorted_order(form: str, tmp_path: Path) -> None:
-    text = pa.array(TEXT).dictionary_encode() if form == "categories" else TEXT
-    save = write_delta if form == "delta" else write
-    params, data = opened(save(tmp_path, pa.table({"image": PNGS, "label": text})))
-    assert (params["num_classes"], params["class_names"]) == (2, ["cat", "dog"])
-    assert trained(data, "val") == [(colour, 1 - label) for colour, label in WHOLE]
 
 
 class Shown(ImageClassification):
@@ -366,16 +336,6 @@ def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(
         write(tmp_path / split, other, "part-1.parquet", (split,))
         with pytest.raises(UsageError, match="0 in column label is a in one file and b in another"):
             opened(root)
-
-
-def test_names_of_classes_cannot_contradict_class_folders(tmp_path: Path) -> None:
-    for path in (tmp_path / s / c / "0.png" for s in ("train", "val") for c in ("cat", "dog")):
-        path.parent.mkdir(parents=True)
-        path.write_bytes(PNGS[0])
-    with pytest.raises(
-        UsageError, match=r"params.class_names: the classes are cat, dog, in this order"
-    ):
-        opened(tmp_path, class_names=["dog", "cat"])
 
 
 @pytest.mark.parametrize(
@@ -510,30 +470,6 @@ def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path:
         )
 
 
-def test_a_folder_of_a_class_is_no_split(tmp_path: Path) -> None:
-    root = write_partitions(tmp_path, {"label=train": [0, 1], "label=car": [2, 3]})
-    with pytest.raises(UsageError, match="no train split"):
-        opened(root)
-
-
-@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal128(38, 0), pa.bool_(), pa.uint8()])
-def test_integers_in_other_types_are_labels(kind: Any, tmp_path: Path) -> None:
-    """pandas writes floats where a NULL was, Snowflake decimals."""
-    values = [Decimal(label) for label in LABELS] if pa.types.is_decimal(kind) else LABELS
-    label = pa.array(LABELS).cast(kind) if values is LABELS else pa.array(values, kind)
-    params, data = opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))
-    assert (params["num_classes"], type(params["num_classes"])) == (2, int)
-    assert trained(data) == WHOLE
-
-
-def test_views_of_text_are_text(tmp_path: Path) -> None:
-    table = pa.table(
-        {"image": pa.array(PNGS, pa.binary_view()), "label": pa.array(TEXT, pa.string_view())}
-    )
-    _, data = opened(write(tmp_path, table), class_names=NAMES)
-    assert trained(data) == WHOLE
-
-
 def test_a_folder_that_its_writer_calls_a_file_is_read_as_one(tmp_path: Path) -> None:
     """As `df.write.parquet("train.parquet")` of Spark and Dask leave it."""
     table = pa.table({"image": PNGS, "label": LABELS})
@@ -583,21 +519,88 @@ def test_a_column_split_of_a_single_table_tells_training_from_validation(
     assert note.endswith("rows not read: of split NULL, extra")
 
 
-def test_a_column_split_without_a_name_for_training_is_refused(tmp_path: Path) -> None:
-    table = pa.table({"image": PNGS, "label": LABELS, "split": ["TRAIN"] * 4 + ["TEST"] * 2})
-    parquet.write_table(table, tmp_path / "all.parquet")
-    with pytest.raises(UsageError, match="column split holds TEST, TRAIN, but no train"):
-        opened(tmp_path / "all.parquet")
+SPARK = [spark(np.full((8, 9, 3), colour, np.uint8)) for colour in COLOURS]
+NESTED = [np.full((8, 8, 3), colour, np.uint8).tolist() for colour in COLOURS]
+WRITTEN: dict[str, tuple[Any, Any]] = {
+    "Hugging Face": (STRUCTS, LABELS),
+    "Spark": (SPARK, LABELS),
+    "nested lists": (pa.array(NESTED, pa.list_(pa.list_(pa.list_(pa.uint8())))), LABELS),
+    "pandas beside a NULL": (PNGS, pa.array(LABELS).cast(pa.float64())),
+    "Snowflake": (PNGS, pa.array([Decimal(label) for label in LABELS], pa.decimal128(38, 0))),
+    "booleans": (PNGS, pa.array(LABELS).cast(pa.bool_())),
+    "bytes": (PNGS, pa.array(LABELS).cast(pa.uint8())),
+    "text": (PNGS, TEXT),
+    "categories": (PNGS, pa.array(TEXT).dictionary_encode()),
+    "views": (pa.array(PNGS, pa.binary_view()), pa.array(TEXT, pa.string_view())),
+}
 
 
-@pytest.mark.parametrize("values", [[0, 0, 0, 0, 1, 1], [False] * 4 + [True] * 2])
-def test_a_column_split_that_is_not_text_is_refused(values: list[Any], tmp_path: Path) -> None:
-    table = pa.table({"image": PNGS, "label": LABELS, "split": values})
-    parquet.write_table(table, tmp_path / "all.parquet")
-    with pytest.raises(
-        UsageError, match=r"column split is (int64|bool); write train and val into it"
-    ):
-        opened(tmp_path / "all.parquet")
+DELTA = ("Hugging Face", "Spark", "Snowflake", "text", "categories")
+
+
+@pytest.mark.parametrize(
+    ("case", "save"), [*((c, write) for c in WRITTEN), *((c, write_delta) for c in DELTA)]
+)
+def test_images_and_labels_are_read_as_each_writer_stores_them(
+    case: str, save: Any, tmp_path: Path
+) -> None:
+    """Text labels are classes in sorted order; other columns stand beside them."""
+    image, label = WRITTEN[case]
+    table = pa.table({"width": [40] * 6, "image": image, "label": label})
+    params, data = opened(save(tmp_path, table))
+    assert (params["num_classes"], type(params["num_classes"])) == (2, int)
+    names = params.get("class_names", [])
+    assert names == (["cat", "dog"] if case in ("text", "categories", "views") else [])
+    rows = [(colour, 1 - label) for colour, label in WHOLE] if names else WHOLE
+    assert sorted(trained(data)) == sorted(trained(data, "val")) == sorted(rows)
+
+
+def one_table(**columns: Any) -> Any:
+    def make(root: Path) -> Path:
+        table = pa.table({"image": PNGS, "label": LABELS, **columns})
+        parquet.write_table(table, root / "all.parquet")
+        return root / "all.parquet"
+
+    return make
+
+
+def class_folders(root: Path) -> Path:
+    for path in (root / s / c / "0.png" for s in ("train", "val") for c in ("cat", "dog")):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(PNGS[0])
+    return root
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a split without training": (
+        one_table(split=["TRAIN"] * 4 + ["TEST"] * 2),
+        {},
+        "column split holds TEST, TRAIN, but no train",
+    ),
+    "numbers as splits": (
+        one_table(split=[0, 0, 0, 0, 1, 1]),
+        {},
+        "column split is int64; write train and val into it",
+    ),
+    "booleans as splits": (one_table(split=[False] * 4 + [True] * 2), {}, "column split is bool"),
+    "other names than the folders'": (
+        class_folders,
+        {"class_names": ["dog", "cat"]},
+        "params.class_names: the classes are cat, dog, in this order",
+    ),
+    "a class named train": (
+        lambda root: write_partitions(root, {"label=train": [0, 1], "label=car": [2, 3]}),
+        {},
+        "no train split",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_splits_and_classes_that_contradict_are_refused(case: str, tmp_path: Path) -> None:
+    make, params, expected = REFUSED[case]
+    with pytest.raises(UsageError, match=expected):
+        opened(make(tmp_path), **params)
 
 
 def test_tables_with_versions_are_not_read_as_a_heap_of_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,17 @@ def test_a_delta_table_is_read_as_it_is_now(delta: Path) -> None:
     assert sorted(row["x"] for row in rows) == [0, 1, 2, 4, 5, 6, 7, 8, 9, 11]
     assert {row["x"]: (row["split"], row["y"]) for row in rows}[11] == ("a b/ü", 2.0)
     assert {row["x"]: (row["split"], row["y"]) for row in rows}[8] == ("val", -1.0)
+
+
+def test_partitions_of_a_delta_table_keep_their_types_and_nulls(tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    days = [date(2020, 1, 1), None, date(2020, 1, 2), None]
+    whole = {"x": [0, 1, 2, 3], "n": [7, None, 7, 8], "day": days, "never": pa.nulls(4, pa.int8())}
+    deltalake.write_deltalake(tmp_path, pa.table(whole), partition_by=["n", "day"])
+    rows = rows_of(read_delta(str(tmp_path), columns=["x", "n"], nulls={"n": -1}))
+    assert {row["x"]: row["n"] for row in rows} == {0: 7, 1: -1, 2: 7, 3: 8}
+    some = read_delta(str(tmp_path), columns=["x", "day"], filters=[("day", ">=", days[2])])
+    assert [(row["x"], row["day"]) for row in rows_of(some)] == [(2, days[2])]
 
 
 def test_splits_of_one_delta_table_by_partition(delta: Path) -> None:

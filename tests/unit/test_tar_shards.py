@@ -385,7 +385,7 @@ REFUSED: dict[str, tuple[list[Members], str, str]] = {
     "a dot before a number": (
         [[(f"cat/v1.{i}.jpg", jpg(i)) for i in range(3)]],
         "folder",
-        "cat/v1.0.jpg: the dot in v1.0 ends the name of record v1: rename it without dots",
+        "it has 0 (binary), 1 (binary), 2 (binary), folder (string): set params.image_column; the",
     ),
 }
 

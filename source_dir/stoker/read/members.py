@@ -40,8 +40,6 @@ class Naming:
     def __init__(self, path: str) -> None:
         self.path = path
         self.stems: set[str] = set()
-        self.dotted = ""
-        """The first member that names its column."""
         self._stem: str | None = None
         self._columns: dict[str, str] = {}
         """Column → member, in the current record."""
@@ -60,7 +58,6 @@ class Naming:
                 f"{self.path}: {member}: {dotted}; rename it without dots before the suffix"
             )
         column = column or _COLUMNS.get(suffix, suffix)
-        self.dotted = self.dotted or (dotted and f"{member}: {dotted}")
         if column in ("", "key") or column.startswith("__"):
             raise UsageError(
                 f"{self.path}: {member} gives no column: name it {name}.<column>.<suffix>"
@@ -127,7 +124,6 @@ class Survey:
     """The distinct values of columns of integers, of `folder`, and of one other column."""
     wrong: dict[str, str] = field(default_factory=dict)
     """Column → why its first value that is neither a number nor text is none."""
-    dotted: str = ""
 
     def take(self, column: str, value: Any) -> None:
         if isinstance(value, str | int | float):
@@ -160,7 +156,7 @@ def survey_of(file: Any, path: str, labels: str = "") -> Survey:
             found.take(name, value if name == column else derive(name, stem, {source: value}))
         except ValueError as error:
             found.wrong.setdefault(name, f"{member.name}: {error}")
-    found.rows, found.dotted = len(naming.stems), naming.dotted
+    found.rows = len(naming.stems)
     return found
 
 
@@ -172,5 +168,4 @@ def merged(surveys: Iterable[Survey]) -> Survey:
         for name, values in survey.values.items():
             whole.values[name] |= values
         whole.wrong = {**survey.wrong, **whole.wrong}
-        whole.dotted = whole.dotted or survey.dotted
     return whole

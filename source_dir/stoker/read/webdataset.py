@@ -83,20 +83,15 @@ class WebDatasetSource(StreamedSource):
         # Only if every header was read: a column may be optional.
         members = [member_of(self.derived.get(c, c)) for c in self.columns or ()]
         absent = [name for name in members if name not in ("key", FOLDER, *found.columns)]
-        if self.walked and absent and (self.strict or (absent[0] == "image" and found.dotted)):
-            hint = f" ({self._dotted()})" if absent[0] == "image" and found.dotted else ""
-            if absent[0] == "label":
-                hint = "; set label: the argument is json.FIELD, folder or another column"
-            known = ", ".join(found.columns)
+        if self.walked and self.strict and absent:
+            hint = "; or set label to json.FIELD, folder or a column" * (absent[0] == "label")
             raise UsageError(
-                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{hint}"
+                f"{self.folder}: columns: no record has {absent[0]!r}; they have:"
+                f" {', '.join(found.columns)}{hint}"
             )
         left = sorted({*found.columns} - {*members}) if self.columns is not None else []
         if self.walked and left:
             self.notes += (f"{self.folder}: members that are not read: {', '.join(left)}",)
-
-    def _dotted(self) -> str:
-        return f"{self.survey.dotted}: rename it without dots if that is not meant"
 
     @property
     def walked(self) -> bool:
@@ -146,7 +141,7 @@ class WebDatasetSource(StreamedSource):
 
     def hints(self) -> dict[str, str]:
         return {
-            "image_column": self.survey.dotted and f"; {self._dotted()}",
+            "image_column": "; the first dot of a member's name begins its column",
             "label_column": "; json.FIELD is a field of 0.json, folder the folder of 0.jpg; or add 0.cls"
             " beside 0.jpg",
         }
