@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -392,22 +390,14 @@ def _configured(table: list[Candidate], best: Candidate, wanted: Wanted) -> list
 
 
 def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
-    total = sum(_ms(stage) for stage in stages)
-    return _dearest(stages, total) if total > 0 else []
-
-
-def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
-    """The most expensive stage, or family of stages that differ in their number."""
-    costs: defaultdict[str, list[float]] = defaultdict(list)
-    for stage in stages:
-        name = str(stage.get("stage", ""))
-        costs[re.sub(r"[\s#_-]*\d+$", "", name) or name].append(_ms(stage))
-    name, each = max(costs.items(), key=lambda item: sum(item[1]))
-    if sum(each) < DEAR * total or len(costs) < 2 or name in AROUND:
+    """The most expensive stage of the chain, if it takes much of the time."""
+    total, dearest = sum(map(_ms, stages)), max(stages, key=_ms, default={})
+    dear = total > 0 and len(stages) > 1 and _ms(dearest) >= DEAR * total
+    if not dear or dearest.get("stage") in AROUND:
         return []
-    several = f" in {len(each)} stages" if len(each) > 1 else ""
+    share = 100 * _ms(dearest) / total
     return [
-        f"{name} takes {100 * sum(each) / total:.0f} % of the chain, {sum(each):.1f} ms per sample{several}"
+        f"{dearest['stage']} takes {share:.0f} % of the chain, {_ms(dearest):.1f} ms per sample"
     ]
 
 

@@ -157,6 +157,7 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
 
 Rows = list[list[str]]
 MOST_ROWS = 12
+SECONDS = "seconds since the start"
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,6 @@ def values_of(bars: Sequence[Bar]) -> Rows:
     return [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
 
 
-def table_rows(points: Sequence[Point]) -> Rows:
-    step = max(1, len(points) // MOST_ROWS)
-    return [[figure(x), figure(y)] for x, y in list(points)[::step]]
-
-
 TERMS = {
     "compute": "compute",
     "host_to_device": "copy to device",
@@ -216,19 +212,21 @@ def _events(run: RunData) -> list[Moment]:
     return [(mark.seconds, mark.text) for mark in marks]
 
 
-def over_time(
-    title: str, name: str, unit: str, points: Sequence[Point], text: str, run: RunData
+def line_panel(
+    title: str,
+    lines: dict[str, list[Point]],
+    text: str,
+    unit: str,
+    x: str = "global step",
+    caption: str = "",
+    **options: Any,
 ) -> Panel:
-    svg = charts.line_chart(
-        f"{title} over time",
-        text,
-        {name: points},
-        "seconds since the start",
-        unit,
-        events=_events(run),
-        y_top=100 if unit.startswith("%") else None,
-    )
-    return Panel(title, svg, text, ["s", unit], table_rows(points))
+    """Lines, with the points of the first in the table."""
+    svg = charts.line_chart(f"{title} against the {x}", text, lines, x, unit, **options)
+    first, head = next(iter(lines.values())), {"global step": "step", SECONDS: "s"}[x]
+    step = max(1, len(first) // MOST_ROWS)
+    rows = [[figure(at), figure(value)] for at, value in first[::step]]
+    return Panel(title, svg, caption or text, [head, unit], rows)
 
 
 def throughput(run: RunData) -> Panel | None:
@@ -239,7 +237,8 @@ def throughput(run: RunData) -> Panel | None:
         f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
     )
     text += f"; {figure(mean)} on average after warm-up." if mean else "."
-    return over_time("Throughput", "samples/s", "samples/s", points, text, run)
+    lines = {"samples/s": points}
+    return line_panel("Throughput", lines, text, "samples/s", SECONDS, events=_events(run))
 
 
 def waiting(run: RunData) -> Panel | None:
@@ -248,7 +247,10 @@ def waiting(run: RunData) -> Panel | None:
     text = (
         f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
     )
-    return over_time("Input wait", "input wait", "% of the time", run.input_wait, text, run)
+    lines, events = {"input wait": run.input_wait}, _events(run)
+    return line_panel(
+        "Input wait", lines, text, "% of the time", SECONDS, events=events, y_top=100.0
+    )
 
 
 def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
@@ -341,11 +343,8 @@ def loss(run: RunData) -> Panel | None:
     if run.steps_per_point > 1:
         course = f"{course[:-1]}: one in {run.steps_per_point} of all."
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
-    svg = charts.line_chart(
-        "Loss against the global step", text, lines, "global step", "loss", height=220
-    )
     caption = f"{text} {last.capitalize()} ends at {figure(final)}."
-    return Panel("Loss", svg, caption, ["step", "loss"], table_rows(run.loss))
+    return line_panel("Loss", lines, text, "loss", caption=caption, height=220)
 
 
 def chain(run: RunData) -> Panel | None:
@@ -387,16 +386,8 @@ def metrics(run: RunData) -> list[Panel]:
         best = run.summary.metrics.best.get(name)
         text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
         text += f"last {figure(shown[-1][1], unit)}."
-        svg = charts.line_chart(
-            f"{name} against the global step",
-            text,
-            {name: shown},
-            "global step",
-            unit or name,
-            from_zero=False,
-            height=220,
-        )
-        found.append(Panel(name, svg, text, ["step", name], table_rows(shown)))
+        lines = {name: shown}
+        found.append(line_panel(name, lines, text, unit or name, from_zero=False, height=220))
     several = [by_part(run, name, names) for name, names in parts.items() if name not in run.tables]
     found = found[:MOST_METRICS] + several[:MOST_METRICS]
     room = MOST_CELLS
