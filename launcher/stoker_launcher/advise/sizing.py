@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,11 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     types = {group.name: group.type for group in groups_of(resolved.config)}
     own = sorted(settings.prices.items(), key=lambda item: item[0] not in types)
     known = {kind: price for key, price in own if prices.machine(kind := types.get(key, key))}
-    with progress_lines(options.as_json) as tell:
-        if options.from_run is not None:
-            measured = from_run(options.from_run, resolved.config, rates)
-        else:
-            with short_run(open_job(resolved, options.source_dir), tell) as run_dir:
-                measured = from_run(run_dir, resolved.config, rates, here=True)
+    if options.from_run is not None:
+        measured = from_run(options.from_run, resolved.config, rates)
+    else:
+        with short_run(open_job(resolved, options.source_dir), not options.as_json) as run_dir:
+            measured = from_run(run_dir, resolved.config, rates, here=True)
     if not types and any(hosts.machine_type for _, hosts in prices.google_groups(google)):
         note = "the table has SageMaker's machines and prices alone, not those of vertex in the configuration"
         measured.notes.insert(0, note)
@@ -184,7 +184,7 @@ def _configured(config: Config) -> tuple[HostGroup | None, list[HostGroup]]:
 
 
 @contextmanager
-def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
+def short_run(job: Job, tell: bool) -> Iterator[Path]:
     """Train the job here for `RUN_SECONDS`; yields its run directory, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
         run_dir, config = Path(scratch) / job.name, job.resolved.config
@@ -212,15 +212,20 @@ def short_run(job: Job, tell: Callable[[str], None]) -> Iterator[Path]:
         yield run_dir
 
 
-def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: Callable[[str], None]) -> bool:
+def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: bool) -> bool:
     """Wait for enough steps, then end the run; whether it was ended, not by itself."""
     run, began, first = PastRun(run_dir), time.monotonic(), 0.0
-    tell("a short run of the job on this machine: starting")
+    say = partial(
+        print, "measuring: a short run of the job on this machine:", file=sys.stderr, flush=True
+    )
+    if tell:
+        say("starting …")
     while process.poll() is None:
         now, steps = time.monotonic(), int(run.summary().get("steps") or 0)
         if steps and not first:
             first = now
-            tell(f"a short run of the job on this machine: training for {RUN_SECONDS:.0f} s")
+            if tell:
+                say(f"training for {RUN_SECONDS:.0f} s …")
         if (first and now > first + RUN_SECONDS and steps >= MIN_STEPS) or now > began + LONGEST_S:
             process.terminate()
             try:
@@ -400,21 +405,6 @@ def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
     if most and train.workers:
         return {"samples": min(whole or most * train.workers, most * train.workers)}
     return {"samples": whole, "most_per_gpu": most}
-
-
-@contextmanager
-def progress_lines(quiet: bool) -> Iterator[Callable[[str], None]]:
-    if quiet or not sys.stderr.isatty():
-        yield (
-            lambda text: (
-                None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)
-            )
-        )
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("measuring …") as status:
-        yield lambda text: status.update(f"measuring: {text} …")
 
 
 def show(advice: Advice) -> None:

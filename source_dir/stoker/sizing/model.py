@@ -106,26 +106,11 @@ def usd_per_million_samples(prediction: Prediction, shape: ClusterShape) -> floa
     return _ratio(shape.usd_per_hour, 3600 * prediction.samples_per_s) * 1e6
 
 
-def knee(work: Workload, shape: ClusterShape) -> float:
-    """N*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
-
-    0 if offloading does not help at all; infinite if the CPU hosts have no CPUs.
-    """
-    curve = _Curve(work, shape)
-    needed = curve.knee_remote()
-    if needed <= 0:
-        return 0.0
-    each = min(curve.produced(1), curve.sent(1))
-    return needed / each if each > 0 else math.inf
-
-
 def cheapest_count(work: Workload, shape: ClusterShape, limit: int = MAX_CPU_HOSTS) -> int:
     """The number of CPU hosts with the lowest cost per sample; the smallest among equals."""
-    # Beyond the knee a host only adds cost.
-    last = min(limit, math.ceil(min(knee(work, shape), limit)))
-    costs = [_cost_with(work, shape, count) for count in range(last + 1)]
-    best = min(costs)
-    return next(n for n, cost in enumerate(costs) if cost <= best * (1 + TOLERANCE))
+    costs = [_cost_with(work, shape, count) for count in range(limit + 1)]
+    most = min(costs) * (1 + TOLERANCE)
+    return next(count for count, cost in enumerate(costs) if cost <= most)
 
 
 def _cost_with(work: Workload, shape: ClusterShape, cpu_hosts: int) -> float:
@@ -186,23 +171,6 @@ class _Curve:
     def _corner(self) -> float:
         (base, slope), (slots, one) = self._lines()
         return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
-
-    def knee_remote(self) -> float:
-        """The smallest R with the largest T that any number of CPU hosts can reach."""
-        ceiling = min(self.network, self.receiving)
-        points = [0.0, max(self._corner(), 0.0)]
-        if math.isfinite(ceiling):
-            points = [min(r, ceiling) for r in [*points, ceiling]]
-            best = max(self.total(r) for r in points)
-        else:
-            growing = all(slope > 0 for _, slope in self._lines())
-            at_points = max(self.total(r) for r in points)
-            best = min(self.gpu_cap, self.receiver_cap) if growing else at_points
-        needed = 0.0
-        for base, slope in self._lines():
-            if base < best * (1 - TOLERANCE) and slope > 0:
-                needed = max(needed, (best - base) / slope)
-        return needed
 
     def binding(self, rate: float, remote: float) -> Term:
         near = 1 - TOLERANCE
