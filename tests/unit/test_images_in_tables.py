@@ -432,19 +432,14 @@ def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> N
     assert trained(data, "val") == [(COLOURS[3], 0)]
 
 
-@pytest.mark.parametrize("params", [{}, {"num_classes": 2}, {"class_names": ["a", "b"]}])
-def test_two_folders_of_labels_are_never_the_same_number(params: Any, tmp_path: Path) -> None:
-    both = write_partitions(tmp_path / "both", {"train/label=01": [0, 1], "val/label=1": [2, 3]})
-    with pytest.raises(
-        UsageError, match="label=01/ and label=1/ would be one class; rename one of them"
-    ):
-        opened(both, **params)
-    months = write_partitions(
-        tmp_path / "m", {"train/y=1/month=01": [0, 1], "train/y=2/month=1": [2, 3]}
-    )
-    found = read_parquet(months, "train", ["month"], [("month", "==", 1)])
-    one = rows_of(write_partitions(tmp_path / "one", {"train/label=01": [0], "train/label=2": [2]}))
-    assert (found and found.count(), [row["label"] for row in one]) == (4, [1, 2])
+def test_a_partition_with_a_leading_zero_is_text(tmp_path: Path) -> None:
+    """As numbers, `01` and `1` would be one class."""
+    params, _ = opened(write_partitions(tmp_path, {"train/label=01": [0, 1], "train/label=1": [2]}))
+    assert params["class_names"] == ["01", "1"]
+    numbers = write_partitions(tmp_path / "n", {"train/y=-3": [0], "train/y=0": [1]})
+    assert [row["y"] for row in rows_of(numbers)] == [-3, 0]
+    with pytest.raises(UsageError, match=r"filters=.* do not fit its columns"):
+        checked(read_parquet(str(tmp_path), "train", ["label"], [("label", "==", 1)]))
 
 
 def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:

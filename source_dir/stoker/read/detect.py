@@ -240,8 +240,6 @@ def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[
     """The labels in a column: text or integers, as written."""
     import pyarrow as pa
 
-    if two := getattr(source, "twice", {}).get(column):
-        raise UsageError(f"{data}: {two} would be one class; rename one of them")
     kind = column_types(source).get(column)
     if kind is None or not (numbers or is_text(kind)):
         return None

@@ -35,6 +35,7 @@ TAR_SUFFIXES = (".tar",)
 IGNORED = re.compile(r"(readme|licen[cs]e)(\..*)?|thumbs\.db|desktop\.ini")
 """Names, in lower case, of files that are never data, besides hidden ones."""
 _PART = re.compile(r"(.*)-(\d+)-of-(\d+)(.*)")
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
 NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -223,13 +224,10 @@ def _is_of(names: tuple[str, ...], path: str) -> bool:
     return begins or any(f"split={name}" in folders for name in names)
 
 
-def partitions_of(
-    root: str, files: list[Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, str]]:
-    """Path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types; and those of
-    which two folders are the same number.
+def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Path → the columns that its folders give (`label=cat/`, of Hive and Spark), and their types.
 
-    A column is of integers if all its values below the root are, in any split.
+    A column is of integers if all its values below the root are, in any split; `01` is text.
     """
     import pyarrow as pa
 
@@ -244,31 +242,20 @@ def partitions_of(
         }
 
     if not any(columns(file) for file in files):
-        return {}, {}, {}
+        return {}, {}
     texts: dict[str, set[str]] = defaultdict(set)
     for file in list_files(root):
         for name, value in columns(file).items():
             texts[name].add(value)
-    numbers = {
-        n
-        for n, values in texts.items()
-        if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
-    }
-    twice: dict[str, str] = {}
-    for name in numbers:
-        firsts: dict[int, str] = {}
-        for text in sorted(texts[name] - {NULL}):
-            if (first := firsts.setdefault(int(text), text)) != text:
-                twice[name] = f"{name}={first}/ and {name}={text}/"
+    numbers = {n for n, values in texts.items() if all(map(_INTEGER.fullmatch, values - {NULL}))}
 
     def value_of(name: str, text: str) -> Any:
         return None if text == NULL else int(text) if name in numbers else text
 
     types = {name: pa.int64() if name in numbers else pa.string() for name in texts}
-    constants = {
+    return {
         f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files
-    }
-    return constants, types, twice
+    }, types
 
 
 def split_name(root: str, split: str) -> str:

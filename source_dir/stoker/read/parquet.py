@@ -202,8 +202,6 @@ class ParquetSource(StreamedSource):
         self.columns, self.filters = columns, filters
         self.constants, self.nulls, self.types = constants or {}, nulls or {}, types or {}
         self.sizes = [f.size for f in files]
-        self.twice: dict[str, str] = {}
-        """Columns of which two folders are the same number, and those folders."""
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
         self.footers: list[Footer] = []
@@ -481,7 +479,5 @@ def read_parquet(
     files, notes = split_files(root, split, PARQUET_SUFFIXES, ignore)
     if not files:
         return None
-    constants, types, twice = partitions_of(root, files)
-    source = ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)
-    source.twice = twice
-    return source
+    constants, types = partitions_of(root, files)
+    return ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)
