@@ -172,6 +172,14 @@ def size(job: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, given)
 
 
+def figures(job: Path, *arguments: str) -> dict[str, Any]:
+    """What programs get, for a GPU of 900 samples/s."""
+    shown = size(job, "--gpu-samples-per-s", "900", "--json", *arguments)
+    assert shown.exit_code == 0, shown.output
+    found: dict[str, Any] = json.loads(shown.stdout)
+    return found
+
+
 def test_from_a_run_the_recommendation_leads_the_table(job: Path) -> None:
     shown = size(job, "--gpu-samples-per-s", "A10G=3000", "--cpu", "ml.c5.xlarge")
     assert shown.exit_code == 0, shown.output
@@ -184,10 +192,9 @@ def test_from_a_run_the_recommendation_leads_the_table(job: Path) -> None:
 
 def test_prices_by_group_hold_for_the_groups_machines(job: Path) -> None:
     def alone(*given: str) -> tuple[float, str]:
-        told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json", *given).stdout)
-        hosts = (("ml.g5.xlarge", 0), told["candidates"])
-        (row,) = [one for one in hosts[1] if (one["gpu_type"], one["cpu_hosts"]) == hosts[0]]
-        return row["usd_per_hour"], told["notes"][0]
+        found, host = figures(job, *given), ("ml.g5.xlarge", 0)
+        (row,) = [n for n in found["candidates"] if (n["gpu_type"], n["cpu_hosts"]) == host]
+        return row["usd_per_hour"], found["notes"][0]
 
     price, label = alone("sagemaker.prices={gpu: 9, office: 1}")
     assert price == 9 and "own prices for ml.g5.xlarge)" in label
@@ -195,10 +202,9 @@ def test_prices_by_group_hold_for_the_groups_machines(job: Path) -> None:
 
 
 def test_a_vertex_job_is_told_that_the_table_is_of_sagemakers_machines(job: Path) -> None:
-    given = ["--gpu-samples-per-s", "900", "--json"]
     none, google = "sagemaker.gpu.type=null", "vertex.gpu.machine_type=g2-standard-8"
     for words, says in (([none, google], True), ([none], False), ([google], False)):
-        notes = json.loads(size(job, *given, *words).stdout)["notes"]
+        notes = figures(job, *words)["notes"]
         assert any("not those of vertex" in note for note in notes) == says
 
 
@@ -206,10 +212,8 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
     run = job.parent / "run"
 
     def notes(params: str) -> list[str]:
-        told = json.loads(
-            size(job, "--gpu-samples-per-s", "900", "--json", f"params={params}").stdout
-        )
-        return [note for note in told["notes"] if note.startswith("the run")]
+        found = figures(job, f"params={params}")["notes"]
+        return [note for note in found if note.startswith("the run")]
 
     text = (
         "recipe: recipes.digits:Digits\nparams: {data: /there/rows, size: 64, token: (redacted)}\n"
@@ -225,18 +229,9 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
     same = "{lr: 0.001, flag: true, sizes: [1, 2], most: .inf, at: {x: 5.0}, text: '1e-3', day: 2024-01-01"
     same += ", raw: !!binary /w==}"
     (run / "config.yaml").write_text(f"recipe: {recipe}\nparams: {same}\n")
-    words = (
-        "lr=1e-3",
-        "flag=True",
-        "sizes=[1,2]",
-        "most=.inf",
-        "at={x: 5}",
-        "text=1e-3",
-        "day=2024-01-01",
-        "raw=!!binary /w==",
-    )
-    told = size(job, "--gpu-samples-per-s", "900", "--json", *(f"params.{word}" for word in words))
-    assert told.exit_code == 0 and "differs" not in told.stdout, "the same job in other words"
+    words = "lr=1e-3, flag=True, sizes=[1,2], most=.inf, at={x: 5}, text=1e-3, day=2024-01-01, raw=!!binary /w=="
+    found = figures(job, *(f"params.{word}" for word in words.split(", ")))
+    assert "differs" not in str(found["notes"]), "the same job in other words"
     summary = read_summary(run / "summary.json")
     summary.status, summary.error = "failed", "disk full"
     summary.write(run)
@@ -249,7 +244,7 @@ def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
 
 
 def test_as_json_for_programs(job: Path) -> None:
-    told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json").stdout)
+    told = figures(job)
     assert told["measured"]["cpu_s"] == pytest.approx(0.0021), (
         "the run's own chain: 0.2 + 1.1 + 0.8 ms"
     )
@@ -332,11 +327,9 @@ def test_gpus_that_no_train_worker_uses_count_neither_for_the_runs_rate_nor_for_
 
 
 def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job: Path) -> None:
-    words = ["--gpu-samples-per-s", "900", "--json"]
-    shared = json.loads(size(job, *words).stdout)
-    assert shared["recommended"]["cpu_hosts"] == 0
-    words += ["sagemaker.cpu={type: ml.c5.xlarge, count: 1}", "data.preprocess_on=[cpu]"]
-    told = json.loads(size(job, *words).stdout)
+    assert figures(job)["recommended"]["cpu_hosts"] == 0
+    words = ["sagemaker.cpu={type: ml.c5.xlarge, count: 1}", "data.preprocess_on=[cpu]"]
+    told = figures(job, *words)
     for one in told["candidates"]:
         assert one["cpu_hosts"] and one["remote_share"] == pytest.approx(1), (
             "else the run would be refused"
@@ -345,11 +338,10 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
     assert "the GPU hosts do not preprocess" in told["reasons"][0]
     (problem,) = size(job, *words, "--max-cpu-hosts", "0").exception.problems
     assert problem.startswith("data.preprocess_on: ")
-    both = json.loads(size(job, *words, "data.preprocess_on=[cpu, gpu]").stdout)
-    assert both["recommended"]["cpu_hosts"] == 0 and any(
-        one["cpu_hosts"] for one in both["candidates"]
-    )
-    alone = json.loads(size(job, *words, "data.preprocess_on=[gpu]").stdout)
+    both = figures(job, *words, "data.preprocess_on=[cpu, gpu]")
+    assert both["recommended"]["cpu_hosts"] == 0
+    assert any(one["cpu_hosts"] for one in both["candidates"])
+    alone = figures(job, *words, "data.preprocess_on=[gpu]")
     assert not any(one["cpu_hosts"] for one in alone["candidates"]), "they would be idle"
 
 
@@ -361,12 +353,8 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
             98.0,
             "mean of 1 epoch of the run, of which the first fills the cache (98 % of the last",
         ),
-        (
-            4,
-            None,
-            "(0 % of the last whole one's records came from it); in the 4 epochs of the job, a sample",
-        ),
-        (4, None, "costs less CPU time than counted here"),
+        (4, None, "(0 % of the last whole one's records came from it)"),
+        (4, None, "in the 4 epochs of the job, a sample costs less CPU time than counted here"),
         (1, 0.0, "in the 1 epoch of the job, a sample costs as counted here"),
     ],
 )
@@ -374,10 +362,8 @@ def test_a_run_with_a_cache_says_what_its_cost_is_the_mean_of(
     job: Path, epochs: int, hit_pct: float | None, says: str
 ) -> None:
     def notes() -> list[str]:
-        told = json.loads(
-            size(job, "--gpu-samples-per-s", "900", "--json", f"train.epochs={epochs}").stdout
-        )
-        return [note for note in told["notes"] if note.startswith("data.cache: ")]
+        found = figures(job, f"train.epochs={epochs}")["notes"]
+        return [note for note in found if note.startswith("data.cache: ")]
 
     summary = read_summary(job.parent / "run" / "summary.json")
     assert notes() == []
@@ -396,14 +382,7 @@ OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge
 
 
 def test_your_own_groups_are_the_configured_hosts(job: Path) -> None:
-    words = [
-        "sagemaker.gpu.type=null",
-        f"sagemaker.groups=[{OWN}]",
-        "--gpu-samples-per-s",
-        "40000",
-        "--json",
-    ]
-    told = json.loads(size(job, *words).stdout)["candidates"]
+    told = figures(job, "sagemaker.gpu.type=null", f"sagemaker.groups=[{OWN}]")["candidates"]
     assert {(one["gpu_type"], one["gpu_hosts"]) for one in told} == {("ml.p4d.24xlarge", 4)}
     assert ("ml.m5.4xlarge", 3) in {(one["cpu_type"], one["cpu_hosts"]) for one in told}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.config.loading import Resolved, load
 from stoker.errors import UsageError
-from stoker.figures import count_of, size
+from stoker.figures import count_of, size, table
 from stoker_launcher.job import open_job
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stoker_launcher.advise.peek.problems import Problem
 
 MOST_SHOWN = 512
-WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -169,26 +168,12 @@ def stage_rows(points: list[ChainPoint]) -> list[StageRows]:
 
 
 def show(lines: list[str], stages: list[StageRows], problems: list[Problem]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("after", "column", "type", "shape", "NULL", "values"):
-        table.add_column(name, overflow="fold", justify="right" if name == "NULL" else "left")
-    table.add_column("ms", justify="right", no_wrap=True)
+    rows = []
     for stage in stages:
-        title, cost = Text(stage.name, "bold"), Text(stage.cost.removesuffix(" ms"))
+        title, cost = stage.name, stage.cost.removesuffix(" ms")
         for row in stage.rows or [ColumnAfterStage("", "", "", "", "")]:
-            nulls = Text(row.nulls, "red" if row.nulls not in ("", "0") else "")
-            table.add_row(title, *map(Text, row[:3]), nulls, Text(row.values), cost)
-            title, cost = Text(""), Text("")
-    console.print(table)
-    if not problems:
-        console.print("no problems found", style="green")
-    for problem in problems:
-        style = "bold red" if problem.level == "error" else "yellow"
-        console.print(Text(problem.level, style), Text(problem.text), soft_wrap=True)
+            rows.append((title, *row, cost))
+            title = cost = ""
+    head = ("after", "column", "type", "shape", "NULL", "values", "ms")
+    found = [f"{problem.level} {problem.text}" for problem in problems] or ["no problems found"]
+    print("\n".join([*lines, table(head, rows, left=head[:4] + head[5:6]), *found]))
