@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -126,10 +125,3 @@ PAIR = [("0.jpg", JPG), ("0.cls", b"1"), ("1.jpg", JPG), ("1.cls", b"0\n")]
 
 def shard(*members: tuple[str, bytes], name: str = "train-0.tar", change: Any = bytes) -> Make:
     return written(name, change(tar_of([*PAIR, *members])))
-
-
-def with_link(root: Path) -> None:
-    with tarfile.open(root / "train-0.tar", "w") as tar:
-        member = tarfile.TarInfo("0.jpg")
-        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(member)

@@ -40,20 +40,19 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "rows"
 
 
-def test_a_filter_keeps_matching_rows_and_their_identity(table: Path) -> None:
+@pytest.mark.parametrize(
+    ("filters", "keeps"),
+    [
+        ([("x", ">=", 250), ("y", "in", [3, 5])], lambda x: x >= 250 and x % 7 in (3, 5)),
+        ([[("x", "<", 3)], [("x", "==", 999)]], lambda x: x in (0, 1, 2, 999)),
+    ],
+)
+def test_a_filter_keeps_matching_rows_and_their_identity(
+    filters: Any, keeps: Callable[[int], bool], table: Path
+) -> None:
     every = {row["key"]: row["x"] for row in rows_of(read_parquet(str(table), "train"))}
-    some = rows_of(
-        read_parquet(str(table), "train", filters=[("x", ">=", 250), ("y", "in", [3, 5])])
-    )
-    assert sorted(row["x"] for row in some) == [x for x in range(250, 1000) if x % 7 in (3, 5)]
-    assert all(every[row["key"]] == row["x"] for row in some)
-
-
-def test_either_of_two_filters(table: Path) -> None:
-    found = rows_of(
-        read_parquet(str(table), "train", filters=[[("x", "<", 3)], [("x", "==", 999)]])
-    )
-    assert sorted(row["x"] for row in found) == [0, 1, 2, 999]
+    some = rows_of(read_parquet(str(table), "train", filters=filters))
+    assert {r["key"]: r["x"] for r in some} == {k: x for k, x in every.items() if keeps(x)}
 
 
 @pytest.mark.parametrize("term", [("s", "!=", 1.0), ("s", "not in", [1.0])])
@@ -409,20 +408,18 @@ def test_only_nulls_of_rows_that_match_count(tmp_path: Path) -> None:
         records(read_parquet(root, "train", filters=[("n", "<", 5)]))
 
 
-def test_quarantine_books_the_record(tmp_path: Path) -> None:
-    found = records(read_parquet(write(tmp_path, x=INTS), "train", nulls={"x": "quarantine"}))
-    bad = [record for record in found if isinstance(record, BadRecord)]
-    assert bad == [
-        BadRecord("train-0.parquet:2", "column x is NULL"),
-        BadRecord("train-0.parquet:6", "column x is NULL"),
-    ]
-    assert len(found) == 8
-
-
-def test_rows_beside_a_tensor_that_is_null_or_holds_one_keep_their_values(tmp_path: Path) -> None:
-    found = records(read_parquet(write(tmp_path, x=TENSORS), "train", nulls={"x": "quarantine"}))
-    values = [None if isinstance(record, BadRecord) else record["x"].tolist() for record in found]
-    assert values == [None if i in (2, 6) else pair for i, pair in enumerate(PAIRS)]
+@pytest.mark.parametrize("column", [INTS, TENSORS], ids=["numbers", "tensors"])
+def test_quarantine_books_the_record_and_the_others_keep_their_values(
+    column: pa.Array, tmp_path: Path
+) -> None:
+    root = write(tmp_path, x=column)
+    found = records(read_parquet(root, "train", nulls={"x": "quarantine"}))
+    expected = PAIRS if column is TENSORS else INTS.to_pylist()
+    for row, (record, value) in enumerate(zip(found, expected, strict=True)):
+        if row in (2, 6):
+            assert record == BadRecord(f"train-0.parquet:{row}", "column x is NULL")
+        else:
+            assert np.array_equal(record["x"], value)
 
 
 def test_keep_gives_nan_or_says_which_values_are_valid(tmp_path: Path) -> None:
