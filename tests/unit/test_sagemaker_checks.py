@@ -114,6 +114,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("params.data=/etc/host*", "params.data", "no such file or folder here"),
     ("params.data=/opt/ml/input/data/train", "params.data", "add sagemaker.channels.train"),
     ("tracking.mlflow.uri=sqlite:///x.db", "tracking.mlflow.uri", "name a server"),
+    ("tracking.mlflow.uri=arn:aws:sagemaker:us-east-1:123456789012:model/x", "tracking.mlflow.uri", "tracking server"),
+    ("request={MlflowConfig: {MlflowRunName: x}}", "request.MlflowConfig.MlflowRunName", "tracking.mlflow.run_name"),
     # what everyone may read
     ("environment={HF_TOKEN: abc}", "environment.HF_TOKEN", "Secrets Manager"),
     ("environment={ID: AKIAABCDEFGHIJKLMNOP}", "environment.ID", "secret"),
@@ -152,6 +154,9 @@ def test_wrong_request_is_refused_in_one_line(changes: str, key: str, remedy: st
     assert len(problems) <= 2, f"one mistake, many complaints: {problems}"
 
 
+SERVER = "arn:aws:sagemaker:us-east-1:123456789012:mlflow-tracking-server/team"
+
+
 def test_right_request_field_by_field() -> None:
     job = make_job(
         {
@@ -164,10 +169,15 @@ def test_right_request_field_by_field() -> None:
             "sagemaker.hyperparameters": "{train.lr: 0.1, train.epochs: 3}",
             "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [gpu], input_mode: FastFile}}",
             "params.train": "anything",
+            "tracking.mlflow.uri": SERVER,
         }
     )
     request = sagemaker.plan(job, offline=True)
     body = request.body
+    assert body["MlflowConfig"] == {
+        "MlflowResourceArn": SERVER,
+        "MlflowExperimentName": "flowers",
+    }
     assert body["TrainingJobName"] == request.name
     assert body["HyperParameters"] == {
         "config": "job.yaml",

@@ -349,6 +349,7 @@ def for_scripts(section: str, key: str, driver: bool = False) -> bool:
 
 ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}
 MLFLOW = {"mlflow": "mlflow-skinny>=3"}
+MANAGED = {"sagemaker_mlflow": "sagemaker-mlflow>=0.2"}
 DATABASE = {"mlflow": "mlflow>=3", "sqlalchemy": "mlflow>=3"}
 DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "ray[default]")
 
@@ -356,10 +357,10 @@ DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "
 def _needed(config: Config) -> dict[str, dict[str, str]]:
     """The packages beyond `requirements.txt`: key that asks for them → module → line of that file."""
     uri = config.tracking.mlflow.uri
-    database = uri is not None and uri.startswith("sqlite:")  # which mlflow-skinny cannot write
+    beyond_skinny = {"sqlite": DATABASE, "arn": MANAGED}.get((uri or "").partition(":")[0], {})
     wanted = {
         "export: onnx": ONNX if "onnx" in config.export else {},
-        "tracking.mlflow.uri": (MLFLOW | DATABASE if database else MLFLOW) if uri else {},
+        "tracking.mlflow.uri": MLFLOW | beyond_skinny if uri else {},
         "cluster.dashboard": DASHBOARD if config.cluster.dashboard else {},
     }
     return {asked: modules for asked, modules in wanted.items() if modules}

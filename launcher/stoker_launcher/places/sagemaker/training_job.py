@@ -64,6 +64,9 @@ REMEDIES = {
     "VpcConfig.Subnets": "name subnets and security groups together: subnet-…",
     "VpcConfig.SecurityGroupIds": "name subnets and security groups together: sg-…",
     "RetryStrategy.MaximumRetryAttempts": "1 to 30",
+    "MlflowConfig.MlflowResourceArn": "the ARN of a tracking server or an MLflow App",
+    "MlflowConfig.MlflowExperimentName": "1 to 256 characters",
+    "MlflowConfig.MlflowRunName": "1 to 256 characters",
     "Tags": "letters, digits, spaces and _.:/=+-@",
 }
 """Request path without indices → form of a valid value or remedy; a configuration key sets each of them."""
@@ -253,6 +256,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         "RetryStrategy": {
             "MaximumRetryAttempts": Keyed(settings.max_retries, "sagemaker.max_retries")
         },
+        "MlflowConfig": _mlflow(config),
         "Tags": Keyed(
             [
                 Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
@@ -372,6 +376,21 @@ def _channels(
         content = {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
         found.append(Keyed(content, key))
     return found
+
+
+def _mlflow(config: Config) -> dict[str, Keyed]:
+    """Names the managed MLflow server to SageMaker; the head logs to any server by itself."""
+    settings = config.tracking.mlflow
+    managed = (settings.uri or "").startswith("arn:")
+    members = {
+        "ResourceArn": (settings.uri, "uri"),
+        "ExperimentName": (settings.experiment or config.name, "experiment"),
+        "RunName": (settings.run_name, "run_name"),
+    }
+    return {
+        f"Mlflow{name}": Keyed(value if managed else None, f"tracking.mlflow.{key}")
+        for name, (value, key) in members.items()
+    }
 
 
 def _instances(groups: tuple[HostGroup, ...]) -> dict[str, Any]:
