@@ -87,6 +87,9 @@ def run(
         code = request.check() if isinstance(request, LocalRequest) else 0
         if code == 0:
             print(scrub(request.render()))
+    if not (options.dry_run and code) and (starts := processes_line(request, place)):
+        print(starts)
+    if options.dry_run:
         return int(code)
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):
@@ -101,6 +104,28 @@ def run(
     ):
         print(f"continue: {line}")
     return code
+
+
+def processes_line(request: Any, place: Place) -> str:
+    """How many processes of the script a job starts, and where; empty for recipes."""
+    from stoker_launcher.places.remote import training_group
+
+    config = request.job.resolved.config
+    if not config.script:
+        return ""
+    groups = getattr(request, "groups", ())
+    trains = [group for group in groups if group.name == training_group(config, groups)]
+    gpus = sum(group.count * (group.gpus or 0) for group in trains)
+    if config.driver:
+        text = "once, on the head, as a Ray driver"
+    elif most := config.train.workers or gpus:
+        text = f"{most} times" if most > 1 else "once"
+        text += f": per GPU of group {trains[0].name}" if gpus and most == gpus else ""
+    elif place.name == "rehearsal":
+        text = "once, since no rehearsed host has a GPU; elsewhere once per GPU"
+    else:
+        text = "once per GPU of the hosts that train; once without GPUs"
+    return f"starts   {Path(config.script).name} {text}"
 
 
 def refuse_unsupported(config: Config, place: Place) -> None:

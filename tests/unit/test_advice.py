@@ -203,3 +203,19 @@ class TestTooLittleKnown:
             == "input-bound: 25 % of each step waits for data; the CPU hosts are the bottleneck"
         )
         assert found.details == []
+
+
+def test_gpus_that_nobody_used_come_first() -> None:
+    """As the hosts' own counters say, for every kind of job; too few samples say nothing."""
+
+    def gpus(*most_pct: float, samples: int = 100) -> list[dict[str, Any]]:
+        return [{"host": "algo-1", "group": "gpu", "samples": samples, "max_pct": most_pct}]
+
+    fed = judged().headline
+    assert judged(host_gpus=gpus(0.0)).headline.startswith("GPUs used: 0 of 1: ")
+    script = judged(host_gpus=gpus(0.0, 0.0), script="train.py", rate=0.0)
+    assert script.headline.startswith("GPUs used: 0 of 2: ") and script.binds is None
+    half = judged(host_gpus=gpus(97.0, 0.0))
+    assert (half.headline, half.details[0]) == (fed, "GPUs used: 1 of 2")
+    for unknown in (gpus(99.0), gpus(0.0, samples=3), []):
+        assert judged(host_gpus=unknown).headline == fed

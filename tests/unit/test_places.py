@@ -59,6 +59,41 @@ def test_one_job_file_is_planned_for_each(
     assert not (tmp_path / "runs").exists(), "a dry run leaves nothing"
 
 
+GPUS = "sagemaker.gpu.type=ml.g5.12xlarge"
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "starts"),
+    [
+        ("local", [], "once per GPU of the hosts that train; once without GPUs"),
+        ("local", ["train.workers=2"], "2 times"),
+        ("rehearsal", [], "once, since no rehearsed host has a GPU; elsewhere once per GPU"),
+        ("rehearsal", ["--driver"], "once, on the head, as a Ray driver"),
+        ("sagemaker", [GPUS], "4 times: per GPU of group gpu"),
+        ("sagemaker", [GPUS, "sagemaker.gpu.count=2"], "8 times: per GPU of group gpu"),
+        ("sagemaker", [GPUS, "--driver"], "once, on the head, as a Ray driver"),
+        ("vertex", [], "once: per GPU of group gpu"),
+        ("slurm", [], "once per GPU of the hosts that train; once without GPUs"),
+        ("ray", ["--driver"], "once, on the head, as a Ray driver"),
+    ],
+)
+def test_a_plan_says_how_often_a_script_starts(
+    place: str,
+    words: list[str],
+    starts: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/loop.py").write_text("print(1)\n")
+    job = tmp_path / "mine/job.yaml"
+    job.write_text(JOB.replace("params: {data: DATA, model: resnet18}", "script: loop.py"))
+    given = [*OPTIONS.get(place, []), f"output_dir={tmp_path / 'runs'}", *words]
+    code, errors, shown = type_command([str(job), "--on", place, "--dry-run", *given], capsys)
+    assert (code, errors) == (0, [])
+    assert f"starts   loop.py {starts}" in shown.splitlines()
+
+
 @pytest.mark.parametrize("place", ["ray", "sagemaker", "vertex"])
 def test_private_files_of_the_source_are_uploaded_nowhere(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
