@@ -22,7 +22,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key
 from stoker.config.schema import Config
-from stoker.data import read_any, read_images, read_parquet, read_torch
+from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import DataCursor, PassPlan, Plan, Work
 from stoker.read.host_cache import CacheSpec, HostCache
@@ -251,6 +251,12 @@ def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> No
             identity_of(checked(read_parquet(str(tmp_path / "data"), "train", columns))).text
         )
     assert len(set(texts)) == 3
+    shards(tmp_path / "tar")
+    labels = [
+        identity_of(checked(read_webdataset(tmp_path / "tar", "train", label=label))).text
+        for label in (None, "text", "folder")
+    ]
+    assert len(set(labels)) == 3, "the same files with another label"
 
 
 def test_two_samples_agree_as_far_as_both_go(
