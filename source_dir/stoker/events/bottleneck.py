@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from stoker.errors import where_raised
 from stoker.events import prices
-from stoker.events.summary import Bottleneck, Host, Summary
+from stoker.events.summary import STEP_TERMS, Bottleneck, Host, Summary
 from stoker.figures import count_of
 
 MIN_STEPS = 10
@@ -40,13 +40,6 @@ TAKEN_OVER = 0.2
 """From this share of a train host's CPUs on, CPU hosts are a way to free them."""
 HEADROOM = 0.9
 """Planned CPU use; the rest absorbs variation."""
-
-_WAITS: dict[str, Bottleneck] = {
-    "wait_production": "cpu",
-    "wait_transfer": "network",
-    "wait_collate": "gpu_host_cpu",
-    "host_to_device": "gpu_host_cpu",
-}
 
 
 def _chain_ms(summary: Summary) -> float:
@@ -76,6 +69,14 @@ def near(summary: Summary, limit: float | None) -> bool:
     return limit is None or summary.speed.steady_samples_per_s >= NEAR * limit
 
 
+def waiting(summary: Summary) -> float:
+    """Share of a step that waits for data, by its terms, or else by the totals."""
+    terms = summary.speed.step_terms_ms
+    if total := sum(terms.values()):
+        return 1 - terms.get("compute", 0.0) / total
+    return summary.speed.input_wait_pct / 100
+
+
 class OneWait(NamedTuple):
     seconds: float
     first: bool
@@ -97,7 +98,7 @@ def _without_one_wait(summary: Summary) -> OneWait | None:
 
 def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
     """The GPU; lost hosts or one wait if they explain the whole wait; or what training waited for most."""
-    if summary.speed.input_wait_pct < 100 * INPUT_BOUND:
+    if waiting(summary) < INPUT_BOUND:
         return "gpu"
     waits = {
         "production": times["wait_production_s"],
@@ -110,14 +111,10 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
     if lost and sum(waits.values()) <= RECOVERY_S * lost:
         return "lost_hosts"
     most = max(waits, key=lambda name: waits[name])
-    return _checked(summary, _most_waited_for(summary, times, most), most == "production")
-
-
-def _checked(summary: Summary, binds: Bottleneck, production: bool) -> Bottleneck:
-    """A bottleneck, unless one wait explains the input wait or its limit is far from the rate."""
-    if binds not in ("gpu", "lost_hosts") and _without_one_wait(summary):
+    binds = _most_waited_for(summary, times, most)
+    if _without_one_wait(summary):
         return "one_wait"
-    by_network = binds == "network" and not production  # or by the storage that is read
+    by_network = binds == "network" and most != "production"  # or by the storage that is read
     limit = (
         chain_limit(summary) if binds == "cpu" else network_limit(summary) if by_network else None
     )
@@ -255,24 +252,12 @@ def judged(summary: Summary) -> Verdict:
 
 
 def _run(summary: Summary) -> _Run | None:
-    """With the share of a step that waits, from the terms of a step or else from the totals."""
-    waits = {name: summary.speed.step_terms_ms.get(name, 0.0) for name in _WAITS}
-    production = waits["wait_production"] > 0 and waits["wait_production"] == max(waits.values())
-    total = sum(summary.speed.step_terms_ms.values())
-    share, binds = summary.speed.input_wait_pct / 100, summary.bottleneck
-    if total > 0:
-        share = sum(waits.values()) / total
-        if share < INPUT_BOUND:
-            binds = "gpu"
-        elif binds in (
-            None,
-            "gpu",
-        ):  # else the run's own verdict, which knows how busy the hosts were
-            sides: dict[Bottleneck, float] = dict.fromkeys(_WAITS.values(), 0.0)
-            for name, of in _WAITS.items():
-                sides[of] += waits[name]
-            binds = max(sides.items(), key=lambda item: item[1])[0]
-    return _Run(summary, share, _checked(summary, binds, production), production) if binds else None
+    terms = dict.fromkeys(STEP_TERMS, 0.0) | summary.speed.step_terms_ms
+    production = terms["wait_production"]
+    most = production > 0 and production == max(ms for n, ms in terms.items() if n != "compute")
+    share = waiting(summary)
+    binds = "gpu" if share < INPUT_BOUND and terms["compute"] else summary.bottleneck
+    return _Run(summary, share, binds, most) if binds else None
 
 
 def _advice(run: _Run) -> tuple[str, list[str]]:
