@@ -148,6 +148,9 @@ def run(
     ] = False,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: no network access")] = False,
     request: Annotated[Path | None, Option(help="write what would be sent to a file")] = None,
+    source: Annotated[
+        Path | None, Option(help="sagemaker: write what an SDK's source_dir needs")
+    ] = None,
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
     dashboard: Annotated[

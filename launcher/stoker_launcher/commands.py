@@ -79,6 +79,11 @@ def run(
     refuse_unsupported(job.resolved.config, place)
     if job.resolved.config.script is None and place.name != "local":
         check_recipe(job)
+    if options.source:
+        from stoker_launcher.places.sagemaker import write_source
+
+        print(write_source(job, options.source))
+        return 0
     request: Any = place.plan(job, options, resume)
     if options.request:
         print(request.write(options.request))

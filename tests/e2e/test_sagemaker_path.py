@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -19,13 +20,18 @@ from stoker_launcher.job import Job, open_job
 from stoker_launcher.places import rehearsal, sagemaker
 from stoker_launcher.places.sagemaker import aws
 from stoker_launcher.places.sagemaker.aws import split_uri
+from stoker_launcher.rehearsal import sagemaker_hosts
 from stoker_launcher.rehearsal.running import RehearsalRun
+from tests.command_line import type_command
 from tests.fakes.aws import REGION, ROLE, moto_server
+from tests.fakes.sagemaker_sdk import V2, in_sdk
 from tests.summaries import EVERYWHERE, fields
 
 pytestmark = pytest.mark.timeout(1200)
 
 BUCKET = "stoker-path"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "console.md"
+PYTHON = re.compile(r"```python\n(.*?)```", re.S)
 
 
 class Downloaded(Job):
@@ -96,10 +102,12 @@ def rehearse(
     data: dict[str, Path],
     output: Path,
     entry: str,
+    groups: tuple[str, str] = ("gpu", "cpu"),
 ) -> tuple[RehearsalRun, dict[str, Any]]:
-    hosts = ["rehearsal.hosts=gpu=1,cpu=1", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
+    sizes = f"{groups[0]}=1:ml.g5.xlarge,{groups[1]}=1:ml.c5.xlarge"
+    hosts = [f"rehearsal.hosts={sizes}", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
     settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
-    settings += ["data.preprocess_on=[cpu]"]
+    settings += [f"data.preprocess_on=[{groups[1]}]"]
     settings += [
         "sagemaker.environment={RAY_worker_niceness: '0'}"
     ]  # beside what else computes here
@@ -116,12 +124,14 @@ def rehearse(
     return run, dict(json.loads(summary.read_text()))
 
 
-def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
+def check(
+    run: RehearsalRun, summary: dict[str, Any], named: tuple[str, str] = ("gpu", "cpu")
+) -> None:
     """Every record, preprocessed on the CPU host, trained on the GPU host; every host left by itself."""
     assert summary["status"] == "succeeded" and summary["place"] == "rehearsal"
     assert fields(summary) == EVERYWHERE
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
-    assert groups == {"algo-1": "gpu", "algo-2": "cpu"}
+    assert groups == {"algo-1": named[0], "algo-2": named[1]}
     types = {host["host"]: host["type"] for host in summary["cluster"]["hosts"]}
     assert types == {"algo-1": "ml.g5.xlarge", "algo-2": "ml.c5.xlarge"}
     assert summary["cost"]["usd_per_hour"] == 1.612
@@ -179,3 +189,62 @@ def test_what_is_uploaded_trains(
     environment: dict[str, str], digits: Path, tmp_path: Path, upload: Any, entry: str
 ) -> None:
     check(*rehearse(*upload(digits, tmp_path), tmp_path / "out", entry))
+
+
+ESTIMATE = """
+import json, sys
+role, image = sys.argv[1:3]
+{example}
+print(json.dumps("started"))
+"""
+
+
+@pytest.mark.long
+def test_the_estimator_of_the_page_trains_under_the_toolkit_in_groups_of_other_names(
+    environment: dict[str, str],
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [one for one in overrides(digits) if not one.startswith("sagemaker.")]
+    settings += ["data.preprocess_on=[feeders]"]
+    Path("job.yaml").write_text("name: digits\nrecipe: recipes.digits:Digits\n")
+    words = ["job.yaml", *settings[2:], "--on", "sagemaker", "--source", "build/source"]
+    code, lines, shown = type_command(words, capsys)
+    assert code == 0, lines
+    assert "channel data: " in shown
+    s3().create_bucket(Bucket="my-bucket")
+    for name, content in files(digits / "webdataset").items():
+        s3().put_object(Bucket="my-bucket", Key=f"flowers/{name}", Body=content)
+    image = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.6"
+    (example,) = (one for one in PYTHON.findall(PAGE.read_text()) if "PyTorch(" in one)
+    in_sdk(V2, ESTIMATE.replace("{example}", example), environment, ROLE, image)
+
+    (job,) = boto3.client("sagemaker", region_name=REGION).list_training_jobs()[
+        "TrainingJobSummaries"
+    ]
+    described = boto3.client("sagemaker", region_name=REGION).describe_training_job(
+        TrainingJobName=job["TrainingJobName"]
+    )
+    assert described["CheckpointConfig"]["S3Uri"].endswith("/flowers-1/checkpoints")
+    assert "DebugHookConfig" not in described
+    given = described["HyperParameters"]
+    bucket, key = split_uri(json.loads(given["sagemaker_submit_directory"]))
+    body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
+        tar.extractall(tmp_path / "code", filter="data")
+    assert files(tmp_path / "code") == files(Path("build/source"))
+    source = (Path("build/source") / ".ray-token").read_bytes()
+    assert (tmp_path / "code" / ".ray-token").read_bytes() == source and len(source) == 64
+
+    def as_sent(job: Job, entry: str) -> dict[str, str]:
+        ours = rehearsed(job, entry)
+        return given | {"sagemaker_submit_directory": ours["sagemaker_submit_directory"]}
+
+    rehearsed = sagemaker_hosts.hyperparameters
+    monkeypatch.setattr(sagemaker_hosts, "hyperparameters", as_sent)
+    groups = ("trainers", "feeders")
+    data = channels(described, tmp_path / "in")
+    check(*rehearse(tmp_path / "code", data, tmp_path / "out", "toolkit", groups), groups)

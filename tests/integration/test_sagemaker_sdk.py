@@ -23,6 +23,7 @@ from tests.fakes.sagemaker_sdk import V3, in_sdk
 from tests.refusals import refused
 
 BUCKET = "stoker-sdk"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "console.md"
 
 
 @pytest.fixture
@@ -120,6 +121,16 @@ pipeline = Pipeline(name="stoker", steps=[step], sagemaker_session=trainer.sagem
 print(pipeline.definition())
 """
 )
+REFUSED = (
+    START
+    + """
+try:
+    model_trainer(job)
+except Exception as error:
+    print(json.dumps([line.key for line in error.problems]))
+"""
+)
+SERVER = "arn:aws:sagemaker:us-east-1:123456789012:mlflow-tracking-server/team"
 
 
 def without_names(request: dict[str, Any]) -> dict[str, Any]:
@@ -198,28 +209,24 @@ def test_each_execution_of_a_pipeline_has_its_own_checkpoints(
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ("ProfilerConfig: {S3OutputPath: 's3://b/x'}", "ProfilerConfig"),
         (
-            "AlgorithmSpecification: {ContainerArguments: [x]}",
-            "AlgorithmSpecification.ContainerArguments",
+            "sagemaker.request={ProfilerConfig: {S3OutputPath: 's3://b/x'}}",
+            "sagemaker.request.ProfilerConfig",
         ),
+        (
+            "sagemaker.request={AlgorithmSpecification: {ContainerArguments: [x]}}",
+            "sagemaker.request.AlgorithmSpecification.ContainerArguments",
+        ),
+        (f"tracking.mlflow.uri={SERVER}", "sagemaker.request.MlflowConfig"),
+        ("sagemaker.gpu.type=[ml.g5.xlarge, ml.g6.xlarge]", "sagemaker.gpu.type"),
+        ("sagemaker.queue=gpus", "sagemaker.queue"),
     ],
 )
-def test_a_member_without_a_place_in_the_sdk_is_refused(
-    recipe: list[str], environment: dict[str, str], requests: list[Any], more: str, key: str
+def test_what_has_no_place_in_the_sdk_is_refused(
+    recipe: list[str], environment: dict[str, str], more: str, key: str
 ) -> None:
-    script = (
-        START
-        + """
-try:
-    model_trainer(job)
-except Exception as error:
-    print(json.dumps([line.key for line in error.problems]))
-"""
-    )
     plain = [one for one in recipe if not one.startswith("sagemaker.request")]
-    keys = in_sdk(V3, script, environment, "", *plain, f"sagemaker.request={{{more}}}")
-    assert keys == [f"sagemaker.request.{key}"]
+    assert in_sdk(V3, REFUSED, environment, "", *plain, more) == [key]
     listed = boto3.client("s3", region_name=REGION).list_objects_v2(Bucket=BUCKET)
     assert [one["Key"] for one in listed["Contents"]] == ["val/0.tar"], "refused before the upload"
 
@@ -227,3 +234,24 @@ except Exception as error:
 def test_without_the_sdk_it_says_what_to_install(recipe: list[str]) -> None:
     with refused("model_trainer", code=2):
         model_trainer(open_job(load(None, recipe)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_examples_of_the_page_run(
+    environment: dict[str, str],
+    requests: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(None, [*BASE, "params.data=s3://b/x"]).config.sagemaker
+    content = {"name": "flowers", "params": {"data": f"s3://{BUCKET}/x"}}
+    content["sagemaker"] = settings.model_dump(mode="json", exclude_defaults=True)
+    Path("job.yaml").write_text(json.dumps(content))
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    script = "\n".join(one for one in examples if "PyTorch(" not in one)
+    end = "import json, boto3\nprint(json.dumps(boto3.client('sagemaker').list_pipelines(), default=str))"
+    made = in_sdk(V3, f"role = '{ROLE}'\n{script}\n{end}", environment)
+    assert [one["PipelineName"] for one in made["PipelineSummaries"]] == ["flowers"]
+    assert [one["EnableManagedSpotTraining"] for one in requests] == [True]

@@ -81,6 +81,7 @@ class Options:
     address: str | None = None
     offline: bool = False
     request: Path | None = None
+    source: Path | None = None
     install: bool = False
     dashboard: bool = False
 

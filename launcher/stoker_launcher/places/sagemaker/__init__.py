@@ -7,12 +7,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table
-from stoker_launcher.job import Job, measure
+from stoker.place import TOKEN_FILE
+from stoker_launcher.job import Job, measure, stage
 from stoker_launcher.places import Place, RemoteRun
 from stoker_launcher.places.remote import (
     CloudRun,
@@ -27,7 +29,12 @@ from stoker_launcher.places.remote import (
     without_price,
 )
 from stoker_launcher.places.sagemaker import aws, sagemaker_rules
-from stoker_launcher.places.sagemaker.training_job import SageMakerRequest, group, requests_of
+from stoker_launcher.places.sagemaker.training_job import (
+    SageMakerRequest,
+    group,
+    request_of,
+    requests_of,
+)
 
 OFFLINE_ACCOUNT = "000000000000"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -75,6 +82,24 @@ def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMaker
         replace(one, code_files=count + 1, code_bytes=size) for one in (wanted, *others)
     )
     return replace(wanted, warnings=notes, alternatives=tuple(others))
+
+
+def write_source(job: Job, folder: Path) -> str:
+    """Write a `source_dir` for SageMaker's SDKs, with its token; returns the channels that it reads."""
+    if folder.exists():
+        raise UsageError(f"--source: {folder} exists; remove it or choose another name")
+    # Hosts, role and bucket are the estimator's: only the parameters are checked.
+    request = request_of(job, job.name, "", "s3://bucket")
+    problems = [one for one in sagemaker_rules.problems(request) if one.startswith("params.")]
+    measure(job, request.data_at, "a channel", problems)
+    if problems:
+        raise UsageError(*problems)
+    stage(job, folder, request.data_at)
+    sources = {item.parameter: str(item.source) for item in request.data}
+    sources |= {name: channel.uri for name, channel in request.settings.channels.items()}
+    lines = [f"channel {name}: {sources.get(name, 'S3')}" for name in request.data_at]
+    token = f"{folder / TOKEN_FILE} opens the job's Ray cluster: write a new folder for each job"
+    return "\n".join([f"wrote {folder}", *lines, token])
 
 
 def submit(request: SageMakerRequest, tell: Tell | None = None) -> RemoteRun:
@@ -403,6 +428,6 @@ PLACE = Place(
     submit=submit,
     attach=attach,
     ids=("sagemaker:", "arn:"),
-    options=("offline", "request"),
+    options=("offline", "request", "source"),
     checkpoints="s3",
 )

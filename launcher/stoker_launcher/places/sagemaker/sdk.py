@@ -67,6 +67,10 @@ def model_trainer(job: Job, *, pipeline: bool = False) -> ModelTrainer:
             return super().train(*arguments, **options)
 
     request = plan(job)
+    one_job = {"gpu.type": bool(request.alternatives), "queue": request.settings.queue is not None}
+    if more := [key for key, given in one_job.items() if given]:
+        use = "name one GPU type, and submit it to a queue through the SDK, or use --on sagemaker"
+        raise UsageError(*(f"sagemaker.{key}: a ModelTrainer is one job; {use}" for key in more))
     body, keys = dict(request.body), request.keys
     algorithm = dict(body.pop("AlgorithmSpecification"))
     for name in OF_THE_SDK:
