@@ -253,6 +253,23 @@ def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves(began:
         assert "no result for 60 s" in train.failed[train.next], "it hangs"
 
 
+def test_batches_that_hang_are_named_with_host_and_index(began: float) -> None:
+    """The second time, each index is told as it begins; a script that has waited too long asks."""
+    head = TwoHosts(budget=10**9, trains=False)
+    with head.attempt.changed:
+        train = head.open("train", 0, 60.0)
+        head.planner.recovery.patience.took("s", "a", 0.1)
+        head.planner.recovery.patience.took("s", "b", 0.1)
+        first = head.given("a")
+        assert not first.care.names and head.planner.look(began + 30) == ["a"]
+        head.pool.avoided = set()
+        again = head.given("b")
+        assert again.work == first.work and again.care.names
+        head.attempt.suspects.does(again.care.task, "loading index 57")
+        doing = head.attempt.under_way(train)
+    assert doing == "host b: DataLoader batch 0, loading index 57"
+
+
 def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:
     """Enough is ready, so the training host has stopped helping; its stream is the one waited for."""
     head = TwoHosts(budget=1000, trains=True)

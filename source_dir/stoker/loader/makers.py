@@ -186,12 +186,22 @@ class ClusterMaker:
                 return
         now = time.monotonic()
         if deadline is not None and now >= deadline:
-            raise RuntimeError(f"DataLoader timed out after {now - began:.0f} seconds (timeout)")
+            took = f"DataLoader timed out after {now - began:.0f} seconds (timeout)"
+            raise RuntimeError(took + self._under_way())
         if now < until:
             raise RuntimeError("DataLoader: the thread that fetches batches has ended")
         if self._skipped <= began:
-            raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
+            waited = f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)"
+            raise RuntimeError(waited + self._under_way())
         self.wait(deadline)  # a stream is being read again up to its place
+
+    def _under_way(self) -> str:
+        import ray
+
+        with suppress(ray.exceptions.RayError):
+            doing = ray.get(self._service.under_way.remote(self._key), timeout=END_S)
+            return f"; {doing}" if doing else ""
+        return ""
 
     def get(self) -> Arrival:
         return cast(Arrival, self._opened.take(0.0))

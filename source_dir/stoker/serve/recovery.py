@@ -186,7 +186,7 @@ class Recovery:
         stuck_s = now - max(item.stuck_since, pass_.skipped)
         if awaited and pass_.rows_ahead < pass_.step_rows and stuck_s > give_up_s(pass_.stall_s):
             waited = f"no result for {stuck_s:.0f} s ({pass_.stall_key}: {pass_.stall_s:.0f})"
-            self.attempt.stalled(pass_, f"{self._who(item)}: {waited}, tried {item.late + 1} times")
+            self.attempt.stalled(pass_, f"{self.who(item)}: {waited}, tried {item.late + 1} times")
         return in_work and now - item.quiet_since > self._limit_s(item, item.node)
 
     def names_records(self, item: Item, node: str) -> bool:
@@ -203,7 +203,7 @@ class Recovery:
 
     def late(self, item: Item) -> None:
         now = time.monotonic()
-        text = f"{self._who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
+        text = f"{self.who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
         if others(self.pool.hosts, {item.node}) != {item.node}:
             seconds = self.patience.avoid(item.node, now)
             self.pool.avoided = self.patience.avoided(now)
@@ -211,7 +211,7 @@ class Recovery:
         item.late += 1
         self.attempt.note(text)
 
-    def _who(self, item: Item) -> str:
+    def who(self, item: Item) -> str:
         doing = self.attempt.suspects.doing(item.name)
         where = f"host {self.pool.name(item.node)}: {self.what(item.pass_.plan.split, item.shards)}"
         return f"{where}, {doing}" if doing else where
