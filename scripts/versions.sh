@@ -51,8 +51,9 @@ install() {
   case $1 in
     old) on_top ray==2.52.0 ;;
     oldest) packages oldest 3.11 'ray==2.52.0' 'torch==2.6.*' 'torchvision==0.21.*' 'timm==1.0.7' ;;
-    middle) packages middle 3.12 'ray==2.56.*' 'torch==2.10.*' 'torchvision==0.25.*' ;;
-    newest) packages newest 3.13 --upgrade --upgrade-strategy eager torch torchvision ;;
+    # Those of AWS's image ray:train-ml-cuda (docs/ray/rayjob-aws.yaml).
+    middle) packages middle 3.13 'ray==2.58.0' 'torch==2.13.*' 'torchvision==0.28.*' ;;
+    newest) packages newest 3.12 --upgrade --upgrade-strategy eager torch torchvision ;;
     *) echo "scripts/versions.sh: unknown $1; oldest, middle, newest or old" >&2; return 2 ;;
   esac
 }

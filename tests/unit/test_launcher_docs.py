@@ -75,9 +75,17 @@ def ray_start_options() -> set[str]:
     return {option.lstrip("-") for parameter in start.params for option in parameter.opts}
 
 
+AWS_RAY = "2.58.0"
+"""Of AWS's image ray:train-ml-cuda."""
+
+
 @pytest.mark.long
-def test_rayjob_names_what_the_job_needs() -> None:
-    job = yaml.safe_load((DOCS / "ray" / "rayjob.yaml").read_text())
+@pytest.mark.parametrize(
+    ("name", "ray", "tag"),
+    [("rayjob.yaml", ray_version(), ray_version()), ("rayjob-aws.yaml", AWS_RAY, "train-ml-cuda")],
+)
+def test_rayjob_names_what_the_job_needs(name: str, ray: str, tag: str) -> None:
+    job = yaml.safe_load((DOCS / "ray" / name).read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert spec["entrypoint"] == "python train.py --config job.yaml"
@@ -85,7 +93,7 @@ def test_rayjob_names_what_the_job_needs() -> None:
     assert environment["env_vars"]["STOKER_PLACE"] == "ray"
     assert environment["env_vars"]["STOKER_RUN_DIR"].startswith("/")
     assert all(isinstance(value, str) for value in environment["env_vars"].values())
-    assert cluster["rayVersion"] == ray_version()
+    assert cluster["rayVersion"] == ray
     assert cluster["authOptions"] == {"mode": "token"}
     groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     assert {group["labels"]["stoker-group"] for group in groups.values()} == {"gpu", "cpu"}
@@ -97,7 +105,7 @@ def test_rayjob_names_what_the_job_needs() -> None:
         mounts = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
         assert mounts == {volume["name"] for volume in pod["volumes"]}
         for container in pod["containers"]:
-            assert ray_version() in container["image"]
+            assert tag in container["image"] and "command" not in container
             assert container["resources"]["requests"] == container["resources"]["limits"]
     gpus = [name for name, g in groups.items() if "nvidia.com/gpu" in str(g["template"])]
     assert gpus == ["gpu"]
@@ -124,7 +132,26 @@ JOB_FIELDS = {
 """Of KubeRay 1.5, ray-operator/apis/ray/v1: the API server rejects what is not among them."""
 
 
-@pytest.mark.parametrize("name", ["rayjob.yaml", "rayjob-spot.yaml"])
+def test_aws_manifest_fits_aws_image() -> None:
+    """Its Ray is one of the tested sets; what the image lacks is installed; the queue is named."""
+    job = yaml.safe_load((DOCS / "ray" / "rayjob-aws.yaml").read_text())
+    sets = (DOCS.parent / "scripts" / "versions.sh").read_text()
+    assert f"packages middle 3.13 'ray=={AWS_RAY}'" in sets
+    requirements = (DOCS.parent / "source_dir" / "requirements.txt").read_text().splitlines()
+    installed = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["pip"]
+    assert installed == [one for one in requirements if not one.startswith(("#", "ray["))]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert job["spec"]["shutdownAfterJobFinishes"], "Kueue waits for the end of the cluster"
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+        void = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container.get("env", [])
+        assert gpu != void
+        assert "/tmp/ray" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "rayjob-spot.yaml", "rayjob-aws.yaml"])
 def test_a_manifest_has_only_fields_of_kuberay(name: str) -> None:
     spec = yaml.safe_load((DOCS / "ray" / name).read_text())["spec"]
     cluster = spec["rayClusterSpec"]
