@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -113,6 +114,40 @@ def on_cluster(folder: Path) -> Losses:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_alike_with_the_other_import(name: str, scripts: Losses) -> None:
     assert scripts[f"after_{name}"] == scripts[f"before_{name}"]
+
+
+def test_ddp_in_place_of_horovod_trains_like_one_process(folder: Path, tmp_path: Path) -> None:
+    """Two ranks with averaged gradients and the learning rate × 2, against their batches joined."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    for name in ("mine.py", "ddp_train.py"):
+        text = (folder / name).read_text()
+        (tmp_path / name).write_text(text.replace(".data/", f"{folder}/.data/"))
+    script = str(tmp_path / "ddp_train.py")
+    done = submit(script, "train.workers=2", f"output_dir={tmp_path}/runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = (tmp_path / "runs").glob("ddp*/checkpoints/model.pt")
+    found = torch.load(path, weights_only=True)
+
+    mine = runpy.run_path(str(folder / "mine.py"))
+    net = mine["model"]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    data = ImageFolder(str(folder / ".data/digits/images/train"), v2.PILToTensor())
+    samplers = [DistributedSampler(data, 2, rank) for rank in range(2)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        ranks = [DataLoader(data, batch_size=32, sampler=sampler) for sampler in samplers]
+        for batches in zip(*ranks, strict=True):
+            images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            optimizer.zero_grad()
+            mine["loss_of"](net, images, labels).backward()
+            optimizer.step()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.soak
