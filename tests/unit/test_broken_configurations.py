@@ -267,7 +267,7 @@ TYPED = {
     "logs of no run": (["logs", "nowhere"], "nowhere: not a run directory"),
     "stop of no run": (["stop", "nowhere"], "nowhere: not a run directory"),
     "status without a region": (["status", "sagemaker:x"], "write sagemaker:<region>/x"),
-    "status of no Ray job": (["status", "ray:foo"], "write ray:http://<head>:8265/<job>"),
+    "status of no Ray job": (["status", "ray:foo"], "ray:http://<head>:8265/<job>"),
     "report of no run": (["report", "nowhere"], "nowhere: not a run directory"),
     "report of another folder": (
         ["report", "jobs"],
