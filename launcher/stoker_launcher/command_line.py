@@ -154,7 +154,7 @@ def run(
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
     dashboard: Annotated[
-        bool, Option("--dashboard", help="local: Ray dashboard on 127.0.0.1")
+        bool, Option("--dashboard", help="local, sagemaker: Ray dashboard on 127.0.0.1")
     ] = False,
 ) -> None:
     """Run a job from a YAML file or a script; its arguments follow --."""

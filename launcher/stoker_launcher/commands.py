@@ -135,7 +135,9 @@ def processes_line(request: Any, place: Place) -> str:
 
 def refuse_unsupported(config: Config, place: Place) -> None:
     if config.cluster.dashboard and "dashboard" not in place.options:
-        raise UsageError(f"cluster.dashboard: only for local runs, not --on {place.name}")
+        raise UsageError(
+            f"cluster.dashboard: only for local runs and --on sagemaker, not --on {place.name}"
+        )
     if config.cluster.cpu_hosts.max and not place.scales:
         raise UsageError(
             f"cluster.cpu_hosts: with --on {place.name} hosts cannot be added during a run; leave it out and"

@@ -94,6 +94,7 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
         "place": place.name,
         "learning_rate": resolved.config.train.lr,
         "origins": resolved.origins,
+        "dashboard": _dashboard() if resolved.config.cluster.dashboard else None,
         "measured": _measure() if params.get("measure") else None,
         "refused_client": _client_without_token(place) if params.get("client") else None,
     }
@@ -102,6 +103,25 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
     place.model_dir.mkdir(parents=True, exist_ok=True)
     (place.model_dir / "weights").write_bytes(b"w")
     return Outcome(0)
+
+
+def _dashboard() -> dict[str, int | str]:
+    """Its answers on the loopback interface with and without the token, and on the host's own address."""
+    import ray
+    import requests
+
+    token = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
+    own = ray.util.get_node_ip_address()
+
+    def answer(host: str, headers: dict[str, str]) -> int | str:
+        url = f"http://{host}:8265/nodes?view=summary"
+        try:
+            return requests.get(url, headers=headers, timeout=120).status_code
+        except requests.ConnectionError:
+            return "refused"
+
+    asked = {"token": ("127.0.0.1", token), "none": ("127.0.0.1", {}), "own address": (own, token)}
+    return {name: answer(host, headers) for name, (host, headers) in asked.items()}
 
 
 def _awaited(params: dict[str, Any], used: set[str]) -> bool:

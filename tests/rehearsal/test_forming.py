@@ -99,3 +99,13 @@ def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_o
     assert "train.max_failures: 1 restart may land on another host, but algo-" in line
     assert "cannot see the checkpoints in /opt/ml/checkpoints of algo-" in line
     assert "set checkpoint.dir to s3:// or a folder shared by the hosts that train" in line
+
+
+@pytest.mark.long
+def test_the_dashboard_is_on_the_heads_loopback_interface_and_asks_for_the_token(
+    rehearse: Rehearse,
+) -> None:
+    done = rehearse(*CHEAP, "rehearsal.hosts=gpu=1,cpu=1", "cluster.dashboard=true", until_hosts=2)
+    assert done.code == 0, done.run.failure_reason
+    assert done.result["dashboard"] == {"token": 200, "none": 401, "own address": "refused"}
+    assert "dashboard: http://127.0.0.1:8265 on this host alone" in done.log("algo-1")

@@ -119,7 +119,7 @@ COMMANDS = {
     "--address http://h:1": "--address: is not supported with --on",
     "--on ray": "--address: needed with --on ray",
     "--dashboard --on rehearsal": "--dashboard: is not supported with --on rehearsal",
-    "--dashboard --on sagemaker": "--dashboard: is not supported with --on sagemaker",
+    "--dashboard --on vertex": "--dashboard: is not supported with --on vertex",
     "--on rehearsal cluster.dashboard=true": "cluster.dashboard: only for local runs",
     "--on ray --address head:8265": "use http://<head>:8265",
     "--on rehearsal rehearsal.hosts=gpu": "'gpu' is not group=count",

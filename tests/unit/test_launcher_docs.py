@@ -39,9 +39,10 @@ def test_policies_hold_no_wildcard_action(name: str) -> None:
         actions = listed(statement["Action"])
         assert not any("*" in action for action in actions), statement
         if "*" in listed(statement["Resource"]):
-            assert all(a in WITHOUT_NARROWER_RESOURCE or a.startswith("ec2:") for a in actions), (
-                statement
-            )
+            assert all(
+                a in WITHOUT_NARROWER_RESOURCE or a.startswith(("ec2:", "ssmmessages:"))
+                for a in actions
+            ), statement
 
 
 @pytest.mark.long

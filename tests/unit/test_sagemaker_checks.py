@@ -170,10 +170,12 @@ def test_right_request_field_by_field() -> None:
             "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [gpu], input_mode: FastFile}}",
             "params.train": "anything",
             "tracking.mlflow.uri": SERVER,
+            "cluster.dashboard": "true",
         }
     )
     request = sagemaker.plan(job, offline=True)
     body = request.body
+    assert body["RemoteDebugConfig"] == {"EnableRemoteDebug": True}
     assert body["MlflowConfig"] == {
         "MlflowResourceArn": SERVER,
         "MlflowExperimentName": "flowers",

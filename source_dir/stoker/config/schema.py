@@ -212,7 +212,8 @@ class ClusterConfig(Section):
         None, "size of the Ray object store per host; default: as much as /dev/shm allows", ge=80
     )
     dashboard: bool = key(
-        False, "local runs: start Ray's dashboard on 127.0.0.1; it asks for the run's token"
+        False,
+        "local, sagemaker: Ray's dashboard on the head's 127.0.0.1; it asks for the run's token",
     )
 
 
@@ -367,7 +368,8 @@ def _needed(config: Config) -> dict[str, dict[str, str]]:
 
 
 def requirement_lines(config: Config) -> list[str]:
-    return [line for modules in _needed(config).values() for line in modules.values()]
+    lines = (line for modules in _needed(config).values() for line in modules.values())
+    return list(dict.fromkeys(lines))
 
 
 def refuse_missing(config: Config) -> None:

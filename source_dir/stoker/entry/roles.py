@@ -109,13 +109,13 @@ def run_head(
     outcome = Outcome(1, "the head ended without a result")
     threading.Thread(target=stop.watch, name="stop", daemon=True).start()
     try:
-        cluster.set_environment(cluster.read_token(code))
+        cluster.set_environment(cluster.read_token(code), config.cluster.dashboard)
         address = raynode.address_of(topology.interface)
         # Open the door first, so that the others learn of any later failure.
         raynode.probe_port(address, config.cluster.port + 1, "cluster.port + 1")
         door = Door(address, config.cluster.port + 1)
         raynode.probe_port(address, config.cluster.port, "cluster.port")
-        head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
+        head = ["--head", f"--port={config.cluster.port}", *cluster.dashboard_arguments(config)]
         node = _start_ray(resolved, topology, head, address)
         import ray
 
@@ -125,13 +125,17 @@ def run_head(
         from stoker.entry import job_checks as checks
 
         opened = checks.check_chains(checks.check(resolved))
-        ray.init(
+        context = ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
         stop.install()
+        if config.cluster.dashboard:
+            say(
+                f"dashboard: http://{context.dashboard_url} on this host alone, with the job's token"
+            )
         present = cluster.wait_for_hosts(topology, config, started, stop.check, door.gone)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {topology.describe(present)}")
@@ -169,7 +173,7 @@ def run_worker(
     code alone decides the outcome. A host with `ends_job` exits with the head's code.
     """
     config = resolved.config
-    cluster.set_environment(cluster.read_token(code))
+    cluster.set_environment(cluster.read_token(code), config.cluster.dashboard)
     head = Head(topology.head, config.cluster.port + 1, topology.host)
     deadline = started + config.cluster.join_timeout_s
     joined = 0

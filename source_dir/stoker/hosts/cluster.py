@@ -53,10 +53,7 @@ class LocalCluster:
         )
         arguments += raynode.store_arguments(config.cluster.object_store_mb)
         arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
-        arguments += [
-            f"--include-dashboard={str(self._dashboard).lower()}",
-            f"--dashboard-host={LOOPBACK}",
-        ]
+        arguments += dashboard_arguments(config)
         self._node = RayNode(arguments, self._folder, forks.started(imports, self._folder))
 
     def stop(self) -> None:
@@ -86,6 +83,12 @@ class LocalCluster:
             self._token_file.unlink(missing_ok=True)
         ray.shutdown()
         self.stop()
+
+
+def dashboard_arguments(config: Config) -> list[str]:
+    """Head: whoever may enter this machine reaches the dashboard, and must give the token."""
+    include = str(config.cluster.dashboard).lower()
+    return [f"--include-dashboard={include}", f"--dashboard-host={LOOPBACK}"]
 
 
 @contextmanager

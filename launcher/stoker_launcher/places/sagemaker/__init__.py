@@ -428,6 +428,6 @@ PLACE = Place(
     submit=submit,
     attach=attach,
     ids=("sagemaker:", "arn:"),
-    options=("offline", "request", "source"),
+    options=("dashboard", "offline", "request", "source"),
     checkpoints="s3",
 )

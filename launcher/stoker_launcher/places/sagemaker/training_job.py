@@ -257,6 +257,9 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
             "MaximumRetryAttempts": Keyed(settings.max_retries, "sagemaker.max_retries")
         },
         "MlflowConfig": _mlflow(config),
+        "RemoteDebugConfig": {  # a session of Systems Manager leads to the dashboard
+            "EnableRemoteDebug": Keyed(config.cluster.dashboard or None, "cluster.dashboard")
+        },
         "Tags": Keyed(
             [
                 Keyed({"Key": name, "Value": value}, f"sagemaker.tags.{name}")
