@@ -18,7 +18,7 @@ V3, V2 = "3.27.0", "2.257.0"
 
 
 def sdk_python(version: str) -> Path:
-    """A Python that has the SDK and the launcher's dependencies; installed into the cache folder once."""
+    """A Python that has the SDK, and what the launcher needs; installed into the cache folder once."""
     name = f"sagemaker-{version}-py{sys.version_info.minor}"
     folder = sagemaker_hosts.cache_folder().parent / name
     python = folder / "bin" / "python"
@@ -27,10 +27,11 @@ def sdk_python(version: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").is_file():
             subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-            needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            extra = needed["optional-dependencies"]["sagemaker"] if version == V3 else []
             pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input"]
-            what = [f"sagemaker=={version}", *extra, *needed["dependencies"]]
+            what = [f"sagemaker=={version}"]
+            if version == V3:  # the launcher runs beside it
+                needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+                what += [*needed["dependencies"], *needed["optional-dependencies"]["sagemaker"]]
             subprocess.run([*pip, *what], check=True, timeout=1500)
             (folder / "complete").touch()
     return python
