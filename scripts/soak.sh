@@ -21,7 +21,7 @@ done
 # With these, about a million frames of the block server's protocol.
 export STOKER_SCHEMA_EXAMPLES=20000 STOKER_FUZZ=5000 STOKER_FRAMES=600000 STOKER_LOADER_EXAMPLES=1000
 run properties tests/unit/test_schema_of_a_split.py tests/unit/test_damaged_files.py \
-  tests/unit/test_protocol_fuzz.py tests/unit/test_loader_streams.py
+  tests/unit/test_protocol_fuzz.py tests/unit/test_loader_order.py
 STOKER_INTERRUPTIONS=5 run interruptions tests/integration/test_resume.py -k killed_and_stopped_and_damaged
 "$VENV/bin/python" -m benchmarks.storm --minutes "${MINUTES:-10}" ${SEED:+--seed "$SEED"} || failed=1
 "$VENV/bin/python" scripts/soak_report.py docs/soak.md "$results"/*.xml benchmarks/results/soak.json

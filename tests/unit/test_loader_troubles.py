@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from alike import equal
+from loading import Records
 from PIL import Image, ImageFile
-from test_loader_order import Records
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, Subset
 
 from stoker import DataLoader
 from stoker.errors import UsageError
@@ -33,24 +33,144 @@ from stoker.serve.blocks.packing import unpack
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(20))
+class NoSample(Exception):  # noqa: N818
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
 
 
-class Leaves(Records):
-    def __getitem__(self, index: int) -> Any:
-        return sys.exit(0) if index == 9 else torch.tensor(index)
+class TwoArguments(Exception):  # noqa: N818
+    """Cannot be unpickled."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
 
 
-def test_a_record_that_leaves_python_is_an_error_of_its_batch_alone() -> None:
-    iterator = iter(DataLoader(Leaves(), batch_size=4))
+def test_without_workers_the_exception_itself_is_raised_as_by_torch() -> None:
+    def get(index: int) -> Any:
+        raise NoSample("none", 7)
+
+    for of in (TorchLoader, DataLoader):
+        with pytest.raises(NoSample) as caught:
+            next(iter(of(Records(get))))
+        assert caught.value.args == ("none", 7) and caught.value.code == 7
+    assert re.search(
+        r"(?s)at index 0 \(batch 0\), on host .*Traceback.*in __getitem__",
+        caught.value.__notes__[0],
+    )
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        lambda: next(iter(())),
+        lambda: sys.exit(0),
+        lambda: (_ for _ in ()).throw(TwoArguments("", 7)),
+    ],
+    ids=["StopIteration", "SystemExit", "TwoArguments"],
+)
+def test_an_exception_that_would_end_the_pass_is_an_error_of_its_batch_alone(
+    raises: Any, request: pytest.FixtureRequest
+) -> None:
+    """The pass neither ends as if it were whole, nor does what cannot be pickled hide what it was."""
+    name = request.node.callspec.id
+    dataset = Records(lambda index: raises() if index == 9 else index)
+    iterator = iter(DataLoader(dataset, batch_size=4))
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(RuntimeError, match=r"SystemExit at index 9 \(batch 2\)"):
+    with pytest.raises(RuntimeError, match=rf"(?s){name} at index 9 \(batch 2\).*in __getitem__"):
         next(iterator)
     assert next(iterator).tolist() == [12, 13, 14, 15]
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        list(DataLoader(Leaves(), batch_size=4, on_error="quarantine", bad_record_budget=1.0))
+    if name == "SystemExit":
+        options: dict[str, Any] = {"on_error": "quarantine", "bad_record_budget": 1.0}
+        with pytest.raises(RuntimeError, match=name):
+            list(DataLoader(dataset, batch_size=4, **options))
+
+
+def broken(index: int) -> Any:
+    if index % 10 == 3:
+        raise KeyError(f"no record {index}")
+    return torch.tensor(index)
+
+
+def skipping(budget: float, **options: Any) -> DataLoader[Any]:
+    options = {"dataset": Records(broken), **options}
+    return DataLoader(on_error="quarantine", bad_record_budget=budget, **options)
+
+
+@pytest.mark.parametrize("size", [4, None])
+def test_quarantine_leaves_records_out_and_counts_them(size: int | None) -> None:
+    loader = skipping(0.2, batch_size=size)
+    found = [i for batch in loader for i in batch.reshape(-1).tolist()]
+    assert found == [i for i in range(43) if i % 10 != 3]
+    assert [index for index, _ in loader.quarantine.records] == [3, 13, 23, 33]
+    assert "KeyError" in loader.quarantine.records[0][1]
+
+
+class Uncounted(Records):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+SHARE = [3, 13, *range(4, 9)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "text"),
+    [
+        (0.05, {"batch_size": 4}, "3 of 43 records cannot be loaded"),
+        (0.1, {"sampler": SHARE}, "of 7 records cannot be loaded"),
+        (0.1, {"dataset": Uncounted(broken), "sampler": iter(SHARE)}, "of 7 records cannot be"),
+        (0.1, {"batch_sampler": [SHARE[:2], SHARE[2:]]}, "of 7 records cannot be loaded"),
+    ],
+    ids=["whole", "a rank's share", "no length", "a batch sampler"],
+)
+def test_quarantine_beyond_its_budget_is_an_error(
+    budget: float, options: dict[str, Any], text: str
+) -> None:
+    """The budget is a share of what the pass reads."""
+    with pytest.raises(RuntimeError, match=text):
+        list(skipping(budget, **options))
+
+
+def test_what_a_pass_has_left_out_counts_also_after_it_was_resumed(tmp_path: Path) -> None:
+    def loader(budget: float) -> DataLoader[Any]:
+        return skipping(budget, batch_size=4, sampler=[np.int64(13), (3,), "b", *range(14, 54)])
+
+    made = loader(0.2)
+    next(iter(made))
+    torch.save(made.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    again = loader(0.2)
+    again.load_state_dict(state)
+    assert len(list(again)) == 10
+    assert [index for index, _ in again.quarantine.records] == [13, "(3,)", "b", 23, 33, 43, 53]
+    strict = loader(4.5 / 43)
+    strict.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="5 of 43 records cannot be loaded"):
+        list(strict)
+
+
+def test_a_batch_without_a_good_record_does_not_vanish_on_one_rank_alone() -> None:
+    """Its rank would make a step fewer, and the others would wait for it."""
+    sampler = DistributedSampler(range(43), 2, 1, shuffle=False)
+    iterator = iter(skipping(0.2, batch_size=1, sampler=sampler))
+    assert int(next(iterator)) == 1
+    with pytest.raises(RuntimeError, match=r"no record of batch 1 can be loaded: KeyError"):
+        next(iterator)
+    assert [int(n) for n in skipping(0.2, batch_size=1)][:4] == [0, 1, 2, 4]
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock, records, wrapped = threading.Lock(), Records(), Subset(Records(), [0])
+    vars(records)["parts"] = {"tf": [1, (lock,)]}
+    vars(wrapped.dataset)["rows"] = (row for row in range(3))
+    for loader, path in (
+        (DataLoader(records), r"dataset.parts\['tf'\]\[1\]\[0\] \(lock\)"),
+        (DataLoader(wrapped), r"dataset.dataset.rows \(generator\)"),
+        (DataLoader(Records(), collate_fn=lambda rows: lock), r"collate_fn: lock \(lock\)"),
+    ):
+        with pytest.raises(UsageError, match=path):
+            iter(loader)
 
 
 def fails(worker: int) -> None:
@@ -62,26 +182,6 @@ def test_what_worker_init_fn_raises_comes_as_from_torch() -> None:
         next(iter(DataLoader(Records(), worker_init_fn=fails, num_workers=1)))
 
 
-class FailsOnTheWay(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        self.at = iter(range(5))
-        return self
-
-    def __next__(self) -> int:
-        if (number := next(self.at)) == 2:
-            raise ValueError("the third")
-        return number
-
-
-@pytest.mark.parametrize("kind", [TorchLoader, DataLoader])
-def test_an_iterable_dataset_that_goes_on_after_an_error_loses_nothing(kind: type[Any]) -> None:
-    iterator = iter(kind(FailsOnTheWay(), batch_size=None))
-    assert [next(iterator), next(iterator)] == [0, 1]
-    with pytest.raises(ValueError, match="the third"):
-        next(iterator)
-    assert list(iterator) == [3, 4]
-
-
 def breaks_off() -> Iterator[int]:
     yield from range(5)
     raise OSError("no more indices")
@@ -90,70 +190,18 @@ def breaks_off() -> Iterator[int]:
 def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
     found: list[int] = []
     with pytest.raises(OSError, match="no more indices"):
-        found.extend(
-            batch[1] for batch in DataLoader(Records(), batch_size=None, sampler=breaks_off())
-        )
+        found.extend(DataLoader(Records(), batch_size=None, sampler=breaks_off()))
     assert found == [0, 1, 2, 3, 4]
-
-
-class Countless(list[int]):
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-def test_a_state_of_more_batches_than_there_are_is_refused() -> None:
-    loader = DataLoader(Records(), batch_size=4, sampler=Countless(range(43)))
-    iterator = iter(loader)
-    for _ in range(9):
-        next(iterator)
-    again = DataLoader(Records(), batch_size=4, sampler=Countless(range(20)))
-    again.load_state_dict(loader.state_dict())
-    for _ in range(2):  # the state is not used up by the pass that could not be opened
-        with pytest.raises(ValueError, match="after 9 batches, but the sampler now has 5"):
-            iter(again)
-
-
-class Permuted(Countless):
-    """Draws from a generator that no state includes."""
-
-    drawn = np.random.default_rng(0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.drawn.permutation(43).tolist())
-
-
-@pytest.mark.parametrize("kind", ["permuted", "distributed"])
-def test_a_state_of_batches_that_the_sampler_no_longer_gives_is_refused(kind: str) -> None:
-    """Records would be lost and repeated. States of versions that knew no digest are taken."""
-
-    def sampler() -> Any:
-        return Permuted() if kind == "permuted" else DistributedSampler(Records(), 1, 0)
-
-    loader = DataLoader(Records(), batch_size=4, sampler=sampler())
-    if kind == "distributed":
-        loader.sampler.set_epoch(3)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    again = DataLoader(Records(), batch_size=4, sampler=sampler())
-    again.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"after 2 batches, and the sampler now gives other .*set_epoch"
-    ):
-        iter(again)
-    del state["place"]["indices"]
-    again.load_state_dict(state)
-    assert sum(1 for _ in again) == 9
 
 
 @pytest.mark.parametrize(
     ("dataset", "arguments", "named"),
     [
         (Records(), {"batch_size": 8}, "batch_size 4 (here 8), batches 11 (here 6)"),
-        (Records(20), {"batch_size": 4}, "records 43 (here 20)"),
+        (Records(count=20), {"batch_size": 4}, "records 43 (here 20)"),
         (
             Records(),
-            {"batch_size": 4, "sampler": DistributedSampler(Records(86), 2, 0)},
+            {"batch_size": 4, "sampler": DistributedSampler(range(86), 2, 0)},
             "world_size 1 (here 2)",
         ),
     ],
@@ -176,7 +224,7 @@ def test_a_loader_may_be_copied_in_the_midst_of_a_pass() -> None:
     loader = DataLoader(Records(), batch_size=4)
     next(iter(loader))
     copy = pickle.loads(pickle.dumps(loader))  # noqa: S301
-    assert [batch[1].tolist() for batch in copy] == [batch[1].tolist() for batch in loader]
+    assert [batch.tolist() for batch in copy] == [batch.tolist() for batch in loader]
 
 
 @pytest.mark.long
@@ -193,25 +241,23 @@ def test_accelerate_may_be_imported_after_a_loader_was_made() -> None:
     assert found.stdout.strip() == "stoker.loader.dataloader"
 
 
-class NoLength(Records):
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-@pytest.mark.long
-def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
-    loader = DataLoader(NoLength(), sampler=range(6), batch_size=3, on_error="quarantine")
-    assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
-
-
 @pytest.mark.parametrize(
-    "option", [{"stall_timeout_s": 0}, {"stall_timeout_s": float("nan")}, {"bad_record_budget": 5}]
+    ("option", "value", "text"),
+    [
+        ("stall_timeout_s", 0, "is a .*, not 0"),
+        ("stall_timeout_s", float("nan"), "is a .*, not nan"),
+        ("bad_record_budget", 5, "is a .*, not 5"),
+        ("on_error", "ignore", ""),
+    ],
 )
-def test_an_option_out_of_its_range_is_refused(option: dict[str, float]) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{next(iter(option))} is a .*, not {next(iter(option.values()))}"
-    ):
-        DataLoader(Records(), **option)
+def test_an_option_out_of_its_range_is_refused(option: str, value: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"{option}.*{text}"):
+        DataLoader(Records(), **{option: value})
+
+
+def test_length_types_and_annotation_are_torchs() -> None:
+    loader: DataLoader[int] = DataLoader[int](Records(), batch_size=4, drop_last=True)
+    assert len(loader) == 10 and isinstance(loader, TorchLoader)
 
 
 FORKS = """
@@ -293,14 +339,13 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
     assert not leaves.is_alive() and not list(tmp_path.iterdir())
 
 
-class Halves(Records):
-    def __getitem__(self, index: int) -> Any:
-        return (
-            torch.ones(1) / 2,
-            torch.tensor(0.1),
-            ImageFile.LOAD_TRUNCATED_IMAGES,
-            Image.MAX_IMAGE_PIXELS,
-        )
+def halves(_: int) -> Any:
+    return (
+        torch.ones(1) / 2,
+        torch.tensor(0.1),
+        ImageFile.LOAD_TRUNCATED_IMAGES,
+        Image.MAX_IMAGE_PIXELS,
+    )
 
 
 def test_what_a_script_has_set_for_its_process_holds_for_its_batches_alone(
@@ -312,8 +357,8 @@ def test_what_a_script_has_set_for_its_process_holds_for_its_batches_alone(
         script.setattr(Image, "MAX_IMAGE_PIXELS", 7)
         torch.set_default_dtype(torch.float64)
         try:
-            expected = next(iter(TorchLoader(Halves(), batch_size=4)))
-            where, _, work = DataLoader(Halves(), batch_size=4)._packed()
+            expected = next(iter(TorchLoader(Records(halves), batch_size=4)))
+            where, _, work = DataLoader(Records(halves), batch_size=4)._packed()
         finally:
             torch.set_default_dtype(torch.float32)
     shard = Shard("batch 0", items=(LoadRequest(7, batches=((0, [0, 1, 2, 3]),)),))
