@@ -30,6 +30,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from stoker import DataLoader
 from stoker.errors import UsageError
+from stoker.loader import connection
+from stoker.loader.pass_timer import PassProgress
+from stoker.serve.chain_worker import MOST_LOADED
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -239,13 +242,18 @@ def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(
 
 
 class Broken(Records):
+    """Raises, or leaves Python."""
+
     def __getitem__(self, index: int) -> Any:
         if index % 25 == 7:
             raise KeyError(f"no record {index}")
-        return torch.tensor(index)
+        return sys.exit(0) if index == 19 else torch.tensor(index)
 
 
 def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> None:
+    """And passes of others go on."""
+    other = iter(DataLoader(Records(), batch_size=6))
+    next(other)
     iterator = iter(DataLoader(Broken(), batch_size=6))
     assert next(iterator).tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(
@@ -253,6 +261,10 @@ def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> Non
     ):
         next(iterator)
     assert next(iterator).tolist() == [12, 13, 14, 15, 16, 17]
+    with pytest.raises(RuntimeError, match="SystemExit at index 19"):
+        next(iterator)
+    assert next(iterator).tolist() == [24, 25, 26, 27, 28, 29]
+    assert len(list(other)) == 10
 
 
 def test_loaders_may_run_at_once_within_each_other_and_be_given_up() -> None:
@@ -320,11 +332,13 @@ def test_a_dataset_that_changes_between_epochs_is_seen_as_it_is() -> None:
     assert torch.equal(next(iter(loader))[0], 2 * first)
 
 
+def service_name() -> str:
+    return f"stoker-loader-{connection.service_name()}"
+
+
 def wait_until_closed(loader: DataLoader) -> Any:
     """A pass is closed soon after its last batch; the service, which then drops what it had for it."""
-    from stoker.loader import connection
-
-    service = ray.get_actor(f"stoker-loader-{connection.service_name()}", namespace="stoker")
+    service = ray.get_actor(service_name(), namespace="stoker")
 
     def used(service: Any) -> set[str]:
         with service.changed:
@@ -481,26 +495,10 @@ def test_a_process_keeps_no_copy_of_the_dataset_for_a_pass_that_is_over() -> Non
     assert max(found) <= 2
 
 
-class Leaves(Records):
-    def __getitem__(self, index: int) -> Any:
-        return sys.exit(0) if index == 9 else index
-
-
-def test_a_record_that_leaves_python_does_not_end_the_passes_of_others() -> None:
-    other = iter(DataLoader(Records(), batch_size=6))
-    next(other)
-    with pytest.raises(RuntimeError, match="SystemExit at index 9"):
-        list(DataLoader(Leaves(), batch_size=6))
-    assert len(list(other)) == 10
-
-
 def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None:
-    from stoker.loader import connection
-    from stoker.loader.pass_timer import PassProgress
-
     first = DataLoader(Records(), batch_size=6)
     list(first)
-    name = f"stoker-loader-{connection.service_name()}"
+    name = service_name()
     service = ray.get_actor(name, namespace="stoker")
     del first
     gc.collect()
@@ -533,25 +531,6 @@ def test_a_pass_whose_loader_is_let_go_of_ends_though_its_work_refers_to_the_loa
     assert gone() is None
 
 
-def end_the_service() -> None:
-    from stoker.loader import connection
-
-    name = f"stoker-loader-{connection.service_name()}"
-    ray.kill(ray.get_actor(name, namespace="stoker"))
-    until(
-        lambda: (
-            name not in {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-        )
-    )
-
-
-def test_a_service_that_has_ended_between_two_passes_is_started_again() -> None:
-    loader = DataLoader(Records(), batch_size=6)
-    assert len(list(loader)) == 11
-    end_the_service()
-    assert equal(list(loader), list(TorchLoader(Records(), batch_size=6)))
-
-
 class Endless(IterableDataset[Any]):
     at = 0
 
@@ -561,15 +540,28 @@ class Endless(IterableDataset[Any]):
             yield self.at - 1
 
 
-def test_a_service_that_has_ended_took_the_copies_of_a_dataset_along_which_the_next_pass_says() -> (
+def test_copies_of_any_number_of_datasets_stay_until_their_service_ends_which_the_next_pass_says() -> (
     None
 ):
-    loader = DataLoader(Endless(), batch_size=2)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
-    end_the_service()
+    loaders = [
+        DataLoader(Endless(), batch_size=2) for _ in range(2 * MOST_LOADED + 1)
+    ]  # on two processes
+    for first in (0, 4):
+        for loader in loaders:
+            batches = [batch.tolist() for batch in loader]
+            assert batches == [[first, first + 1], [first + 2, first + 3]]
+    records = DataLoader(Records(), batch_size=6)
+    assert len(list(records)) == 11
+    name = service_name()
+    ray.kill(ray.get_actor(name, namespace="stoker"))
+    until(
+        lambda: (
+            name not in {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+        )
+    )
     with pytest.raises(RuntimeError, match="lost with the service"):
-        list(loader)
+        list(loaders[0])
+    assert equal(list(records), list(TorchLoader(Records(), batch_size=6))), "a new one is started"
 
 
 FORKS = """

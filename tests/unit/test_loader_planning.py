@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from torch.utils.data import IterableDataset, default_collate
 
@@ -18,26 +16,18 @@ from stoker.config.schema import Config
 from stoker.errors import Failure
 from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderService
 from stoker.loader.script_state import ScriptState
-from stoker.loader.work import PAGES, LoaderChain, LoaderSource, LoaderWork, LoadRequest, MadeBatch
+from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import (
     BlockReport,
     Claim,
     Made,
-    PassPlan,
     Process,
-    Reply,
-    RetryContext,
     Shard,
-    SplitSetup,
-    Work,
 )
 from stoker.serve import service
-from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import pack, unpack
-from stoker.serve.chain_worker import MOST_LOADED, ChainWorker
 from stoker.serve.passes import ServiceState
 from stoker.serve.pool import ChainHost
-from stoker.serve.shards import Setup
 
 
 class TwoHosts:
@@ -138,43 +128,6 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
     assert opened("first") == []
     assert opened("second") == ["n/second"]
     assert opened("second") == ["n/second"], "Ray asks again after a broken connection"
-
-
-def test_a_process_reads_its_streams_side_by_side_and_does_other_work_while_they_are_ahead() -> (
-    None
-):
-    head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
-        train = head.open("train", 2, of="train")
-        head.attempt.open("val", "val", 0, 60.0)
-        first = head.given("a")
-        assert (first.plan.split, *at(first)) == ("train", 0, 0)
-        assert head.made("a", first, 0)
-        train.next = (
-            1,
-            0,
-        )  # the script has taken the first batch and waits for one of the other stream
-        train.ready.clear()
-        assert not head.made("a", first, 1)
-        second = head.given("a")
-        assert at(second) == (1, 0)
-        assert [head.made("a", second, nth) for nth in range(4)] == [True, True, True, False]
-        third = head.given("a")
-        assert at(third) == (0, 2), "the one that is less ahead"
-        assert [head.made("a", third, nth) for nth in range(2, 5)] == [True, True, False]
-        assert head.claim("a") is None, "both are far enough"
-        assert head.claim("b") is None, "and nobody else reads them"
-        head.attempt.submit("val", [(0, Shard("batch 0"), 0)], 1)
-        other = head.given("a")
-        assert other.plan.split == "val"
-        head.made("a", other, 0, last=True)
-        train.next = (0, 1)
-        del train.ready[0, 1]
-        assert at(head.claim("a")) == (0, 5)
-        assert head.attempt.bound() == {"a"}
-        head.pool.workers_are({"b": "b"}, 4.0)
-        del train.ready[1, 0]
-        assert at(head.claim("b")) == (1, 4), "its process is gone"
 
 
 @pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
@@ -312,8 +265,7 @@ def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_
 
 
 class Draws(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.state = 0
+    state = 0
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(6):
@@ -347,82 +299,3 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
         ]
 
     assert two_passes(again=True) == two_passes(again=False)
-
-
-class Passes:
-    """The service of so many loaders over iterable datasets, read in turn twice; `remote` answers at once."""
-
-    def __init__(self, loaders: int, folder: BlockFolder) -> None:
-        self.claims = [
-            Claim(
-                number,
-                PassPlan(number, 0, f"{number % loaders}", False, 1),
-                [self.work(served)],
-                RetryContext(),
-            )
-            for number, served in enumerate(served for served in range(2) for _ in range(loaders))
-        ]
-        self.folder, self.found, self.told = folder, list[Any](), list[tuple[bool, bool]]()
-
-    def work(self, served: int) -> Work:
-        home = "w" if served else ""
-        return Work(0, Shard("worker 0", items=(LoadRequest(7, served=served),), home=home))
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(
-            remote=lambda *asked: pickle.dumps(getattr(self, f"on_{method}")(*asked))
-        )
-
-    def on_begin_lease(self, *by: Any) -> None:
-        """It is the only one."""
-
-    def on_claim(self, by: Process, loaded: list[str], last: Any) -> Reply:
-        if last is not None:
-            self.on_block_made(by, *last)
-        if not self.claims:
-            return Reply(go_on=False)
-        claim = self.claims.pop(0)
-        new = claim.plan.split not in loaded
-        return Reply(
-            claim,
-            setup=SplitSetup(self.setup(), frozenset(each.plan.split for each in self.claims))
-            if new
-            else None,
-        )
-
-    def setup(self) -> bytes:
-        work = LoaderWork(
-            Draws(), default_collate, True, True, 6, False, 1, None, False, keeps=True
-        )
-        source: Any = LoaderSource(
-            (pack([(str(Path.cwd()), [], {}, ScriptState())]), pack([work])), True
-        )
-        return pickle.dumps(Setup(source, pickle.dumps(LoaderChain())))
-
-    def on_block_made(self, by: Process, number: int, made: Made) -> Reply:
-        batch = unpack(self.folder.columns(made.file)[PAGES].copy())[1]
-        self.found.append(batch)
-        self.told.append((made.report.last, isinstance(batch, MadeBatch) and batch.ended))
-        return Reply(go_on=isinstance(batch, MadeBatch))
-
-
-@pytest.mark.parametrize("loaders", [1, MOST_LOADED + 1])
-def test_a_process_keeps_the_copies_of_any_number_of_datasets_for_their_next_pass(
-    loaders: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    me = SimpleNamespace(get_actor_id=lambda: "w", get_node_id=lambda: "a", current_actor=None)
-    folder = BlockFolder("test", "a")
-    folder.roots = [tmp_path]
-    monkeypatch.setattr("ray.get", lambda answer, timeout=None: pickle.loads(answer))  # noqa: S301
-    monkeypatch.setattr("ray.get_runtime_context", lambda: me)
-    monkeypatch.setattr("stoker.serve.chain_worker.here", lambda run: folder)
-    passes = Passes(loaders, folder)
-    ChainWorker(passes, "run")(pa.table({"lease": [0]}))
-    batches = [
-        made.batch.tolist()
-        for made in passes.found
-        if isinstance(made, MadeBatch) and not made.ended
-    ]
-    first, second = [1, 6, 31, 156, 781, 3906], [19531, 97656, 488281, 2441406, 12207031, 61035156]
-    assert batches == [first] * loaders + [second] * loaders
-    assert len(passes.told) == 4 * loaders and all(last == ended for last, ended in passes.told)

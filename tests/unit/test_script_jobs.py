@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,9 @@ from stoker.config import redaction
 from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.place import local_place
+from stoker.scripts.rank import run_dir_on
 from stoker.scripts.script_checks import refuse_foreign_keys, script_command_line
+from stoker.scripts.supervisor import ScriptWork
 from stoker_launcher.commands import run
 from stoker_launcher.job import as_overrides, open_job
 from stoker_launcher.places import Options
@@ -34,23 +37,35 @@ def job_of(script: str, *overrides: str, arguments: list[str] | None = None) -> 
     return load(path, [*own, *overrides])
 
 
-def problems(*overrides: str) -> tuple[str, ...]:
+FOREIGN = ("recipe=a:B", "train.lr=0.01", "data.order=exact", "seed=3", "export=[onnx]")
+
+
+@pytest.mark.parametrize(
+    ("keys", "texts"),
+    [
+        (
+            FOREIGN,
+            [
+                *(f"{key}: has no effect on a script" for key in ("train.lr", "data.order")),
+                *(f"{key}: has no effect on a script" for key in ("seed", "export")),
+                "recipe: a job has a recipe or a script, not both; leave one out",
+            ],
+        ),
+        (["checkpoint.resume=never"], ["stoker.checkpoint_dir()"]),
+        (["checkpoint.dir=s3://bucket/x"], ["must be a folder"]),
+        (["tracking.mlflow.registered_model=m"], ["is not exported"]),
+        (
+            ["train.early_stopping.monitor=val/loss"],
+            ["train.early_stopping.monitor: has no effect"],
+        ),
+    ],
+)
+def test_keys_of_a_recipe_are_refused_one_line_each(keys: list[str], texts: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
-        refuse_foreign_keys(job_of("train.py", *overrides))
-    return refused.value.problems
-
-
-def test_keys_that_a_script_would_ignore_are_refused_one_line_each() -> None:
-    found = problems("recipe=a:B", "train.lr=0.01", "data.order=exact", "seed=3", "export=[onnx]")
-    assert [line.split(":")[0] for line in found] == [
-        "train.lr",
-        "data.order",
-        "seed",
-        "export",
-        "recipe",
-    ]
-    assert all("has no effect on a script" in line for line in found[:-1])
-    assert found[-1] == "recipe: a job has a recipe or a script, not both; leave one out"
+        refuse_foreign_keys(job_of("train.py", *keys))
+    found = refused.value.problems
+    assert len(found) == len(texts)
+    assert all(text in line for text, line in zip(texts, found, strict=True))
 
 
 def test_keys_that_a_script_job_honours_are_accepted() -> None:
@@ -63,19 +78,6 @@ def test_keys_that_a_script_job_honours_are_accepted() -> None:
     refuse_foreign_keys(
         job_of("train.py", *keys, "tracking.tensorboard=false", "cluster.port=7000")
     )
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("checkpoint.resume=never", "stoker.checkpoint_dir()"),
-        ("checkpoint.dir=s3://bucket/x", "must be a folder"),
-        ("tracking.mlflow.registered_model=m", "is not exported"),
-        ("train.early_stopping.monitor=val/loss", "train.early_stopping.monitor: has no effect"),
-    ],
-)
-def test_what_only_a_recipe_can_have_is_refused(key: str, text: str) -> None:
-    assert text in "\n".join(problems(key))
 
 
 def test_the_configuration_that_a_run_wrote_can_be_run_again(tmp_path: Path) -> None:
@@ -106,22 +108,17 @@ def test_a_file_that_sets_a_foreign_key_is_refused_at_its_default_too(
         refuse_foreign_keys(load(tmp_path / "job.yaml"))
 
 
-def test_arguments_stay_the_words_that_were_typed(tmp_path: Path) -> None:
+def test_arguments_stay_the_words_that_were_typed_and_replace_the_files(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         "script: train.py\nargs: [--lr, 1e-3, --tag, 007, --on, yes, --z, null]\n"
     )
     words = ["--lr", "1e-3", "--tag", "007", "--on", "yes", "--z", "null"]
     assert load(tmp_path / "job.yaml").config.args == words
+    assert job_of(str(tmp_path / "job.yaml"), arguments=["--lr", "2"]).config.args == ["--lr", "2"]
     typed = job_of("train.py", arguments=[*words, "", "a b", "{x: 1}", "--key=a=b"])
     assert typed.config.args == [*words, "", "a b", "{x: 1}", "--key=a=b"]
     (tmp_path / "again.yaml").write_text(resolved_yaml(typed))
     assert load(tmp_path / "again.yaml").config == typed.config
-
-
-def test_arguments_after_two_dashes_replace_those_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("script: train.py\nargs: [--lr, 1]\n")
-    path, own = as_overrides(tmp_path / "job.yaml", ["--lr", "2"])
-    assert load(path, own).config.args == ["--lr", "2"]
 
 
 def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: Path) -> None:
@@ -184,16 +181,18 @@ def test_a_script_below_the_source_folder_is_found_from_there(
         open_job(job_of("other.py"), project)
 
 
-def test_a_folder_that_would_take_long_to_travel_is_refused(project: Path) -> None:
-    with (project / "data.bin").open("wb") as file:
-        os.truncate(file.fileno(), 600_000_000)  # sparse
-    with pytest.raises(UsageError, match="is staged with the job but holds more than 500 MB"):
-        open_job(job_of("train.py"))
-
-
-def test_a_package_that_hides_stoker_is_refused(project: Path) -> None:
-    (project / "stoker").mkdir()
-    with pytest.raises(UsageError, match="stoker would shadow Stoker's own"):
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        # sparse
+        (lambda: os.truncate("data.bin", 600_000_000), "but holds more than 500 MB"),
+        (Path("stoker").mkdir, "stoker would shadow Stoker's own"),
+    ],
+)
+def test_a_folder_that_cannot_travel_is_refused(project: Path, make: Any, text: str) -> None:
+    (project / "data.bin").touch()
+    make()
+    with pytest.raises(UsageError, match=text):
         open_job(job_of("train.py"))
 
 
@@ -224,29 +223,28 @@ def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> No
         resolve_resume("never", place, config)
 
 
+@pytest.fixture
+def work(project: Path) -> ScriptWork:
+    work = ScriptWork.__new__(ScriptWork)
+    work.config, work.where = job_of("train.py").config, str(project)
+    work.head, work.job, work.use_gpu = "the head's node", "a job", False
+    return work
+
+
 def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, work: ScriptWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
-    from stoker.scripts.rank import run_dir_on
-    from stoker.scripts.supervisor import ScriptWork
-
     for lasting in ("", str(project / "volume")):
         monkeypatch.setenv("STOKER_RUN_DIR", str(project / "disk"))
         monkeypatch.setenv("STOKER_LASTING_DIR", lasting)
-        work = ScriptWork.__new__(ScriptWork)
-        work.config, work.place, work.where = job_of("train.py").config, local_place(), str(project)
-        work.head, work.job = "the head's node", "a job"
+        work.place = local_place()
         settings = work.settings()
         assert run_dir_on("the head's node", settings) == str(project / "disk")
         assert run_dir_on("another node", settings) == (lasting or str(project / "disk"))
 
 
-def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:
-    from stoker.scripts.supervisor import ScriptWork
-
-    work = ScriptWork.__new__(ScriptWork)
-    work.config, work.use_gpu, work.where = job_of("train.py").config, False, str(project)
+def test_the_opening_line_counts_in_proper_plurals(project: Path, work: ScriptWork) -> None:
     said = []
     for work.workers in (1, 2):
         said.append(work.opening_line().partition("; ")[2])

@@ -26,7 +26,6 @@ from stoker.scripts.supervisor import (
     Supervisor,
     failure_of,
     last_error,
-    reason_of,
 )
 from tests.waiting import until
 
@@ -124,36 +123,35 @@ def test_a_script_that_says_nothing_is_not_reported_more_often_than_orders_are_d
     assert ranks.calls[0] <= (time.monotonic() - began) / 0.2 + 2
 
 
+IGNORES = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+KILLED = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
+WAITS = "import os, time\nwhile not os.path.exists('ignores'): time.sleep(0.01)\nexit(3)\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "failure"),
+    [
+        (
+            [SLEEPS, "raise ValueError('no data')\n"],
+            "ValueError: no data (train-1.py:1) (rank 1); see logs/script-rank-1.log",
+        ),
+        (
+            [f"{IGNORES}open('ignores', 'w')\n{SLEEPS}", WAITS],
+            "train.py exited with code 3 (rank 1); see logs/script-rank-1.log",
+        ),
+        ([KILLED.format("SIGSEGV")], "train.py was killed by SIGSEGV (rank 0)"),
+        ([KILLED.format("SIGKILL")], "train.py was killed by SIGKILL, as when memory runs out"),
+    ],
+    ids=["raises", "another ignores SIGTERM", "SIGSEGV", "SIGKILL"],
+)
 def test_a_failing_rank_ends_the_others_and_all_tell_its_reason(
-    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "GRACE_S", 0.1)
-    ranks = Ranks(child, SLEEPS, "raise ValueError('no data')\n")
-    reasons = {order.failure for order in ranks.end()}
-    assert reasons == {"ValueError: no data (train-1.py:1) (rank 1); see logs/script-rank-1.log"}
-    assert not ranks.events("complete")
-
-
-@pytest.mark.long
-def test_a_rank_that_ignores_the_end_of_another_is_killed(
-    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, texts: list[str], failure: str
 ) -> None:
     monkeypatch.setattr(supervising, "GRACE_S", 0.1)
     monkeypatch.setattr(worker, "SOON_S", 0.5)
-    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('ignores', 'w')\n"
-    waits = "import os, time\nwhile not os.path.exists('ignores'): time.sleep(0.01)\nexit(3)\n"
-    ranks = Ranks(child, ignores + SLEEPS, waits)
-    assert {order.failure for order in ranks.end()} == {
-        "train.py exited with code 3 (rank 1); see logs/script-rank-1.log"
-    }
-
-
-def test_a_script_that_is_killed_is_a_failure_that_names_the_signal(
-    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "GRACE_S", 0.1)
-    ranks = Ranks(child, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    assert ranks.end()[0].failure.startswith("train.py was killed by SIGSEGV (rank 0)")
+    ranks = Ranks(child, *texts)
+    (reason,) = {order.failure for order in ranks.end()}
+    assert reason.startswith(failure) and not ranks.events("complete")
 
 
 SAVES = (
@@ -207,8 +205,7 @@ def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
     stop_s: float,
 ) -> None:
     monkeypatch.setattr(worker, "STOP_S", stop_s)
-    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    ranks = Ranks(child, ignores + SLEEPS, killed_after_s=killed_after_s)
+    ranks = Ranks(child, IGNORES + SLEEPS, killed_after_s=killed_after_s)
     ranks.wait_for("ready")
     ranks.supervisor.request_stop("Ctrl-C")
     assert ranks.end() == [RankCommand(stop="Ctrl-C", over=True)]
@@ -335,19 +332,6 @@ def test_pytorchs_mark_of_the_rank_is_no_part_of_the_line() -> None:
     text = 'Traceback (most recent call last):\n  File "/a/train.py", line 5, in <module>\nValueError: no\n'
     marked = "".join(f"[rank1]: {line}\n" for line in text.splitlines())
     assert last_error(marked, "train.py") == "ValueError: no (train.py:5)"
-
-
-def test_the_reason_names_rank_and_log() -> None:
-    assert reason_of("train.py", Exit(1, 3)) == (
-        "train.py exited with code 3 (rank 1); see logs/script-rank-1.log"
-    )
-    assert reason_of("train.py", Exit(0, 1, line="OSError (train.py:3)")) == (
-        "OSError (train.py:3) (rank 0); see logs/script-rank-0.log"
-    )
-    assert reason_of("train.py", Exit(2, -9)).startswith(
-        "train.py was killed by SIGKILL, as when memory runs out"
-    )
-    assert "SIGSEGV (rank 2)" in reason_of("train.py", Exit(2, -11))
 
 
 def test_the_rank_that_failed_first_is_the_cause() -> None:
