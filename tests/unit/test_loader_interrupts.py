@@ -7,32 +7,19 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, sampler
+from loading import Stream
 from torch.utils.data import dataloader as torch_loader
+from torch.utils.data import sampler
 
 from stoker import DataLoader
 from stoker.loader import iterator, makers, pass_timer
 
 FILES = {module.__file__ for module in (torch_loader, sampler, iterator, makers, pass_timer)}
-
-
-class Records(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return index
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(4))
 
 
 class Interrupt:
@@ -63,8 +50,8 @@ class Interrupt:
 def loader(kind: str) -> DataLoader[Any]:
     torch.manual_seed(1)
     if kind == "map":
-        return DataLoader(Records(), batch_size=3, shuffle=True, prefetch_factor=1, num_workers=1)
-    return DataLoader(Stream(), batch_size=3, num_workers=2)
+        return DataLoader(range(8), batch_size=3, shuffle=True, prefetch_factor=1, num_workers=1)
+    return DataLoader(Stream(lambda *_: range(4)), batch_size=3, num_workers=2)
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])

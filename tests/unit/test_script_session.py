@@ -45,13 +45,15 @@ def test_a_name_that_stoker_lacks_is_an_error() -> None:
 
 
 def test_outside_a_job_log_prints_a_line_and_checkpoints_lie_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stoker.log({"loss": torch.tensor(0.5), "lr": np.float32(0.25)})
     stoker.log({"loss": float("nan")}, step=7)
     assert capsys.readouterr().out == "step 1  loss 0.5  lr 0.25\nstep 7  loss nan\n"
-    assert stoker.checkpoint_dir() == tmp_path / "checkpoints"
-    assert (tmp_path / "checkpoints").is_dir()
+    run = tmp_path / "run" / "checkpoints"
+    for folder in (tmp_path / "checkpoints", run):
+        assert stoker.checkpoint_dir() == folder and folder.is_dir()
+        monkeypatch.setenv(session.CHECKPOINTS_VARIABLE, str(run))  # as in a job
 
 
 def test_in_a_job_log_is_an_event_of_rank_0(
@@ -76,14 +78,6 @@ def test_in_a_job_log_is_an_event_of_rank_0(
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"stoker\.log: 'loss' is a"):
         stoker.log({"loss": value})
-
-
-def test_in_a_job_checkpoints_lie_in_the_runs_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(session.CHECKPOINTS_VARIABLE, str(tmp_path / "run" / "checkpoints"))
-    assert stoker.checkpoint_dir() == tmp_path / "run" / "checkpoints"
-    assert stoker.checkpoint_dir().is_dir()
 
 
 def test_a_scripts_events_become_summary_files_report_and_screen(
