@@ -341,3 +341,25 @@ def test_the_time_of_a_failure_is_that_of_its_traceback(child: Callable[..., Chi
     until(lambda: second.listen(0.1) or (second.output(), second.poll())[1] == 1)
     until(lambda: first.listen(0.1) or (first.output(), first.poll())[1] == 1)
     assert first.failed_at < second.failed_at
+
+
+def test_a_ray_scripts_own_traceback_is_told_from_those_of_its_workers() -> None:
+    """Ray prints its workers' lines late, in one another, and once for several; it cuts off snippets."""
+    own = (
+        "no newlineTraceback (most recent call last):\n"
+        '  File "/a/train.py", line 19, in <module>\n    trainer.fit()\n'
+        "ray.train.WorkerGroupError: Training failed due to worker errors:\n[Rank 1 Error Snippet]:\n"
+        "Traceback (most recent call last):\n"
+        '  File "/a/train.py", line 10, in loop\n    raise ValueError("bad")\n'
+    )
+    one, other = "\x1b[36m(Worker pid=3)\x1b[0m ", "\x1b[36m(Worker pid=4)\x1b[0m "
+    late = (
+        f"{one}Traceback (most recent call last): [repeated 2x across cluster]\n"
+        f'{one}  File "/a/train.py", line 10, in loop\n'
+        f"{other}get_train_fn_utils().report(\n{one}ValueError: bad\n"
+    )
+    error = "ValueError: bad (train.py:10)"
+    assert last_error(f"{own}ValueError: bad\n{late}", "train.py") == error
+    assert last_error(late, "train.py") == error
+    cut = last_error(f"{own}... (Output truncated)\n{late}", "train.py")
+    assert cut.startswith("ray.train.WorkerGroupError: Training failed")

@@ -130,7 +130,7 @@ def outlast(
 ) -> Result:
     """Watch a job's process until its end, which after Ctrl-C and SIGTERM comes with a checkpoint.
 
-    SIGTERM is forwarded: service managers, `timeout` and notebooks' services send it to this process only.
+    SIGTERM is forwarded: notebooks' services and some managers send it to this process only.
     """
     with handled(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM)):
         while True:

@@ -23,7 +23,8 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
     if config.script is None:
         return
     ignored = list(ignored_keys(resolved))
-    problems = [f"{key}: has no effect on a script; {REMEDY}" for key in ignored if key != "recipe"]
+    remedy = "its own trainer decides (ScalingConfig); leave it out" if config.driver else REMEDY
+    problems = [f"{key}: has no effect on a script; {remedy}" for key in ignored if key != "recipe"]
     if "recipe" in ignored:
         problems.append("recipe: a job has a recipe or a script, not both; leave one out")
     if config.checkpoint.resume not in (None, "auto"):

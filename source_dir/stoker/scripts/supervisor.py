@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -260,14 +260,35 @@ def failure_of(script: str, exits: Sequence[Exit]) -> str:
 
 
 def last_error(output: str, script: str) -> str:
-    """Last line of the last traceback, `ValueError: no (train.py:12)`; without one, of the output."""
-    above, found, block = output.rpartition(TRACEBACK)
-    if not found:
+    """Last line of the last traceback, `ValueError: no (train.py:12)`; without one, of the output.
+
+    PyTorch begins each line with the rank, and Ray those of its workers with their process. These marks tell
+    tracebacks apart that are printed into one another; one without a mark is of the script itself.
+    """
+    lines = output.splitlines()
+    marked = [
+        (line.partition(TRACEBACK)[0], at) for at, line in enumerate(lines) if TRACEBACK in line
+    ]
+    begins = [
+        (mark if lines[at + 1 :][:1] and lines[at + 1].startswith(mark) else "", at)
+        for mark, at in marked
+    ]
+    if not begins:
         last = (output.strip() or "nothing").splitlines()[-1].strip()
         return f"{script} exited with code {UNCAUGHT}; its last line: {last}"
-    mark = above[above.rfind("\n") + 1 :]  # PyTorch begins each line with the rank
+    marks = {mark for mark, _ in begins}
+    own = [each for each in begins if not each[0]] or begins
+    errors = [_error_in(lines[at + 1 :], mark, marks - {"", mark}, script) for mark, at in own]
+    whole = [error for error in errors if error and not error.startswith("...")]  # cut off by Ray
+    return next(reversed(whole), "")
+
+
+def _error_in(lines: Sequence[str], mark: str, others: Set[str], script: str) -> str:
     place = ""
-    for line in (each.removeprefix(mark) for each in block.splitlines()[1:]):
+    for line in lines:
+        if not line.startswith(mark) or line.startswith(tuple(others)):
+            continue
+        line = line.removeprefix(mark)
         before, _, frame = line.partition('File "')
         if frame and not before.strip():
             path, _, rest = frame.partition('", line ')
