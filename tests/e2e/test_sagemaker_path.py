@@ -199,6 +199,10 @@ print(json.dumps("started"))
 """
 
 
+def names_of_jobs(client: Any) -> set[str]:
+    return {job["TrainingJobName"] for job in client.list_training_jobs()["TrainingJobSummaries"]}
+
+
 @pytest.mark.long
 def test_the_estimator_of_the_page_trains_under_the_toolkit_in_groups_of_other_names(
     environment: dict[str, str],
@@ -220,14 +224,12 @@ def test_the_estimator_of_the_page_trains_under_the_toolkit_in_groups_of_other_n
         s3().put_object(Bucket="my-bucket", Key=f"flowers/{name}", Body=content)
     image = "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.6"
     (example,) = (one for one in PYTHON.findall(PAGE.read_text()) if "PyTorch(" in one)
+    client = boto3.client("sagemaker", region_name=REGION)
+    before = names_of_jobs(client)  # of other tests, with the same server
     in_sdk(V2, ESTIMATE.replace("{example}", example), environment, ROLE, image)
 
-    (job,) = boto3.client("sagemaker", region_name=REGION).list_training_jobs()[
-        "TrainingJobSummaries"
-    ]
-    described = boto3.client("sagemaker", region_name=REGION).describe_training_job(
-        TrainingJobName=job["TrainingJobName"]
-    )
+    (name,) = names_of_jobs(client) - before
+    described = client.describe_training_job(TrainingJobName=name)
     assert described["CheckpointConfig"]["S3Uri"].endswith("/flowers-1/checkpoints")
     assert "DebugHookConfig" not in described
     given = described["HyperParameters"]
