@@ -89,13 +89,13 @@ def run(
         print(request.write(options.request))
         return 0
     if options.dry_run:
-        code = request.check() if isinstance(request, LocalRequest) else 0
-        if code == 0:
-            print(scrub(request.render()))
-    if not (options.dry_run and code) and (starts := processes_line(request, place)):
-        print(starts)
+        if isinstance(request, LocalRequest) and (code := request.check()):
+            return int(code)
+        print(scrub(request.render()))
+    if job.resolved.config.script:
+        print(processes_line(job.resolved.config, request, place))
     if options.dry_run:
-        return int(code)
+        return 0
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):
         from stoker_launcher.places.remote import follow
@@ -111,13 +111,10 @@ def run(
     return code
 
 
-def processes_line(request: Any, place: Place) -> str:
-    """How many processes of the script a job starts, and where; empty for recipes."""
+def processes_line(config: Config, request: Any, place: Place) -> str:
+    """How many processes of its script a job starts, and where."""
     from stoker_launcher.places.remote import training_group
 
-    config = request.job.resolved.config
-    if not config.script:
-        return ""
     groups = getattr(request, "groups", ())
     trains = [group for group in groups if group.name == training_group(config, groups)]
     gpus = sum(group.count * (group.gpus or 0) for group in trains)
@@ -130,7 +127,7 @@ def processes_line(request: Any, place: Place) -> str:
         text = "once, since no rehearsed host has a GPU; elsewhere once per GPU"
     else:
         text = "once per GPU of the hosts that train; once without GPUs"
-    return f"starts   {Path(config.script).name} {text}"
+    return f"starts   {Path(str(config.script)).name} {text}"
 
 
 def refuse_unsupported(config: Config, place: Place) -> None:

@@ -361,5 +361,7 @@ def test_a_ray_scripts_own_traceback_is_told_from_those_of_its_workers() -> None
     error = "ValueError: bad (train.py:10)"
     assert last_error(f"{own}ValueError: bad\n{late}", "train.py") == error
     assert last_error(late, "train.py") == error
+    indented = '  Traceback (most recent call last):\n    File "x.py", line 1\n  KeyError: 1\n'
+    assert last_error(f"{indented}{own}ValueError: bad\n", "train.py") == error
     cut = last_error(f"{own}... (Output truncated)\n{late}", "train.py")
     assert cut.startswith("ray.train.WorkerGroupError: Training failed")

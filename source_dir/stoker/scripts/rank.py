@@ -298,9 +298,8 @@ class Child:
             full = not self._open or len(self._data) >= MOST_BYTES
             if not (full or self._read()):
                 select.select([self._pipe], [], [], min(left, NOTE_S))
-            time.sleep(
-                min(left, NOTE_S if full else NOTE_S / 4)
-            )  # also where it prints all the time
+            # Even a script that prints all the time wakes this process at intervals only.
+            time.sleep(min(left, NOTE_S if full else NOTE_S / 4))
             self.poll()
         time.sleep(max(0.0, until - time.monotonic()))
 

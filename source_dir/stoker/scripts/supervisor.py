@@ -276,9 +276,9 @@ def last_error(output: str, script: str) -> str:
     if not begins:
         last = (output.strip() or "nothing").splitlines()[-1].strip()
         return f"{script} exited with code {UNCAUGHT}; its last line: {last}"
-    marks = {mark for mark, _ in begins}
+    marks = {mark for mark, _ in begins if mark.strip()}  # frames are indented, too
     own = [each for each in begins if not each[0]] or begins
-    errors = [_error_in(lines[at + 1 :], mark, marks - {"", mark}, script) for mark, at in own]
+    errors = [_error_in(lines[at + 1 :], mark, marks - {mark}, script) for mark, at in own]
     whole = [error for error in errors if error and not error.startswith("...")]  # cut off by Ray
     return next(reversed(whole), "")
 

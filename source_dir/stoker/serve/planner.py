@@ -106,9 +106,8 @@ class Planner:
                 del self.active[by.worker]
                 return None
             wait_s, names = start
-        names = names or (
-            item.late > 0 and not self.attempt.in_order
-        )  # a script's name no record to blame
+        # What a script's loader tells is for messages alone, so it costs no record.
+        names = names or (item.late > 0 and not self.attempt.in_order)
         known = self._known(item)
         # The good records of a lost block could be read.
         last_try = item.stop is None and reread_wait_s(OSError(), item.failures) is None
