@@ -111,17 +111,12 @@ def _refused(error: StokerError) -> int:
     return error.exit_code
 
 
-TOGETHER_S = 5.0
-_asked_at = -TOGETHER_S
-
-
 def _stop_locally(number: int, frame: Any) -> None:
-    """Laptop: the first signal requests a checkpoint and a stop, the second one exits at once.
+    """Laptop: the first signal requests a checkpoint and a stop, a second Ctrl-C or hang-up exits at once.
 
-    `timeout` and service managers signal the whole process group, and the launcher passes its own on: what
-    comes within `TOGETHER_S` is one SIGTERM.
+    SIGTERM asks once, however often it comes: `timeout` and service managers signal the whole process group,
+    and the launcher passes its own on.
     """
-    global _asked_at
     from stoker.entry import driver
     from stoker.place import STOP_FILE, local_place
 
@@ -129,9 +124,8 @@ def _stop_locally(number: int, frame: Any) -> None:
     if place.name == "local":  # the launcher waits beside it and removes the file
         with contextlib.suppress(OSError):
             (place.run_dir / STOP_FILE).touch()
-    together, _asked_at = time.monotonic() - _asked_at < TOGETHER_S, time.monotonic()
     if driver.stop_requested():
-        if number == signal.SIGTERM and together:
+        if number == signal.SIGTERM:
             return
         raise KeyboardInterrupt
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
