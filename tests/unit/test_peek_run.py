@@ -1,7 +1,7 @@
 """`submit.py peek RUN --step N`: the batch that the run trained, or one line that says why there is none.
 
 The runs are made by the coordinator's own passes in this process: every block goes through its chain, what
-each train worker takes is remembered, and the coordinator's events are written down as in a run.
+each train worker takes is remembered, and events are written as in a run.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ class Run:
         self.log("attempt", **about(cursor, workers, config), ahead=bool(late_step))
         if late_step:
             self.log("step", step=late_step, epoch=cursor.epoch, **FIGURES)
-            self.log("train_worker", rank=0, node="n")
-        if start:
-            self.step = start["step"]
-            self.log("resumed", step=self.step, epoch=cursor.epoch, path="c")
+        self.step = start["step"] if start else 0
         costs = {split: ChainCosts() for split in ("train", "val")}
         attempt = RecipeAttempt(
             0, workers, passes, data.totals, cursor, ServiceState(self.take, 0, costs)
@@ -103,6 +100,9 @@ class Run:
             for _ in range(config.train.accumulate_steps):
                 for rank in range(workers):
                     portion = stream.portion(feed, rank)
+                    if portion is not None:
+                        given = [feed, rank, *stream.slices(feed, rank)]
+                        self.log("given", epoch=cursor.epoch, before=begun, given=[given])
                     for part in portion.blocks if portion else []:
                         rows = blocks[int(part.block)]
                         window.setdefault(rank, []).extend(rows[KEY_COLUMN][part.start : part.stop])
@@ -114,9 +114,10 @@ class Run:
             self.trained.update({(self.step, rank): list(keys) for rank, keys in window.items()})
             self.log("step", step=self.step, epoch=cursor.epoch, **FIGURES)
         if steps is None:
-            done = {"samples": 0, "elapsed_s": 0.0, "step_ms": [], "times": {}}
-            self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun, **done)
             return None
+        # Its train workers have rows of a step more than they train.
+        given = [feed, 0, *stream.slices(feed, 0)]
+        self.log("given", epoch=cursor.epoch, before=begun, given=[given])
         return {"cursor": stream.position(feed, ids % ID_MODULUS), "step": self.step}
 
     def forget(self, kind: str) -> None:
@@ -193,10 +194,10 @@ def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path:
         train={"batch_size": 8, "epochs": 1},
     )
     run.train(1, steps=5)
-    run.step = 0  # without a checkpoint
-    run.train(2, steps=2, late_step=5)
+    run.train(2, steps=2, late_step=6)  # without a checkpoint
     assert run.rebuilt(2) == run.of_step(2) and len(run.of_step(2)) == 2
     assert run.rebuilt(4) == run.of_step(4) and len(run.of_step(4)) == 1
+    assert sum(map(len, run.rebuilt(6).values())) == 8
 
 
 @pytest.mark.long
@@ -216,6 +217,7 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     for step, weight in ((3, 1.0), (7, 9.0)):
         weights = {"weight": torch.tensor([[weight, 0.0]]), "bias": torch.zeros(1)}
         save(store, Content(weights, {}, {"step": step}))
+        run.log("checkpoint", path=f"step-{step:08d}", epoch=0, step=step)
     result = run.peek("--step", "4")
     assert "losses with the weights of step-00000003, 0 steps away" in result.output
     keys = sorted(run.trained[4, 0], key=lambda key: -(int(key) % 3))
@@ -226,52 +228,39 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     ]
 
 
-def test_checkpoints_of_another_folder_of_the_same_name_give_no_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_come_from_checkpoints_of_this_run_alone(tmp_path: Path) -> None:
     import torch
 
     from stoker.checkpoints.format import Content, save
     from stoker.storage.checkpoint_store import open_store
 
-    monkeypatch.chdir(tmp_path)
-    sections: dict[str, Any] = {"data": EXACT, "train": {"batch_size": 8, "epochs": 1}}
-    run = Run(tmp_path, params={"train_records": 60}, checkpoint={"dir": "ckpt"}, **sections)
+    run = Run(
+        tmp_path,
+        params={"train_records": 60},
+        checkpoint={"dir": "ckpt"},
+        data=EXACT,
+        train={"batch_size": 8, "epochs": 1},
+    )
     run.train(1)
     weights = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
-    save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": 3}))
-    (tmp_path / "away").mkdir()
-    monkeypatch.chdir(tmp_path / "away")
-    assert "no losses: the run wrote to ckpt in another folder" in run.peek("--step", "4").output
-    monkeypatch.chdir(tmp_path)
-    for step, writer in ((3, "own"), (4, "other")):
-        save(
-            open_store(str(tmp_path / "ckpt")), Content(weights, {}, {"step": step, "run": writer})
-        )
+    for step, writer in ((3, "own"), (4, "other"), (5, "own")):
+        meta = {"step": step, "run": writer}
+        save(open_store(str(tmp_path / "ckpt")), Content(weights, {}, meta))
     whole = f"checkpoint.dir={tmp_path}/ckpt"
-    assert "no losses: the run has no checkpoint" in run.peek("--step", "5", whole).output
-    run.log("checkpoint", path="s3://there/ckpt/step-00000003", epoch=0, step=3)
+    assert "no losses: no checkpoint of this run in ckpt" in run.peek("--step", "5").output
+    assert "no losses: no checkpoint of this run" in run.peek("--step", "5", whole).output
+    for step in (3, 4):
+        run.log("checkpoint", path=f"s3://b/step-{step:08d}", epoch=0, step=step, run="own")
     assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output
-    run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000003", epoch=0, step=3, run="own")
-    run.log("checkpoint", path=f"{tmp_path}/ckpt/step-00000004", epoch=0, step=4, run="own")
-    assert "losses with the weights of step-00000003" in run.peek("--step", "5", whole).output, (
-        "replaced"
-    )
-    assert "losses with the weights of step-00000003" in run.peek("--step", "5").output, (
-        "in the command's folder"
-    )
 
 
 def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path, params={"train_records": 60}, train={"batch_size": 8, "epochs": 1})
-    with pytest.raises(UsageError, match=r"no event `attempt` in events\.jsonl"):
+    with pytest.raises(UsageError, match=r"no event `given` in events\.jsonl"):
         run.rebuilt(1)
     run.train(1)
     with pytest.raises(UsageError, match="--step 40: the run has trained steps 1 to 8"):
         run.rebuilt(40)
-    run.forget("blocks")
-    with pytest.raises(UsageError, match=r"events\.jsonl lacks blocks of this step"):
-        run.rebuilt(1)
     assert "--split: applies to a job only" in str(
         run.peek("--step", "1", "--split", "val").exception
     )
@@ -307,29 +296,25 @@ def test_a_block_whose_ids_are_not_those_of_the_run_ends_the_look(tmp_path: Path
     )
     run.train(1)
     events = run.folder / "events.jsonl"
-    first = next(
-        e for e in map(json.loads, events.read_text().splitlines()) if e["event"] == "blocks"
-    )
-    ids = first["blocks"][0][-1]
-    events.write_text(events.read_text().replace(str(ids), str(ids + 1)))
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert all(len(json.dumps(line["given"])) <= 60 for line in lines if line["event"] == "given")
+    first = next(line for line in lines if line["event"] == "given")["given"][0]
+    told, other = (f"{[*first[2:4], ids]}"[1:-1] for ids in (first[4], first[4] + 1))
+    events.write_text(events.read_text().replace(told, other))
     with pytest.raises(
         UsageError, match="block 0 of shard 0 has different records than in the run"
     ):
         run.rebuilt(2)
 
 
-def test_a_running_or_killed_run_has_the_batches_whose_blocks_it_has_noted(tmp_path: Path) -> None:
-    """Whole steps are known before the pass ends; what its last step holds, only then."""
+def test_a_step_beyond_the_last_logged_one_is_shown_with_a_note(tmp_path: Path) -> None:
     run = Run(
         tmp_path, params={"train_records": 60}, data=BLOCKS, train={"batch_size": 8, "epochs": 1}
     )
     run.train(1)
-    run.forget("pass")
+    run.forget("step")
+    assert "the run did not log this step" in run.peek("--step", "7").output
     assert run.rebuilt(8) == run.of_step(8)
-    run.forget("produced")
-    assert run.rebuilt(7) == run.of_step(7)
-    with pytest.raises(UsageError, match=r"events\.jsonl lacks blocks of this step"):
-        run.rebuilt(8)
 
 
 def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> None:
@@ -341,7 +326,7 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
     assert result.exit_code == 0, result.exception
     page = (tmp_path / "p.html").read_text()
     assert "step 2, epoch 1, 8 records" in result.output
-    assert "no losses: the run has no checkpoint" in result.output
+    assert "no losses: no checkpoint of this run" in result.output
     assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
     assert "the step had train workers 0 to 1" in str(
         run.peek("--step", "2", "--rank", "2").exception

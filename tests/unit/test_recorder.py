@@ -337,15 +337,21 @@ def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they
     began = round(time.time(), 3)
     coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))
     coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))
-    for epoch, shard in ((2, 0), (2, 1), (3, 0)):
-        coordinator.event(kinds.BlocksArrived(epoch=epoch, blocks=[[shard, 0, 8, 5]]))
+    for epoch, rank in ((2, 0), (2, 1), (3, 0)):
+        given = [[7, rank, 0, 0, 5, 0, 8]]
+        coordinator.event(kinds.RowsGiven(epoch=epoch, before=4, given=given))
     assert coordinator.training == {1: "n"} and coordinator.published() == "c"
     events = coordinator.drain()
     assert all(event["time"] >= began for event in events)
     assert [{name: event[name] for name in event if name != "time"} for event in events] == [
         {"event": "train_worker", "rank": 1, "node": "n"},
         {"event": "checkpoint", "path": "c", "epoch": 2, "step": 4},
-        {"event": "blocks", "epoch": 2, "blocks": [[0, 0, 8, 5], [1, 0, 8, 5]]},
-        {"event": "blocks", "epoch": 3, "blocks": [[0, 0, 8, 5]]},
+        {
+            "event": "given",
+            "epoch": 2,
+            "before": 4,
+            "given": [[7, 0, 0, 0, 5, 0, 8], [7, 1, 0, 0, 5, 0, 8]],
+        },
+        {"event": "given", "epoch": 3, "before": 4, "given": [[7, 0, 0, 0, 5, 0, 8]]},
     ]
     assert coordinator.drain() == []

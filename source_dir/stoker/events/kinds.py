@@ -81,9 +81,14 @@ class TrainWorkerStarted(Event, kind="train_worker"):
     node: str
 
 
-class BlocksArrived(Event, kind="blocks"):
+class RowsGiven(Event, kind="given"):
+    """Which rows of which blocks train workers got in the batches of a training pass."""
+
     epoch: int
-    blocks: list[list[int]]
+    before: int
+    """Optimiser steps of the run before this pass of the attempt."""
+    given: list[list[int]]
+    """Batch of the pass, rank, then of each slice: shard, block in it, its ids, first row, end."""
 
 
 class OfPass(Event):

@@ -134,9 +134,12 @@ class Coordinator(DataService):
         return attempt
 
     def next(
-        self, attempt: int, split: str, epoch: int, rank: int, step: int
+        self, attempt: int, split: str, epoch: int, rank: int, step: int, before: int = 0
     ) -> StepAssignment | None:
-        """Train worker's call: its rows of a step, once ready; None after the last."""
+        """Train worker's call: its rows of a step, once ready; None after the last.
+
+        `before`: the optimiser steps of the run before this pass.
+        """
         asked = time.monotonic()
         with self.changed:
             while True:
@@ -146,13 +149,24 @@ class Coordinator(DataService):
                     break
                 self.ready.wait(1.0)
             portion = pass_.portion(step, rank)
+            if portion is not None and split == "train" and not self.by_row:
+                slices = [step, rank, *pass_.slices(step, rank)]
+                self.event(kinds.RowsGiven(epoch=epoch, before=before, given=[slices]))
             pass_.release()
             current.recovered(asked)
             self.has_work.notify(2)
             return portion
 
     def ahead(
-        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int, fetched: int
+        self,
+        attempt: int,
+        split: str,
+        epoch: int,
+        rank: int,
+        step: int,
+        most: int,
+        fetched: int,
+        before: int = 0,
     ) -> list[StepAssignment]:
         """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
@@ -164,7 +178,7 @@ class Coordinator(DataService):
                 pass_ = self._current(attempt).open.get((split, epoch))
                 if given and (pass_ is None or not pass_.splitter.ready(at)):
                     break
-                portion = self.next(attempt, split, epoch, rank, at)
+                portion = self.next(attempt, split, epoch, rank, at, before)
                 if portion is None:
                     break
                 given.append(portion)
@@ -279,8 +293,11 @@ class Coordinator(DataService):
 
     def event(self, event: Event) -> None:
         match (self.events[-1] if self.events else None), event:
-            case kinds.BlocksArrived() as last, kinds.BlocksArrived() if last.epoch == event.epoch:
-                last.blocks.extend(event.blocks)
+            case kinds.RowsGiven() as last, kinds.RowsGiven() if (last.epoch, last.before) == (
+                event.epoch,
+                event.before,
+            ):
+                last.given.extend(event.given)
             case _:
                 self.events.append(event)
 

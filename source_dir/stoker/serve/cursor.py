@@ -83,13 +83,10 @@ def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor
 
 
 def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
-    """Everything that decides which records each step of an attempt takes, for rebuilding a step."""
-    train = config.train
+    """What rebuilding a step of an attempt needs, and what must still be the same then."""
     return {
         "workers": workers,
-        "batch_size": train.batch_size,
-        "accumulate_steps": train.accumulate_steps,
-        "remainder": config.data.remainder,
+        "accumulate_steps": config.train.accumulate_steps,
         "block_records": config.data.block_records,
         "params": {name: digest(redact(value, name)) for name, value in config.params.items()},
         "code": code_digest(SOURCE_FOLDER),
@@ -97,9 +94,9 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
     }
 
 
-def arrival(report: BlockReport) -> list[int]:
-    """What identifies a block and its rows: shard, index in it, rows, the sum of their ids modulo 2**32."""
-    return [report.shard, report.nth, report.rows, (report.id_sum - report.bad_id_sum) % 2**32]
+def ids_of_rows(report: BlockReport) -> int:
+    """In six digits, what tells a block from one with other records."""
+    return (report.id_sum - report.bad_id_sum) % 10**6
 
 
 class Block(NamedTuple):

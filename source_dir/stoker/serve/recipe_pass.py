@@ -30,7 +30,7 @@ from stoker.protocol import (
 )
 from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
-from stoker.serve.cursor import Trail, arrival, fresh
+from stoker.serve.cursor import Trail, fresh, ids_of_rows
 from stoker.serve.items import HeldBytes, ReadyBlock
 from stoker.serve.passes import Attempt, Pass, Passes, ServiceState
 
@@ -226,6 +226,14 @@ class RecipePass(Pass):
         return StepAssignment(
             [self._rows(part) for part in share.slices], share.padded, schema=self.schema
         )
+
+    def slices(self, step: int, rank: int) -> list[int]:
+        """Where a rank's rows of a step are: shard, block in it, its ids, first row and end of each."""
+        share, found = self.splitter.share(step, rank), list[int]()
+        for part in share.slices if share else ():
+            report = self.blocks[part.block].report
+            found += [report.shard, report.nth, ids_of_rows(report), part.start, part.stop]
+        return found
 
     def _rows(self, part: Slice) -> BlockSlice:
         return self.blocks[part.block].part(part.start, part.stop)
@@ -443,10 +451,6 @@ class RecipeAttempt(Attempt):
             self.account(mine, block)
             if report.rows:
                 mine.arrived(block)
-                if mine.trail is not None and not mine.trail.start.by_row:
-                    self.event(
-                        kinds.BlocksArrived(epoch=mine.account.epoch, blocks=[arrival(report)])
-                    )
             self.changed.notify_all()
             if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
                 self.ready.notify_all()

@@ -56,6 +56,8 @@ class Feed:
     split: str = "train"
     epoch: int = 0
     rank: int = 0
+    before: int = 0
+    """Optimiser steps of the run before this pass."""
     join_s: float = 0.0
     """How long to wait for its threads when the pass ends. A process that disconnects from Ray after it needs
     that: Ray ends it if a thread then drops a reference to a block."""
@@ -140,7 +142,7 @@ class Feed:
         import ray
 
         which = (self.attempt, self.split, self.epoch, self.rank)
-        call = self.coordinator.ahead.remote(*which, step, most, fetched)
+        call = self.coordinator.ahead.remote(*which, step, most, fetched, self.before)
         try:
             return ray.get(call, timeout=self.data.stall_timeout_s) or None
         except ray.exceptions.GetTimeoutError:

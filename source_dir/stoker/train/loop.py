@@ -249,6 +249,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
         split=split,
         epoch=epoch,
         rank=worker.rank,
+        before=worker.step,
         device=worker.device,
         transport=worker.transport,
         data=data,
