@@ -119,7 +119,7 @@ def test_no_secret_leaves_a_failing_job(tmp_path: Path) -> None:
         "mlflow.db",
         "driver.log",
         "script-rank-0.log",
-        "meta.json",
+        "manifest.json",
     } <= names
     own = {tmp_path / "job.yaml", tmp_path / ".git/config"}
     for secret in (*SECRETS, *IN_CONFIG, *tokens, IN_GIT):

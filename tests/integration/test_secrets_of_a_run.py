@@ -63,7 +63,7 @@ def test_no_file_of_a_run_holds_a_secret(
         "report.html",
         "console.log",
     }
-    expected |= {"driver.log", "meta.json", "model.json", "mlflow.db", "mlflow.json"}
+    expected |= {"driver.log", "manifest.json", "model.json", "mlflow.db", "mlflow.json"}
     assert expected <= {path.name for path in written}
     assert any("tfevents" in path.name for path in written)
     job_file = folder / "job.yaml"  # the user's own

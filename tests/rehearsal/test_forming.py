@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from rehearsals import CHEAP, Rehearse, new_name
-
-from stoker.config.loading import load
-from stoker_launcher.job import Job
-from stoker_launcher.places import rehearsal
+from rehearsals import CHEAP, Rehearse
 
 
 @pytest.mark.soak
@@ -78,27 +72,6 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
     assert "continuing without cpu: algo-2, algo-3" in done.log("algo-1")
     assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
     assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": None}
-
-
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-
-
-@pytest.mark.long
-def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_other(
-    tmp_path: Path,
-) -> None:
-    keys = [
-        *CHEAP, f"output_dir={tmp_path}", f"name={new_name()}", "recipe=rows:Counting",
-        "rehearsal.hosts=gpu=2", "rehearsal.timeout_s=500",
-        "train.workers=2", "train.batch_size=8", "train.epochs=1", "train.max_failures=1",
-    ]  # fmt: skip
-    run = rehearsal.submit(rehearsal.plan(Job(load(None, keys), RECIPES)), show=False)
-    assert run.wait() == 2, run.failure_reason
-    line = run.failure_reason
-    assert line.startswith("AlgorithmError: ")
-    assert "train.max_failures: 1 restart may land on another host, but algo-" in line
-    assert "cannot see the checkpoints in /opt/ml/checkpoints of algo-" in line
-    assert "set checkpoint.dir to s3:// or a folder shared by the hosts that train" in line
 
 
 @pytest.mark.long

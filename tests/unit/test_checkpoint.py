@@ -115,57 +115,35 @@ def test_a_damaged_one_is_passed_over_and_named(store: CheckpointStore, damage: 
     assert "skipping checkpoint step-00000002" in said[0]
 
 
-EPOCHS = [{"epoch": number, "metrics": {"val/loss": 1 / (number + 1)}} for number in range(3)]
-
-
-def texts(saved: checkpoint.Checkpoint) -> dict[str, str]:
-    return {path.name: path.read_text() for path in Path(saved.path).glob("*.json")}
-
-
-def test_the_history_stands_in_a_checkpoint_once(store: CheckpointStore) -> None:
-    saved = save(store, 1, history=EPOCHS[:2], pending={"epoch": 2})
-    for _ in range(2):  # an outcome may be changed by another one, also after a resume
-        saved = checkpoint.add_outcome(saved, {"history": EPOCHS, "pending": None})
-        assert (saved.meta["history"], saved.pending) == (EPOCHS, None)
-        found = checkpoint.newest_valid(store)
-        assert found is not None and found.meta == saved.meta
-        saved = found
-    for number in range(3):
-        entry = f'"val/loss":{1 / (number + 1)}'
-        assert sum(text.replace(": ", ":").count(entry) for text in texts(saved).values()) == 1
-
-
-def test_a_damaged_outcome_leaves_the_history_before_it(store: CheckpointStore) -> None:
-    saved = save(store, 1, history=EPOCHS[:2], pending={"epoch": 2})
-    checkpoint.add_outcome(saved, {"history": EPOCHS, "pending": None})
-    note = Path(saved.path) / checkpoint.OUTCOME
-    note.write_text(note.read_text().replace('"epoch": 2', '"epoch": 7'))
-    found = checkpoint.load_meta(store, saved.name)
-    assert (found.meta["history"], found.pending) == (EPOCHS[:2], {"epoch": 2})
-
-
-def test_what_was_kept_is_known_without_reading_its_history_or_weights(
+def test_metadata_are_replaced_whole_and_alone(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = save(store, 1, 0.5, history=EPOCHS[:2])
-    checkpoint.add_outcome(
-        saved, {"monitored": {**saved.meta["monitored"], "value": 0.25}, "history": EPOCHS}
-    )
-    read: list[str] = []
-    content = store.content
-    monkeypatch.setattr(store, "content", lambda file: read.append(file) or content(file))
-    digested, digest = set[str](), store.digest
-    monkeypatch.setattr(
-        store, "digest", lambda name, file: digested.add(file) or digest(name, file)
-    )
+    """After a validation, also one after a resume; to know them, no weights are read."""
+    saved = save(store, 1, 0.5, history=[], pending={"epoch": 2})
+    weights = Path(saved.path, checkpoint.WEIGHTS).stat()
+    better = {**saved.meta["monitored"], "value": 0.25}
+    for changes in ({"pending": None, "history": [{"epoch": 0}]}, {"monitored": better}):
+        checkpoint.replace_meta(saved, changes)
+        found = checkpoint.newest_valid(store)
+        assert found is not None and found.meta == {**saved.meta, **changes}
+        saved = found
+    assert Path(saved.path, checkpoint.WEIGHTS).stat() == weights
+    monkeypatch.setattr(store, "digest", lambda name, file: pytest.fail("weights take minutes"))
     shelf = Retention(store, newest=1, top_k=1)
     shelf.fill(upto=1)
     assert shelf.monitored[saved.name]["value"] == 0.25
-    assert read and not any(checkpoint.HISTORY in file for file in read)
-    assert digested == {checkpoint.META}, "what is large would take minutes"
 
 
-@pytest.mark.parametrize("damage", ["unfinished", "meta.json", "manifest.json", "unreadable"])
+def test_metadata_of_a_checkpoint_that_another_run_replaced_are_left_alone(
+    store: CheckpointStore,
+) -> None:
+    saved = save(store, 1, run="a")
+    other = save(store, 1, run="b")
+    checkpoint.replace_meta(saved, {"pending": None})
+    assert checkpoint.load_meta(store, saved.name).meta == {"history": [], **other.meta}
+
+
+@pytest.mark.parametrize("damage", ["unfinished", "manifest.json", "unreadable"])
 def test_what_cannot_be_used_takes_no_place_among_the_best_or_the_newest(
     store: CheckpointStore, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,8 +211,8 @@ def test_in_a_synced_folder_the_manifest_appears_last(tmp_path: Path, monkeypatc
     real = store.filesystem  # type: ignore[attr-defined]
     monkeypatch.setattr(store, "filesystem", Watched())
     save(store, 1)
-    assert [MANIFEST in files for files in seen] == [False] * 4
-    assert len(seen[-1]) == 3, "all other files stood before the manifest came"
+    assert [MANIFEST in files for files in seen] == [False] * 3
+    assert len(seen[-1]) == 2, "all other files stood before the manifest came"
 
 
 def test_a_full_disk_is_named_and_nothing_half_stays(tmp_path: Path, monkeypatch: Any) -> None:
@@ -363,11 +341,11 @@ def test_a_write_that_makes_progress_has_all_the_time_that_it_needs(
         took.append(time.monotonic() - began)
 
     writer.submit("the checkpoint of step 1", write)
-    writer.submit("the outcome of step 1", lambda: took.append(0))  # waits for the one before
+    writer.submit("the metrics of step 1", lambda: took.append(0))  # waits for the one before
     writer.wait(deadline_s, meanwhile=lambda: turns.append(len(said)))
     assert took[0] > 2 * deadline_s and took[1] == 0, "both were written"
     assert turns, "other ranks are told that this one still waits"
-    assert "the outcome of step 1 is still being written" in said[0]
+    assert "the metrics of step 1 is still being written" in said[0]
 
 
 class SlowUploads:
@@ -592,7 +570,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
-@pytest.mark.parametrize("left", ["", "outcome.json"])
+@pytest.mark.parametrize("left", ["", "ema.safetensors"])
 def test_what_an_earlier_start_left_is_overwritten_where_nothing_may_be_removed(
     without_rights: Path, left: str
 ) -> None:

@@ -11,7 +11,7 @@ from damage import checked, read_all
 from stoker.data import read_any
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord
-from stoker.storage.checkpoint_store import open_store, verify, write_manifest
+from stoker.storage.checkpoint_store import MANIFEST, Manifest, open_store, verify
 from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
 from tests.fakes.google_cloud import BUCKET, cloud_storage
 
@@ -69,7 +69,7 @@ def test_checkpoints_appear_whole_and_damage_is_found(bucket: None, tmp_path: Pa
     for step in (5, 12):
         draft = store.draft()
         (draft / "model.safetensors").write_bytes(bytes([step]) * 100)
-        write_manifest(draft)
+        (draft / MANIFEST).write_text(Manifest.of(draft, {}).text())
         store.publish(draft, f"step-{step:08d}")
     assert store.names() == ["step-00000012", "step-00000005"]
     assert [verify(store, name) for name in store.names()] == [None, None]

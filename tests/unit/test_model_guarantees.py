@@ -477,24 +477,6 @@ def test_an_epoch_without_validation_ends_in_the_checkpoint_of_its_last_step(
     assert newest.position["epoch"] == 2 and newest.position["steps"] == 0
 
 
-@pytest.mark.parametrize("damage", ["absent", "cut short", "flipped"])
-def test_an_outcome_that_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
-    whole = start(tmp_path, plain, Drawing(), **JOB)
-    before = ends(whole, tmp_path)
-    file = tmp_path / "step-00000012/outcome.json"
-    text = file.read_text()
-    if damage == "absent":
-        file.unlink()
-    else:
-        file.write_text(
-            text[:-30] if damage == "cut short" else text.replace('"step": 12', '"step": 13')
-        )
-    again = start(tmp_path, plain, Drawing(), **JOB)
-    assert again.error is None
-    assert [event["epoch"] for event in again.head.of("epoch")] == [2], "validated, not trained"
-    assert ends(again, tmp_path) == before
-
-
 def test_max_steps_within_an_epoch_is_validated_too_after_an_interruption(tmp_path: Path) -> None:
     job = {**JOB, "train": {**JOB["train"], "max_steps": 6}}
     whole = start(tmp_path / "whole", plain, Drawing(), **job)

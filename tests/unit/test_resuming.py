@@ -68,11 +68,10 @@ def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
     first = save(tmp_path / "checkpoints", 5)
     newest = save(tmp_path / "checkpoints", 10)
     assert started_from(plan(tmp_path)[0]) == str(newest)
-    (newest / "meta.json").write_text("{}")
+    (newest / "manifest.json").write_text("{}")
     start, said = plan(tmp_path)
     assert started_from(start) == str(first)
-    problem = "meta.json is damaged (its SHA-256 differs from the manifest)"
-    assert said == [f"skipping checkpoint step-00000010: {problem}"]
+    assert said == ["skipping checkpoint step-00000010: its manifest is damaged"]
 
 
 def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
@@ -93,9 +92,9 @@ def test_a_run_killed_in_its_first_save_begins_again_and_one_with_damaged_checkp
     (save(kept, 10) / "manifest.json").unlink()
     start, said = plan(tmp_path, *where)
     assert start[1] is None and said[1].endswith("has no valid checkpoint; starting from scratch")
-    (save(kept, 5) / "meta.json").write_text("{}")
+    (save(kept, 5) / "manifest.json").write_text("{}")
     with pytest.raises(
-        UsageError, match=r"checkpoint.resume: .* has no valid checkpoint \(step-00000005: meta"
+        UsageError, match=r"checkpoint.resume: .* has no valid checkpoint \(step-00000005: its man"
     ):
         plan(tmp_path, *where)
 
@@ -280,7 +279,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
         ("params.tokenizer=org/gpt-b", "params.tokenizer: 'org/gpt-b' here, 'org/bert-a' in", ""),
         ("params.weights=s3://b/w", "params.weights: 's3://b/w' here, 's3://a/w' in step-", ""),
         ("params.table=s3://b/t", "", "params.table: 's3://b/t' here, '/t' in step-00000005"),
-        ("train.precision=bf16", "", "train.precision: bf16 from here on, fp32 before"),
+        ("train.precision=bf16", "", "train.precision: bf16 here, fp32 in step-00000005"),
         (
             "params.data=/mnt/b",
             "",
@@ -292,7 +291,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
             "",
             "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate continues",
         ),
-        ("train.momentum=0.5", "", "train.momentum: 0.5 has no effect"),
+        ("train.momentum=0.5", "", "train.momentum: 0.5 here, 0.9 in step-00000005: no effect"),
         ("train.epochs=20", "", ""),
         ("train.threads=1", "", ""),
         ("params.class_names=[a, b]", "", ""),

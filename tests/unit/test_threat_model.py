@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import json
 import pickle
 import socket
 import struct
@@ -26,7 +25,7 @@ from stoker.data import read_parquet
 from stoker.errors import UsageError
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
-from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
+from stoker.storage.checkpoint_store import MANIFEST, Manifest, open_store, verify
 
 SECRET = b"s" * 32
 FOLDER = BlockFolder("test", "far")
@@ -225,9 +224,9 @@ def forge(folder: Path, state: Any) -> checkpoint.Checkpoint:
         open_store(str(folder)), Content({"w": torch.zeros(3)}, {}, {"step": 5, "monitored": None})
     )
     torch.save(state, folder / saved.name / checkpoint.STATE)
-    sums = json.loads((folder / saved.name / MANIFEST).read_text())
-    sums[checkpoint.STATE] = sha256(folder / saved.name / checkpoint.STATE)
-    (folder / saved.name / MANIFEST).write_text(json.dumps(sums))
+    (folder / saved.name / MANIFEST).unlink()
+    fitting = Manifest.of(folder / saved.name, saved.meta)
+    (folder / saved.name / MANIFEST).write_text(fitting.text())
     assert verify(saved.store, saved.name) is None
     return saved
 

@@ -4,20 +4,19 @@ step-00000123/
     model.safetensors    the weights
     ema.safetensors      their moving average, if any
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
-    meta.json            job, run, epoch, step, data position, metrics, configuration
-    history.json         the epochs so far
-    manifest.json        SHA-256 of each of them, written last
-    outcome.json         meta.json as validation, or the end of an epoch at this step, has changed it, and
-                         `later`, the epochs after the first `since` of history.json
+    manifest.json        SHA-256 of each of them; `meta`: job, run, epoch, step, data position, metrics, the
+                         epochs so far, configuration; and its own SHA-256. Written last
 
-A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is added,
-its `meta.json` has the epoch under `pending`, and a run resumed from it validates first.
+A checkpoint at the end of an epoch is written before the epoch is validated: its `meta` has the epoch under
+`pending`, and a run resumed from it validates first. After the validation, the manifest is replaced.
+
+Why not `torch.distributed.checkpoint`: it unpickles its metadata, and so do its safetensors readers for what is
+not a tensor (docs/security.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -33,15 +32,15 @@ from stoker.errors import CheckpointError, UsageError
 from stoker.storage.checkpoint_store import (
     FULL,
     INCOMPLETE,
+    MANIFEST,
     CheckpointStore,
+    Manifest,
     name_of,
     step_of,
     verify,
-    write_manifest,
 )
 
-WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
-HISTORY, OUTCOME = "history.json", "outcome.json"
+WEIGHTS, EMA, STATE = "model.safetensors", "ema.safetensors", "state.pt"
 BEST = "best.json"
 
 
@@ -60,8 +59,6 @@ class Checkpoint:
     store: CheckpointStore
     name: str
     meta: dict[str, Any]
-    since: int = 0
-    """How many epochs of its history the checkpoint had before its outcome."""
 
     @property
     def path(self) -> str:
@@ -91,11 +88,7 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         if content.ema is not None:
             save_file(content.ema, draft / EMA)
         torch.save(content.state, draft / STATE)
-        meta = {**content.meta}
-        if history := meta.pop("history", []):
-            (draft / HISTORY).write_text(json.dumps(history, separators=(",", ":")))
-        (draft / META).write_text(json.dumps(meta, indent=1))
-        write_manifest(draft)
+        (draft / MANIFEST).write_text(Manifest.of(draft, content.meta).text())
         store.publish(draft, name)
     except Exception as error:
         # safetensors and torch do not report a full disk clearly; measure it while the draft is there.
@@ -106,19 +99,17 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         raise CheckpointError(
             f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"
         ) from error
-    return Checkpoint(store, name, content.meta, len(history))
+    return Checkpoint(store, name, content.meta)
 
 
-def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    whole = {**saved.meta, **outcome}
-    # Not its writer, as another run may have replaced this checkpoint.
-    left_out = ("history", "run", "job", "service_job")
-    added = {key: value for key, value in whole.items() if key not in left_out}
-    added |= {"since": saved.since, "later": whole.get("history", [])[saved.since :]}
-    added = json.loads(json.dumps(added))
-    content = {"outcome": added, "sha256": _digest(added)}
-    saved.store.write_note(f"{saved.name}/{OUTCOME}", json.dumps(content))
-    return replace(saved, meta=whole)
+def replace_meta(saved: Checkpoint, changes: dict[str, Any]) -> Checkpoint:
+    """Change what a checkpoint's manifest says, unless another run has replaced the checkpoint."""
+    file = f"{saved.name}/{MANIFEST}"
+    manifest = Manifest.read(saved.store.content(file))
+    if manifest.meta.get("run") == saved.meta.get("run"):
+        changed = Manifest(manifest.files, {**saved.meta, **changes})
+        saved.store.write_note(file, changed.text())
+    return replace(saved, meta={**saved.meta, **changes})
 
 
 def other_job(saved: Checkpoint, job: str, service_job: str) -> str:
@@ -139,10 +130,6 @@ def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
     return saved
 
 
-def _digest(outcome: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(outcome).encode()).hexdigest()
-
-
 def newest_valid(
     store: CheckpointStore, log: Callable[[str], Any] | None = None, names: list[str] | None = None
 ) -> Checkpoint | None:
@@ -156,25 +143,15 @@ def newest_valid(
     return None
 
 
-def load_meta(store: CheckpointStore, name: str, with_history: bool = True) -> Checkpoint:
+def load_meta(store: CheckpointStore, name: str) -> Checkpoint:
     try:
-        meta = json.loads(store.content(f"{name}/{META}"))
+        manifest = Manifest.read(store.content(f"{name}/{MANIFEST}"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
             " a folder that they share, or s3://"
         ) from None
-    history = meta.setdefault("history", [])
-    if with_history:
-        with contextlib.suppress(FileNotFoundError):  # no epochs so far
-            meta["history"] = history = json.loads(store.content(f"{name}/{HISTORY}"))
-    # If the outcome is absent or truncated, validation runs again.
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        added = json.loads(store.content(f"{name}/{OUTCOME}"))
-        if _digest(added["outcome"]) == added["sha256"]:
-            meta |= added["outcome"]
-            meta["history"] = history[: meta.pop("since")] + meta.pop("later")
-    return Checkpoint(store, name, meta, len(history))
+    return Checkpoint(store, name, {"history": [], **manifest.meta})
 
 
 def read_plain(file: Any, where: str) -> Any:
@@ -227,7 +204,7 @@ class Retention:
     ) -> None:
         """Add the complete ones of earlier starts up to the step resumed from; `entry`: by what they compete.
 
-        Only their meta data are read, because training waits for this.
+        Only their manifests are read, because training waits for this.
         """
         self._entry = entry
         self._look([name for name in self.store.names() if step_of(name) <= upto])
@@ -240,8 +217,8 @@ class Retention:
         self._unread = []
         for name in names:
             try:
-                if not (problem := verify(self.store, name, only=META)):
-                    saved = load_meta(self.store, name, with_history=False)
+                if not (problem := verify(self.store, name, whole=False)):
+                    saved = load_meta(self.store, name)
                     self._note(
                         replace(saved, meta={**saved.meta, "monitored": self._entry(saved.meta)})
                     )
@@ -279,7 +256,7 @@ class Retention:
         return names if self.top_k < 0 else names[: self.top_k]
 
     def add(self, saved: Checkpoint) -> None:
-        """Add a checkpoint or its outcome, remove those no longer kept, and write best.json."""
+        """Add a checkpoint or its new metadata, remove those no longer kept, and write best.json."""
         self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]

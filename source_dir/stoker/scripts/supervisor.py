@@ -40,7 +40,7 @@ class ScriptWork:
 
         # The supervisor's process and the train workers need neither.
         from stoker.train.recipe_work import count_workers
-        from stoker.train.resume import own_place, refuse_unshared
+        from stoker.train.resume import own_place
 
         self.config, self.place = config, place
         self.job = f"{place.run_dir.name}-{secrets.token_hex(4)}"
@@ -51,7 +51,6 @@ class ScriptWork:
             self.loop, self.workers, self.use_gpu = "stoker.scripts.rank:run_driver", 0, False
             return
         self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
-        refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
     def start_coordinator(self) -> Any:
         import ray

@@ -1,6 +1,6 @@
 """Every host: storage of checkpoints: a folder, SageMaker's synced folder, or an S3 prefix.
 
-A checkpoint is a folder `step-00000123/`. Its `manifest.json`, with the SHA-256 of every other file, is
+A checkpoint is a folder `step-00000123/`. Its `manifest.json`, with the SHA-256 of every file and of itself, is
 written last: a checkpoint without a manifest is incomplete; with one, every bit can be verified.
 """
 
@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -264,27 +265,51 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_manifest(draft: Path) -> None:
-    sums = {path.name: sha256(path) for path in sorted(draft.iterdir())}
-    (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, str]
+    """SHA-256 by name."""
+    meta: dict[str, Any]
+    """JSON; what the checkpoint is of."""
+
+    @classmethod
+    def of(cls, draft: Path, meta: dict[str, Any]) -> Manifest:
+        return cls({path.name: sha256(path) for path in sorted(draft.iterdir())}, meta)
+
+    @classmethod
+    def read(cls, content: bytes) -> Manifest:
+        """Raises ValueError if it is damaged."""
+        try:
+            found = json.loads(content)
+            manifest = cls(found["files"], found["meta"])
+            intact = found["sha256"] == manifest._digest()
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise ValueError("its manifest is damaged")
+        return manifest
+
+    def text(self) -> str:
+        return json.dumps({**vars(self), "sha256": self._digest()}, indent=1)
+
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.files, self.meta]).encode()).hexdigest()
 
 
 def complete(store: CheckpointStore) -> Iterator[str]:
     """The checkpoints that were written to their end, newest first; their content may be damaged."""
-    return (name for name in store.names() if verify(store, name, only=MANIFEST) != INCOMPLETE)
+    return (name for name in store.names() if verify(store, name, whole=False) != INCOMPLETE)
 
 
-def verify(store: CheckpointStore, name: str, only: str = "") -> str | None:
-    """What is wrong with a checkpoint, or with one file of it, or None."""
+def verify(store: CheckpointStore, name: str, whole: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or only with its manifest, or None."""
     try:
-        sums = json.loads(content := store.content(f"{name}/{MANIFEST}"))
+        files = Manifest.read(content := store.content(f"{name}/{MANIFEST}")).files
     except FileNotFoundError:
         return INCOMPLETE
-    except ValueError:
-        return "its manifest is damaged" if content.strip() else INCOMPLETE
-    for file, expected in sums.items():
-        if only not in ("", file):
-            continue
+    except ValueError as error:
+        return str(error) if content.strip() else INCOMPLETE
+    for file, expected in files.items() if whole else ():
         try:
             found = store.digest(name, file)
         except FileNotFoundError:

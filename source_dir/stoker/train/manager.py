@@ -71,7 +71,7 @@ class CheckpointManager:
         self.pending: dict[str, Any] | None = None
         """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
         self._completes = False
-        """Whether that checkpoint is in this run's folder, so that the outcome can be added to it."""
+        """Whether that checkpoint is in this run's folder, so that its metadata can be changed."""
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
         self.shelf = Retention(
@@ -119,8 +119,9 @@ class CheckpointManager:
         if self.pending is not None and self._completes:
             self.pending = None
             if self.worker.rank == 0:
-                complete = partial(self._complete, self._outcome(metrics))
-                self.writer.submit(f"the outcome of step {self.worker.step}", complete)
+                changes = self._after(metrics)
+                what = f"the metrics of the checkpoint of step {self.worker.step}"
+                self.writer.submit(what, partial(self._change, changes))
         else:
             self.take(progress or Progress(epoch + 1), metrics)
         return reason
@@ -148,7 +149,7 @@ class CheckpointManager:
         meta = self._meta(progress, metrics)
         self._position = self._ask_position(progress, parts)
         if again:
-            write = partial(self._complete, meta, self._position)
+            write = partial(self._change, meta, self._position)
         else:
             content = checkpoint_content(live, parts, meta, self._copier)
             write = partial(self._write, content, self._position, time.perf_counter() - started)
@@ -180,13 +181,14 @@ class CheckpointManager:
             "epoch_samples": progress.samples,
             "workers": worker.world_size,
             "global_batch": worker.global_batch,
-            **self._outcome(metrics),
+            **self._after(metrics),
             "config": self._config,
             "time": time.time(),
             **({"started": clock[0], "seconds": time.time() - clock[1]} if clock else {}),
         }
 
-    def _outcome(self, metrics: dict[str, float]) -> dict[str, Any]:
+    def _after(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """What a validation changes."""
         return {
             "metrics": finite(metrics),
             "monitored": monitored(self.worker.config, metrics) if metrics else None,
@@ -223,14 +225,14 @@ class CheckpointManager:
             )
         )
 
-    def _complete(self, outcome: dict[str, Any], position: Any = None) -> None:
+    def _change(self, changes: dict[str, Any], position: Any = None) -> None:
         if position is not None:
-            outcome["position"] = _arrived(position)
+            changes["position"] = _arrived(position)
         if self._last is not None:
-            self._keep(checkpoint.add_outcome(self._last, outcome))
+            self._keep(checkpoint.replace_meta(self._last, changes))
 
     def _keep(self, saved: Checkpoint) -> Checkpoint:
-        """The writer's thread: a checkpoint is written, or has a new outcome."""
+        """The writer's thread: a checkpoint is written, or its metadata have changed."""
         self._last = saved
         self.worker.coordinator.saved.remote(saved.meta["next_epoch"], saved.position)
         self.shelf.add(saved)

@@ -15,7 +15,7 @@ from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, start_coordinator
 from stoker.sizing.model import Scaler
-from stoker.train.resume import find_start, refuse_unshared
+from stoker.train.resume import find_start
 from stoker.train.stopping import check_monitors, modes, with_modes
 
 
@@ -37,7 +37,6 @@ class RecipeWork:
         )
         self.summary = tracking.summary
         self.where, self.synced = store.where, store.synced
-        refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
     def start_coordinator(self) -> Any:
         start, scaling = self.start, self.config.cluster.cpu_hosts

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from stoker.config.values import is_path
 from stoker.errors import UsageError
 from stoker.events.summary import Summary
 from stoker.figures import count_of
-from stoker.hosts.topology import GROUP_LABEL, host_name
 from stoker.place import RunPlace
 from stoker.storage.checkpoint_store import CheckpointStore, complete, open_store, step_of, verify
 from stoker.storage.filesystems import filesystem_of
@@ -213,24 +209,17 @@ def check_same_run(
             f"{count_of(workers, 'train worker')} here, {start.meta['workers']} in {start.name}: the same"
             " batches, but other random states"
         )
-    for key in ("train.momentum", "train.weight_decay"):
-        if _at(now, key) != _at(before, key):
-            log(
-                f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}"
-            )
-    if _at(now, "train.precision") != _at(before, "train.precision"):
-        log(
-            f"train.precision: {train.precision} from here on, {_at(before, 'train.precision')} before"
-        )
     course = ["lr", "scale_lr"]
-    if config.train.scheduler != "none":
+    if train.scheduler != "none":
         course += ["epochs", "max_steps", "warmup_epochs"]
-    for key in (f"train.{name}" for name in course):
+    effects = {
+        **dict.fromkeys(("momentum", "weight_decay"), "no effect; the optimiser keeps the latter"),
+        "precision": "the new one from here on",
+        **dict.fromkeys(course, "the learning rate continues as the new setting has it here"),
+    }
+    for key, effect in ((f"train.{name}", effect) for name, effect in effects.items()):
         if _at(now, key) != _at(before, key):
-            log(
-                f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: the learning rate"
-                " continues as the new setting has it at this point"
-            )
+            log(f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: {effect}")
 
 
 def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
@@ -257,77 +246,3 @@ def _at(tree: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
-
-
-PROBE_TIMEOUT_S = 300.0
-SEEN_WITHIN_S = 5.0
-"""How long a new file may take to appear on another host of a shared file system."""
-
-
-def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu: bool) -> None:
-    if not config.train.max_failures or "://" in where:
-        return
-    hosts = hosts_that_may_train(train_group, use_gpu)
-    blind = hosts_without(where, list(hosts)) if len(hosts) > 1 else []
-    if blind:
-        raise UsageError(
-            f"train.max_failures: {count_of(config.train.max_failures, 'restart')} may land on another host,"
-            f" but {', '.join(sorted(hosts[node] for node in blind))} cannot see the checkpoints in {where}"
-            f" of {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder shared by the hosts"
-            " that train, or set train.max_failures=0"
-        )
-
-
-def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, str]:
-    """Ray node id → host name, for each host that train workers may start on."""
-    import ray
-
-    found = {}
-    for node in ray.nodes():
-        fits = train_group is None or node.get("Labels", {}).get(GROUP_LABEL) == train_group
-        if node["Alive"] and fits and (not use_gpu or node["Resources"].get("GPU")):
-            found[node["NodeID"]] = host_name(node)
-    return found
-
-
-def hosts_without(folder: str, nodes: list[str]) -> list[str]:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    probe = f"{folder}/.shared-{uuid.uuid4().hex}"
-
-    def on(node: str, function: Any) -> Any:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(probe)
-
-    first, *others = nodes
-    try:
-        ray.get(on(first, write), timeout=PROBE_TIMEOUT_S)
-        seen = ray.get([on(node, sees) for node in others], timeout=PROBE_TIMEOUT_S)
-    except (ray.exceptions.RayError, OSError) as error:
-        cause = " ".join(str(error).split())[-300:] or type(error).__name__
-        raise UsageError(
-            f"checkpoint.dir: cannot check {folder} on the hosts that train: {cause}"
-        ) from None
-    finally:
-        on(first, remove_folder)
-    return [node for node, there in zip(others, seen, strict=True) if not there]
-
-
-def write(path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).touch()
-
-
-def sees(path: str) -> bool:
-    deadline = time.monotonic() + SEEN_WITHIN_S
-    while not Path(path).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
-
-
-def remove_folder(path: str) -> None:
-    with contextlib.suppress(OSError):
-        Path(path).unlink()
