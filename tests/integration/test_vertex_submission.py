@@ -208,7 +208,7 @@ def test_a_lost_answer_costs_no_second_job(service: JobService) -> None:
     assert [*service.jobs][1:] == [run.name] and run.status() == "running: waiting for hosts"
 
 
-def test_a_bucket_that_is_not_there_is_found_before_the_upload(service: JobService) -> None:
-    with pytest.raises(UsageError, match=r"vertex.gcs_uri: bucket 'elsewhere' does not exist"):
-        vertex.plan(make_job("vertex.gcs_uri=gs://elsewhere/stoker"))
+def test_a_bucket_that_is_not_there_ends_the_upload_and_creates_no_job(service: JobService) -> None:
+    with pytest.raises(UsageError, match=r"^upload to Cloud Storage: "):
+        submit("vertex.gcs_uri=gs://elsewhere/stoker")
     assert not service.requests

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from stoker import figures
 from stoker.config.redaction import is_secret, redact
@@ -75,16 +75,16 @@ def names_of(groups: Sequence[HostGroup]) -> list[str]:
 
 
 def training_group(config: Config, groups: Sequence[HostGroup]) -> str | None:
-    """The group that trains: the one configured, else `gpu`, the only one with GPUs, or the only one."""
+    """The group that trains: the only one, else the one configured, `gpu`, or the only one with GPUs."""
     names = names_of(groups)
+    if len(names) == 1:
+        return names[0]
     if named := config.cluster.gpu_group:
         return named if named in names else None
     if declared := [group.name for group in groups if group.key.endswith(".gpu")]:
         return declared[0]
     with_gpus = names_of([group for group in groups if group.gpus != 0])
-    if len(with_gpus) == 1:
-        return with_gpus[0]
-    return names[0] if len(names) == 1 else None
+    return with_gpus[0] if len(with_gpus) == 1 else None
 
 
 def with_training_group(job: Job, name: str | None) -> Job:
@@ -179,6 +179,8 @@ class UploadStore(Protocol):
 class CloudRequest(ABC):
     """The request, its uploads, and warnings. It is built whole, valid or not, and then checked."""
 
+    section: ClassVar[str]
+    """The service's section of the configuration."""
     job: Job
     """The job to stage, with the training group set in its configuration."""
     name: str
@@ -464,23 +466,19 @@ def texts_in(value: object) -> Iterator[str]:
 
 def shared_problems(
     request: CloudRequest,
-    section: str,
-    trains: str | None,
-    more: str,
-    types: tuple[str, Sequence[str]],
-    shown: tuple[str, Mapping[str, Mapping[str, object]]],
+    types: Sequence[str],
+    shown: Mapping[str, Mapping[str, object]],
+    vault: str,
     remedy: str,
 ) -> Iterator[str]:
-    """What is checked alike for every service, whose `section` of the configuration is named.
+    """What every service would accept, and only its billed hosts would find.
 
-    `more`: the key that gets more CPU hosts. `types`: what a host's type is called, and the known ones.
-    `shown`: where secrets belong instead, and what everyone who may describe the job can read, by key.
-    `remedy`: how else to name data than by a file or folder of this machine.
+    `types`: the known ones of hosts. `shown`: by key, what everyone who may describe the job can read; secrets
+    belong into the `vault` instead. `remedy`: how else to name data than by a file or folder of this machine.
     """
-    config = request.job.resolved.config
-    settings = getattr(config, section)
+    config, section = request.job.resolved.config, request.section
     groups, names = request.groups, names_of(request.groups)
-    listed = ", ".join(names)
+    listed, trains = ", ".join(names), training_group(config, groups)
     if groups and trains is None:
         if named := config.cluster.gpu_group:
             yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
@@ -493,12 +491,8 @@ def shared_problems(
             " one train worker per GPU"
         )
     cpu_hosts = sum(group.count for group in groups if group.name != trains)
-    least = config.cluster.min_cpu_hosts
-    if least is not None and least > cpu_hosts:
-        yield (
-            f"cluster.min_cpu_hosts: the job has {figures.count_of(cpu_hosts, 'CPU host')} (got {least});"
-            f" lower it or raise {more}"
-        )
+    if (least := config.cluster.min_cpu_hosts) is not None and least > cpu_hosts:
+        yield f"cluster.min_cpu_hosts: the job has only {cpu_hosts} (got {least}); add some to {section}.cpu"
     for name in config.data.preprocess_on:
         if len(names) > 1 and name not in names:
             yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
@@ -512,15 +506,15 @@ def shared_problems(
             "tracking.mlflow.uri: this database would be lost with the hosts; name a server"
             f" (got {redact(config.tracking.mlflow.uri)!r})"
         )
+    settings = getattr(config, section)
     if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
         yield (
             f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
             f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
         )
-    kind, known = types[0], [*names, *types[1]]
-    for key in settings.prices:
-        if key not in known:
-            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
+    known = [*names, *types]
+    for key in settings.prices.keys() - set(known):
+        yield f"{section}.prices.{key}: neither a type of host nor a group of this job{nearest(key, known)}"
     for name, value in config.params.items():
         texts = [] if isinstance(value, str) else [t for t in texts_in(value) if "://" not in t]
         if texts and request.job.is_path(name):
@@ -531,13 +525,10 @@ def shared_problems(
             yield f"params.{item.parameter}: {what} (got {str(item.source)!r}); name another, {remedy}"
         for name in item.private:
             yield f"params.{item.parameter}: {name} looks private and would be uploaded; move it elsewhere"
-    vault, entries = (
-        shown[0],
-        [(key, *entry) for key, values in shown[1].items() for entry in values.items()],
-    )
-    for key, name, value in entries:
-        if is_secret(name, str(value)) or redact(str(value)) != str(value):
-            yield (
-                f"{key}.{name}: looks like a secret, which everyone who may describe the job can read; let"
-                f" the job read it from {vault} instead"
-            )
+    for key, values in shown.items():
+        for name, value in values.items():
+            if is_secret(name, str(value)) or redact(str(value)) != str(value):
+                yield (
+                    f"{key}.{name}: looks like a secret, which everyone who may describe the job can read; let"
+                    f" the job read it from {vault} instead"
+                )

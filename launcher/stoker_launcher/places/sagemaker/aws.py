@@ -81,13 +81,24 @@ def refuse_without_credentials() -> None:
 
 
 def existence_problems(request: SageMakerRequest) -> Iterator[str]:
+    """What S3 says of the bucket for the uploads and of each channel; one listing each."""
+    from botocore.exceptions import ClientError
+
     s3 = client("s3", request.region)
     bucket, _ = split_uri(request.root_uri)
-    with readable_errors("S3"):
-        yield from _bucket_problem(s3, bucket, request.region)
-        for name, channel in request.settings.channels.items():
-            if channel.uri.startswith("s3://"):
-                yield from _prefix_problem(s3, channel.uri, f"sagemaker.channels.{name}.uri")
+    asked = {"sagemaker.s3_uri": f"s3://{bucket}/"}
+    for name, channel in request.settings.channels.items():
+        asked[f"sagemaker.channels.{name}.uri"] = channel.uri
+    for key, uri in asked.items():
+        bucket, prefix = split_uri(uri)
+        with readable_errors("S3"):
+            try:
+                found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+            except ClientError as error:
+                yield f"{key}: {_words_of(error)} (got {uri!r})"
+                continue
+        if prefix and not found.get("KeyCount"):
+            yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
 
 
 class PassingError(UsageError):
@@ -120,13 +131,11 @@ def readable_errors(what: str) -> Iterator[None]:
         raise UsageError(f"AWS_PROFILE: {error}") from None
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "")
-        message = error.response.get("Error", {}).get("Message", str(error))
         kind = UsageError if "AccessDenied" in code else PassingError
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "ResourceInUse" or status >= 500:
             kind = LostAnswerError
-        remedy = next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
-        raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{remedy}") from None
+        raise kind(f"AWS {what}: {_words_of(error)}") from None
     except BotoCoreError as error:
         raise LostAnswerError(f"AWS {what}: {error}") from None
     except S3UploadFailedError as error:  # wraps the actual error
@@ -141,52 +150,17 @@ _REMEDIES = {
     "Expired": _SIGN_IN,
     "InvalidClientToken": _SIGN_IN,
     "UnrecognizedClient": _SIGN_IN,
+    "NoSuchBucket": "create it (`aws s3 mb`) or name another",
     "ResourceLimitExceeded": "request the quota in Service Quotas, or choose another instance type",
 }
 
 
-def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
-    from botocore.exceptions import ClientError
-
-    try:
-        found = s3.head_bucket(Bucket=bucket).get("BucketRegion")
-    except ClientError as error:
-        about = error.response.get("ResponseMetadata", {})
-        found = about.get("HTTPHeaders", {}).get("x-amz-bucket-region")
-        if about.get("HTTPStatusCode") == 404:
-            create = f"create it (`aws s3 mb s3://{bucket} --region {region}`) or name another"
-            yield f"sagemaker.s3_uri: bucket {bucket!r} does not exist; {create}"
-            return
-        if about.get("HTTPStatusCode") == 403:
-            remedy = "see docs/iam/launcher.json for the policy"
-            yield f"sagemaker.s3_uri: no access to bucket {bucket!r}; {remedy}"
-            return
-        if about.get("HTTPStatusCode") != 301:
-            raise
-    if found and found != region:
-        remedy = "use a bucket in the job's region"
-        yield f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; {remedy}"
-
-
-def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
-    from botocore.exceptions import ClientError
-
-    bucket, prefix = split_uri(uri)
-    try:
-        found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount", 0)
-    except ClientError as error:
-        code = error.response.get("Error", {}).get("Code", "")
-        if code not in ("NoSuchBucket", "404", "AccessDenied", "403", "AllAccessDisabled"):
-            raise
-        reason = (
-            "the bucket does not exist"
-            if code in ("NoSuchBucket", "404")
-            else "no access to the bucket"
-        )
-        yield f"{key}: {reason} (got {uri!r})"
-        return
-    if not found:
-        yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
+def _words_of(error: Any) -> str:
+    """A client's error in AWS's own words, and what to do about it."""
+    about = error.response.get("Error", {})
+    code, message = about.get("Code", ""), about.get("Message", str(error))
+    remedy = next((f"; {remedy}" for part, remedy in _REMEDIES.items() if part in code), "")
+    return f"{error.operation_name}: {code}: {message}{remedy}"
 
 
 class S3Store:

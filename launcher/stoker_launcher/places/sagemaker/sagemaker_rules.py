@@ -1,7 +1,7 @@
-"""Laptop: checks of a SageMaker job before anything is uploaded.
+"""Laptop: checks of a SageMaker job before anything is uploaded: what only its billed hosts would find.
 
-Each rule checks a request without network access and yields lines `key: what is wrong (got …); remedy`.
-All rules run, so that the user sees every problem at once.
+All rules run, so that the user sees every problem at once. What the service itself answers before it bills
+anything is left to it, but for the limits in its API's own model.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from typing import Any
 from stoker.config.loading import load
 from stoker.config.redaction import is_secret
 from stoker.errors import UsageError, nearest
-from stoker_launcher.places.remote import nearest_of, shared_problems, training_group
-from stoker_launcher.places.sagemaker.training_job import (
-    CODE_CHANNEL,
-    INPUT,
-    REMEDIES,
-    SageMakerRequest,
-)
+from stoker_launcher.places.remote import nearest_of, shared_problems
+from stoker_launcher.places.sagemaker.training_job import CODE_CHANNEL, INPUT, SageMakerRequest
 
 SUBMITTED_BY_US = {
     "jobName",
@@ -35,7 +30,7 @@ RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "
 
 
 def problems(request: SageMakerRequest) -> list[str]:
-    rules = (_groups, _shared, _parameters, _taken, _hyperparameters, _image, _queue)
+    rules = (_settings, _parameters, _hyperparameters)
     found = [line for rule in rules for line in rule(request)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(request.body, request.keys)
@@ -44,100 +39,77 @@ def problems(request: SageMakerRequest) -> list[str]:
 
 
 def warnings(request: SageMakerRequest) -> list[str]:
-    settings = request.settings
-    hosts = sum(group.count for group in request.groups)
-    notes = []
-    if not settings.subnets:
-        notes.append(
-            "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that"
-        )
+    settings, groups = request.settings, request.groups
     need_gb = sum(item.bytes for item in request.data) / 2**30
-    if need_gb > settings.volume_gb:
-        notes.append(
-            f"the data to upload, {need_gb:.0f} GB, exceed sagemaker.volume_gb ({settings.volume_gb}): they"
-            " fit only on types with NVMe disks, or in a channel with input_mode: FastFile"
-        )
-    if settings.subnets or settings.network_isolation:
-        notes.append(
-            "in a VPC without NAT, or with network isolation, pip cannot reach an index: put a wheels/ folder"
-            " into the source"
-        )
-    if hosts > 1 and not settings.encrypt_traffic:
-        notes.append(
-            "traffic between hosts is not encrypted: set sagemaker.encrypt_traffic=true (slower)"
-        )
-    if settings.encrypt_traffic and settings.subnets:
-        notes.append(
-            "encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group"
-        )
-    if settings.kms_key is None:
-        notes.append(
-            "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that"
-        )
-    if settings.spot and len(request.groups) > 1:
-        notes.append(
-            "AWS does not document spot with several instance groups: try a short job first"
-        )
-    return notes
+    notes = {
+        "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that": (
+            not settings.subnets
+        ),
+        f"the data to upload, {need_gb:.0f} GB, exceed sagemaker.volume_gb ({settings.volume_gb}): they fit only"
+        " on types with NVMe disks, or in a channel with input_mode: FastFile": (
+            need_gb > settings.volume_gb
+        ),
+        "in a VPC without NAT, or with network isolation, pip cannot reach an index: put a wheels/ folder into"
+        " the source": bool(settings.subnets or settings.network_isolation),
+        "traffic between hosts is not encrypted: set sagemaker.encrypt_traffic=true (slower)": (
+            sum(group.count for group in groups) > 1 and not settings.encrypt_traffic
+        ),
+        "encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group": bool(
+            settings.encrypt_traffic and settings.subnets
+        ),
+        "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that": (
+            settings.kms_key is None
+        ),
+        "AWS does not document spot with several instance groups: try a short job first": (
+            settings.spot and len(groups) > 1
+        ),
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
-def _groups(request: SageMakerRequest) -> Iterator[str]:
-    settings, groups = request.settings, request.groups
-    if not groups:
-        yield (
-            "sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge"
-        )
-    if settings.groups and (settings.gpu.type or settings.cpu.type):
-        yield "sagemaker.groups: given together with sagemaker.gpu or cpu; keep one of the two forms"
-
-
-def _shared(request: SageMakerRequest) -> Iterator[str]:
-    settings, groups = request.settings, request.groups
-    trains = (
-        training_group(request.job.resolved.config, groups) if len(groups) != 1 else groups[0].name
-    )
+def _settings(request: SageMakerRequest) -> Iterator[str]:
+    settings = request.settings
+    if not request.groups:
+        yield "sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge"
     shown: dict[str, Mapping[str, object]] = {
         "sagemaker.environment": settings.environment,
         "sagemaker.hyperparameters": settings.hyperparameters,
         "sagemaker.tags": settings.tags,
     }
-    types, more = ("an instance type", instance_types()), "sagemaker.cpu.count"
-    remedy, vault = "an s3:// URI, or sagemaker.channels", ("Secrets Manager", shown)
-    yield from shared_problems(request, "sagemaker", trains, more, types, vault, remedy)
+    remedy = "an s3:// URI, or sagemaker.channels"
+    yield from shared_problems(request, instance_types(), shown, "Secrets Manager", remedy)
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
-
-
-def _parameters(request: SageMakerRequest) -> Iterator[str]:
-    settings, config = request.settings, request.job.resolved.config
-    if CODE_CHANNEL in (*settings.channels, *request.data_at):
-        yield f"sagemaker.channels.{CODE_CHANNEL}: this channel carries the source; rename it, or the parameter"
+    for path in request.taken:
+        key = nearest_of(path, request.keys)
+        yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
+    for name in settings.queue_request.keys() & SUBMITTED_BY_US:
+        yield f"sagemaker.queue_request.{name}: set by Stoker; remove it"
+    if settings.queue_request and settings.queue is None:
+        yield "sagemaker.queue_request: nothing is submitted to AWS Batch; set sagemaker.queue"
     if settings.network_isolation and settings.entry == "script-mode":
         toolkit = "AWS's toolkit downloads the code from S3, which network_isolation forbids"
         yield f"sagemaker.entry: {toolkit}; use container"
+
+
+def _parameters(request: SageMakerRequest) -> Iterator[str]:
+    """What hosts would not find."""
+    settings, config = request.settings, request.job.resolved.config
+    channels = {one.get("ChannelName") for one in request.body.get("InputDataConfig", [])}
+    if CODE_CHANNEL in (*settings.channels, *request.data_at):
+        yield f"sagemaker.channels.{CODE_CHANNEL}: this channel carries the source; rename it, or the parameter"
     for name, value in config.params.items():
         if name in request.data_at or not isinstance(value, str):
             continue
-        if value.startswith(f"{INPUT}/"):
-            channel = value.removeprefix(f"{INPUT}/").split("/")[0]
-            if channel not in {
-                each.get("ChannelName") for each in request.body.get("InputDataConfig", [])
-            }:
-                yield (
-                    f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
-                )
-        elif settings.network_isolation and value.startswith("s3://"):
+        channel = value.removeprefix(f"{INPUT}/").split("/")[0]
+        if value.startswith(f"{INPUT}/") and channel not in channels:
+            yield f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
+        if value.startswith("s3://") and settings.network_isolation:
             yield (
                 f"params.{name}: with network_isolation hosts cannot read S3 (got {value!r});"
                 f" use sagemaker.channels.{name}.uri"
             )
-
-
-def _taken(request: SageMakerRequest) -> Iterator[str]:
-    for path in request.taken:
-        key = request.keys.get(path)
-        yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
 
 
 def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
@@ -159,23 +131,6 @@ def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
                 yield from error.problems
 
 
-def _image(request: SageMakerRequest) -> Iterator[str]:
-    if request.region and "TrainingImage" not in request.body["AlgorithmSpecification"]:
-        yield f"sagemaker.image: no default image is known for region {request.region!r}; name one"
-
-
-def _queue(request: SageMakerRequest) -> Iterator[str]:
-    settings, key = request.settings, "sagemaker.queue_request"
-    if settings.queue is None:
-        if settings.queue_request:
-            yield f"{key}: nothing is submitted to AWS Batch; set sagemaker.queue"
-        return
-    for name in settings.queue_request.keys() & SUBMITTED_BY_US:
-        yield f"{key}.{name}: set by Stoker; remove it"
-    for path, message, value in _walk(request.submission, "SubmitServiceJobRequest", "batch"):
-        yield f"{key}.{path}: {message}{'' if value is None else f' (got {reprlib.repr(value)})'}"
-
-
 PYTHON_TYPES: dict[str, Any] = {
     **dict.fromkeys(("structure", "map"), dict),
     **dict.fromkeys(("integer", "long"), int),
@@ -187,12 +142,12 @@ UNITS = {"list": " entries", "map": " entries", "string": " characters"}
 
 
 @cache
-def shapes(service: str = "sagemaker") -> dict[str, dict[str, Any]]:
+def shapes() -> dict[str, dict[str, Any]]:
     """The shapes of the service model, loaded once (about 0.1 s)."""
     from botocore.loaders import Loader
 
-    model: dict[str, dict[str, Any]] = Loader().load_service_model(service, "service-2")["shapes"]
-    return model
+    model: dict[str, dict[str, Any]] = Loader().load_service_model("sagemaker", "service-2")
+    return model["shapes"]
 
 
 def instance_types() -> list[str]:
@@ -205,19 +160,12 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
     botocore itself checks types and lower limits only.
     """
     for path, message, value in _walk(body, "CreateTrainingJobRequest"):
-        whole = re.sub(r"\[\d+\]", "", path)
-        remedy, key = (
-            nearest_of(whole, REMEDIES),
-            nearest_of(path, keys) or nearest_of(whole, keys) or path,
-        )
-        got = "" if value is None else f" (got {reprlib.repr(value)})"
-        yield f"{key}: {message}{got}{f'; {remedy}' if remedy else ''}"
+        key = nearest_of(path, keys) or nearest_of(re.sub(r"\[\d+\]", "", path), keys) or path
+        yield f"{key}: {message}{'' if value is None else f' (got {reprlib.repr(value)})'}"
 
 
-def _walk(
-    value: Any, name: str, service: str = "sagemaker", path: str = ""
-) -> Iterator[tuple[str, str, Any]]:
-    shape = shapes(service)[name]
+def _walk(value: Any, name: str, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    shape = shapes()[name]
     kind = shape["type"]
     fits = isinstance(value, PYTHON_TYPES.get(kind, object))
     if not fits or (isinstance(value, bool) and kind != "boolean"):
@@ -232,34 +180,27 @@ def _walk(
     elif kind == "string":
         if "enum" in shape and value not in shape["enum"]:
             # Type names differ by few characters, so use a low cutoff for the nearest name.
-            few = (
-                f"one of {', '.join(shape['enum'])}"
-                if len(shape["enum"]) <= 6
-                else "not known to AWS"
-            )
-            yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
-        # The patterns are Java's; Python has no `\\p{…}`, and `\\w` is close enough.
-        of_java = {"Z": " ", "N": r"\d"}
-        pattern = re.sub(
-            r"\\p\{(\w+)\}", lambda found: of_java.get(found[1], r"\w"), shape.get("pattern", "")
-        )
-        with contextlib.suppress(re.error):
+            known = shape["enum"]
+            few = f"one of {', '.join(known)}" if len(known) <= 6 else "not known to AWS"
+            yield path, few + nearest(value, known, cutoff=0.5), value
+        with contextlib.suppress(re.error):  # the patterns are Java's
+            pattern = shape.get("pattern", "")
             if pattern and not re.fullmatch(pattern, value):
-                yield path, "has a form that SageMaker rejects", value
+                yield path, f"does not match {pattern}", value
     elif kind == "list":
         for index, item in enumerate(value):
-            yield from _walk(item, shape["member"]["shape"], service, f"{path}[{index}]")
+            yield from _walk(item, shape["member"]["shape"], f"{path}[{index}]")
     elif kind == "map":
         for key, item in value.items():
-            for where, message, _ in _walk(key, shape["key"]["shape"], service, f"{path}.{key}"):
+            for where, message, _ in _walk(key, shape["key"]["shape"], f"{path}.{key}"):
                 yield where, f"the name {message}", key
-            yield from _walk(item, shape["value"]["shape"], service, f"{path}.{key}")
+            yield from _walk(item, shape["value"]["shape"], f"{path}.{key}")
     elif kind == "structure":
         members, path = shape["members"], f"{path}." if path else ""
         for missing in set(shape.get("required", ())) - value.keys():
             yield path + missing, "is required", None
         for member, item in value.items():
             if member in members:
-                yield from _walk(item, members[member]["shape"], service, path + member)
+                yield from _walk(item, members[member]["shape"], path + member)
             else:
                 yield path + member, f"unknown to botocore{nearest(member, members)}", None

@@ -43,34 +43,6 @@ _OTHER_ACCOUNTS = re.compile(
     r"^(cn-|us-gov-|us-iso|af-|me-|il-|mx-|eu-south-|eu-central-2|ap-east-|ap-southeast-[3-9]|ap-south-2|ca-west-)"
 )
 
-REMEDIES = {
-    "TrainingJobName": "letters, digits and single hyphens, at most 63",
-    "RoleArn": "give the ARN of the job's role, arn:aws:iam::<account>:role/<name> (docs/iam/job-role.json)",
-    "AlgorithmSpecification.TrainingImage": "an ECR image of at most 255 characters",
-    "InputDataConfig": "put several prefixes under one channel",
-    "InputDataConfig.ChannelName": "letters, digits, '.', '-' and '_' only",
-    "InputDataConfig.DataSource.S3DataSource.S3Uri": "s3://bucket/prefix",
-    "OutputDataConfig.S3OutputPath": "s3://bucket/prefix",
-    "OutputDataConfig.KmsKeyId": "a key id, key ARN or alias/<name>",
-    "CheckpointConfig.S3Uri": "s3://bucket/prefix",
-    "HyperParameters": "leave the rest in the configuration file",
-    "Environment": "names of letters, digits and '_'; put long values in a file",
-    "ResourceConfig.InstanceGroups": "merge groups of one type",
-    "ResourceConfig.VolumeSizeInGB": "a number of gigabytes",
-    "ResourceConfig.VolumeKmsKeyId": "a key id, key ARN or alias/<name>",
-    "ResourceConfig.KeepAlivePeriodInSeconds": "six hours at most",
-    "StoppingCondition.MaxRuntimeInSeconds": "a number of seconds",
-    "StoppingCondition.MaxWaitTimeInSeconds": "a number of seconds",
-    "VpcConfig.Subnets": "name subnets and security groups together: subnet-…",
-    "VpcConfig.SecurityGroupIds": "name subnets and security groups together: sg-…",
-    "RetryStrategy.MaximumRetryAttempts": "1 to 30",
-    "MlflowConfig.MlflowResourceArn": "the ARN of a tracking server or an MLflow App",
-    "MlflowConfig.MlflowExperimentName": "1 to 256 characters",
-    "MlflowConfig.MlflowRunName": "1 to 256 characters",
-    "Tags": "letters, digits, spaces and _.:/=+-@",
-}
-"""Request path without indices → form of a valid value or remedy; a configuration key sets each of them."""
-
 METRICS = {
     "train:loss": r"step [0-9]+  loss ([0-9.eE+-]+)",
     "train:samples_per_s": r"([0-9.]+) samples/s  input wait",
@@ -109,6 +81,7 @@ def groups_of(config: Config) -> tuple[HostGroup, ...]:
 
 @dataclass(frozen=True)
 class SageMakerRequest(CloudRequest):
+    section = "sagemaker"
     taken: tuple[str, ...] = ()
     """Parts of `sagemaker.request` that other keys set."""
     alternatives: tuple[SageMakerRequest, ...] = ()
@@ -437,7 +410,7 @@ def overlaid(
     for name, value in more.items():
         where = f"{path}.{name}" if path else name
         here = found.get(name)
-        own_key = where in REMEDIES and where != "InputDataConfig"
+        own_key = where in keys and where != "InputDataConfig"
         if own_key or (here is not None and type(here) is not type(value)):
             taken.append(where)
         elif isinstance(value, dict):

@@ -51,8 +51,6 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
         line for line in found if not (problems and line.startswith("vertex.project: not set"))
     ]
     count, size = measure(job, wanted.data_at, "params", problems)
-    if not offline and not problems:
-        problems += google_cloud.refuse_bucket(uri)
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.

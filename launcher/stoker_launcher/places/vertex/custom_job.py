@@ -1,7 +1,6 @@
 """Laptop: a job's worker pools and its CustomJob request, with what is checked before anything is uploaded.
 
-Pure: no calls to Google Cloud. All rules run, so that the user sees every problem at once; the last one reads
-the request into the client library's own types.
+Pure: no calls to Google Cloud. All rules run, so that the user sees every problem at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stoker.config.places import VertexConfig
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError
 from stoker.events import prices
 from stoker.events.prices import google_prices
 from stoker.hosts.services.vertex import MOUNTS, POOLS_VARIABLE, gcs_folder
@@ -84,6 +83,7 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class VertexRequest(CloudRequest):
+    section = "vertex"
     project: str = ""
 
     @property
@@ -212,88 +212,55 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
 
 
 def problems(request: VertexRequest) -> list[str]:
-    rules = (_pools, _shared, _places, _types)
-    found = [line for rule in rules for line in rule(request)]
+    """What is wrong before anything is uploaded; the client library's own types have the last word."""
+    settings, pools = request.settings, request.groups
+    absent = {
+        "project: not set, and the credentials name none; set it, or run `gcloud auth application-default"
+        " login`": not request.project,
+        "gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix": (
+            settings.gcs_uri is None
+        ),
+        "image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from Artifact"
+        " Registry or Docker Hub (docs/vertex.md)": not settings.image,
+        "gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8": (
+            not pools
+        ),
+    }
+    found = [f"vertex.{line}" for line, holds in absent.items() if holds]
+    uri = settings.gcs_uri
+    if uri is not None and not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", uri):
+        found.append(f"vertex.gcs_uri: must be gs://bucket/prefix (got {uri!r})")
+    for name in dict.fromkeys(pool.name for pool in pools):
+        if len({(one.type, one.gpu_name, one.gpus) for one in pools if one.name == name}) > 1:
+            differ = "differ in machine or GPUs; give them own names"
+            found.append(f"vertex.pools: pools of the group {name!r} {differ}")
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            found.append(f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it")
+    types = [*prices.GOOGLE_MACHINES, *(pool.type for pool in pools)]
+    shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
+    remedy = "a gs:// URI, or /gcs/<bucket>/…"
+    found += shared_problems(request, types, shown, "Secret Manager", remedy)
+    found += google_cloud.rejected(request.body)
     return list(dict.fromkeys(found))
 
 
 def warnings(request: VertexRequest) -> list[str]:
-    settings = request.settings
-    notes = []
-    first, trains = request.groups[0].name, request.job.resolved.config.cluster.gpu_group
-    if first != trains:
-        notes.append(
-            f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
-            " with the head's code"
-        )
-    if settings.service_account is None:
-        notes.append(
-            "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
-            " project; set vertex.service_account to limit that"
-        )
-    if not settings.network:
-        notes.append("no VPC: hosts can reach the internet; set vertex.network to control that")
-    if settings.spot:
-        notes.append("spot: hosts get 30 s notice, and the job restarts from its last checkpoint")
-    if settings.spot and not settings.restart:
-        notes.append(
-            "vertex.restart=false: a restarted host that trains waits for a head that does not come"
-        )
-    if settings.kms_key is None:
-        notes.append(
-            "no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that"
-        )
-    return notes
-
-
-def _pools(request: VertexRequest) -> Iterator[str]:
-    settings, pools = request.settings, request.groups
-    if not pools:
-        yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
-        return
-    if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
-        yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
-    for name in dict.fromkeys(pool.name for pool in pools):
-        kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
-        if len(kinds) > 1:
-            yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
-
-
-def _types(request: VertexRequest) -> Iterator[str]:
-    known = google_cloud.accelerators()
-    if wrong := [pool for pool in request.groups if pool.gpu_name and pool.gpu_name not in known]:
-        for pool in wrong:
-            hint = nearest(pool.gpu_name, known, cutoff=0.5)
-            yield f"{pool.key}.accelerator: not known to Vertex AI (got {pool.gpu_name!r}){hint}"
-    else:
-        yield from google_cloud.rejected(request.body)
-
-
-def _shared(request: VertexRequest) -> Iterator[str]:
-    settings, trains = request.settings, training_group(request.job.resolved.config, request.groups)
-    types = ("a machine type", [*prices.GOOGLE_MACHINES, *(pool.type for pool in request.groups)])
-    shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
-    more, secrets = "vertex.cpu.replicas", ("Secret Manager", shown)
-    remedy = "a gs:// URI, or /gcs/<bucket>/…"
-    yield from shared_problems(request, "vertex", trains, more, types, secrets, remedy)
-
-
-def _places(request: VertexRequest) -> Iterator[str]:
-    settings = request.settings
-    if not request.project:
-        yield (
-            "vertex.project: not set, and the credentials name none; set it, or run"
-            " `gcloud auth application-default login`"
-        )
-    if not settings.image:
-        yield (
-            "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
-            " Artifact Registry or Docker Hub (docs/vertex.md)"
-        )
-    if settings.gcs_uri is None:
-        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
-    elif not re.fullmatch(r"gs://[^/\s]+(/[^*?#\[\]'\s]*)?", settings.gcs_uri):
-        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
-    for name in settings.environment:
-        if name.startswith(RESERVED_VARIABLES):
-            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
+    settings, first = request.settings, request.groups[0].name
+    notes = {
+        f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits with the"
+        " head's code": first != request.job.resolved.config.cluster.gpu_group,
+        "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
+        " project; set vertex.service_account to limit that": settings.service_account is None,
+        "no VPC: hosts can reach the internet; set vertex.network to control that": (
+            not settings.network
+        ),
+        "spot: hosts get 30 s notice, and the job restarts from its last checkpoint": settings.spot,
+        "vertex.restart=false: a restarted host that trains waits for a head that does not come": (
+            settings.spot and not settings.restart
+        ),
+        "no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that": (
+            settings.kms_key is None
+        ),
+    }
+    return [note for note, holds in notes.items() if holds]

@@ -38,10 +38,6 @@ def rejected(body: dict[str, Any]) -> Iterator[str]:
         yield f"vertex: {_line(error)}"
 
 
-def accelerators() -> list[str]:
-    return [name for name in _types().AcceleratorType.__members__ if name.startswith("NVIDIA_")]
-
-
 def project_of(configured: str | None, offline: bool) -> str:
     if configured or offline or _plain_endpoint():
         return configured or ""
@@ -196,24 +192,6 @@ class CloudStorage:
         filesystem, path = filesystem_of(uri)
         with filesystem.open_output_stream(path) as stream:
             stream.write(content)
-
-
-def refuse_bucket(uri: str) -> Iterator[str]:
-    """A problem if the prefix cannot be listed; one call."""
-    from pyarrow import fs
-
-    bucket = uri.removeprefix("gs://").partition("/")[0]
-    try:
-        filesystem, _ = filesystem_of(uri)
-        there = filesystem.get_file_info(f"gs://{bucket}").type != fs.FileType.NotFound
-    except OSError as error:
-        yield f"vertex.gcs_uri: bucket {bucket!r} cannot be reached: {reason_of(error)}"
-        return
-    if not there:
-        yield (
-            f"vertex.gcs_uri: bucket {bucket!r} does not exist, or you may not see it; create it"
-            f" (`gcloud storage buckets create gs://{bucket}`) or name another"
-        )
 
 
 def reason_of(error: OSError) -> str:

@@ -38,7 +38,6 @@ OWNER = "job.id"
 
 _LOCAL = Path(tempfile.gettempdir()) / "stoker" / "run"
 _STARTED = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-_POOL = re.compile(r"workerpool\d+")
 
 
 def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
@@ -56,12 +55,13 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
             f"{missing[0]}: no gs:// address, so the results would be lost with the machines;"
             " give the job a baseOutputDirectory"
         )
-    if not text:
-        raise TopologyError(f"{CLUSTER_VARIABLE}: not set; a Vertex AI job names its hosts in it")
-    spec = _parsed(CLUSTER_VARIABLE, text)
-    pools = _pools(spec)
-    current, host = _task(spec, pools)
-    machines = _machines(variables, pools)
+    pools, current, host = _cluster(text)
+    machines = json.loads(variables.get(POOLS_VARIABLE) or "{}")
+    if machines and (missing_pools := pools.keys() - machines.keys()):
+        raise TopologyError(
+            f"{POOLS_VARIABLE}: does not describe {min(missing_pools)} of {CLUSTER_VARIABLE}; submit the job"
+            " again"
+        )
     names = {pool: str(machines.get(pool, {}).get("group") or pool) for pool in pools}
     groups: dict[str, dict[str, Any]] = {}
     for pool, hosts in pools.items():
@@ -80,77 +80,23 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     }
 
 
-def _parsed(name: str, text: str) -> dict[str, Any]:
+def _cluster(text: str) -> tuple[dict[str, list[str]], str, str]:
+    """Pool → its hosts' names, by the pools' numbers and without empty ones; this host's pool and name."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise TopologyError(f"{name}: is not JSON ({error}); got {text[:60]!r}") from None
-    if not isinstance(found, dict):
-        raise TopologyError(f"{name}: must be an object (got {text[:60]!r})")
-    return found
-
-
-def _pools(spec: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Pool → its hosts' names, in the order of the pools' numbers; pools without replicas are left out."""
-    cluster = spec.get("cluster")
-    if not isinstance(cluster, dict) or not cluster:
-        raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'cluster' with the worker pools")
-    for pool in cluster:
-        if not _POOL.fullmatch(str(pool)):
-            raise TopologyError(
-                f"{CLUSTER_VARIABLE}: {pool!r} in 'cluster' is no worker pool (workerpool0, …)"
-            )
-    ordered = sorted(cluster, key=lambda pool: int(pool.removeprefix("workerpool")))
-    pools = {
-        pool: [_host(pool, address) for address in cluster[pool]]
-        for pool in ordered
-        if cluster[pool]
-    }
-    hosts = [host for members in pools.values() for host in members]
-    twice = next((host for host in hosts if hosts.count(host) > 1), None)
-    if twice:
-        raise TopologyError(f"{CLUSTER_VARIABLE}: lists the host {twice} twice")
-    return pools
-
-
-def _host(pool: str, address: Any) -> str:
-    name, _, port = str(address).rpartition(":")
-    host = name if port.isdigit() else str(address)
-    if not isinstance(address, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host):
-        raise TopologyError(f"{CLUSTER_VARIABLE}: {pool} lists {address!r}, which is no host:port")
-    return host
-
-
-def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str, str]:
-    task = spec.get("task")
-    if not isinstance(task, dict):
-        raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'task', so this host has no name")
-    pool, index = str(task.get("type")), task.get("index")
-    if pool not in pools:
+        spec = json.loads(text)
+        listed = {int(pool.removeprefix("workerpool")): pool for pool in spec["cluster"]}
+        pools = {
+            pool: [re.sub(r":\d+$", "", address) for address in spec["cluster"][pool]]
+            for _, pool in sorted(listed.items())
+            if spec["cluster"][pool]
+        }
+        pool, index = spec["task"]["type"], spec["task"]["index"]
+        return pools, pool, pools[pool][range(len(pools[pool]))[index]]
+    except (ValueError, TypeError, LookupError) as error:
+        why = f"{type(error).__name__}: {error}"
         raise TopologyError(
-            f"{CLUSTER_VARIABLE}: this host's pool, {pool!r}, has no replicas; found: {', '.join(pools)}"
-        )
-    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(pools[pool]):
-        raise TopologyError(
-            f"{CLUSTER_VARIABLE}: this host is number {index!r} of {pool}, which has replicas 0 to"
-            f" {len(pools[pool]) - 1}"
-        )
-    return pool, pools[pool][index]
-
-
-def _machines(
-    variables: Mapping[str, str], pools: Mapping[str, list[str]]
-) -> dict[str, dict[str, Any]]:
-    """Pool → group, type and number of GPUs, as the launcher sets them; empty if it sets none."""
-    if not (text := variables.get(POOLS_VARIABLE)):
-        return {}
-    told = _parsed(POOLS_VARIABLE, text)
-    for pool in pools:
-        if not isinstance(told.get(pool), dict):
-            raise TopologyError(
-                f"{POOLS_VARIABLE}: does not describe {pool} of {CLUSTER_VARIABLE}; submit the job again"
-            )
-    return {pool: told[pool] for pool in pools}
+            f"{CLUSTER_VARIABLE}: names no hosts in the documented form ({why}); got {text[:200]!r}"
+        ) from None
 
 
 def resource() -> Mapping[str, Any] | None:
@@ -228,16 +174,13 @@ def gcs_folder(uri: str) -> Path:
 
 def ends_job() -> bool:
     """Whether this is the first replica of the first pool, with which the job ends."""
-    pools = _pools(_parsed(CLUSTER_VARIABLE, os.environ[CLUSTER_VARIABLE]))
-    return _replica() == f"{next(iter(pools))}-0"
+    return _replica() == f"{next(iter(_cluster(os.environ[CLUSTER_VARIABLE])[0]))}-0"
 
 
 def _replica() -> str:
     """This host as the service's console names it: `workerpool0-0`."""
     try:
-        spec = _parsed(CLUSTER_VARIABLE, os.environ.get(CLUSTER_VARIABLE) or "{}")
-        pools = _pools(spec)
-        pool, host = _task(spec, pools)
+        pools, pool, host = _cluster(os.environ.get(CLUSTER_VARIABLE, ""))
     except TopologyError:
         return "unknown"
     return f"{pool}-{pools[pool].index(host)}"
