@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote
 
 from tests.fakes.answers import Answer, answering
 
@@ -52,14 +52,24 @@ def serve_cloud_storage(bucket: str) -> None:
 
     def locked(answer: Callable[[Any], None]) -> Callable[[Any], None]:
         def one(handler: Any) -> None:
+            path = unquote(handler.path)
+            if path.startswith(f"/{bucket}/"):  # the XML API, which obstore speaks
+                name = quote(path.removeprefix(f"/{bucket}/"), safe="")
+                handler.path = f"/download/storage/v1/b/{bucket}/o/{name}?alt=media"
             with one_at_a_time:
                 answer(handler)
 
         return one
 
-    handler = emulator.RequestHandler
-    for name in [name for name in vars(handler) if name.startswith("do_")]:
-        setattr(handler, name, locked(vars(handler)[name]))
+    class Dated(emulator.RequestHandler):
+        def end_headers(self) -> None:
+            self.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+            self.send_header("ETag", '"0"')
+            super().end_headers()
+
+    handler = emulator.RequestHandler = Dated
+    for name in [name for name in dir(handler) if name.startswith("do_")]:
+        setattr(handler, name, locked(getattr(handler, name)))
     emulator.server.HTTPServer = Threaded
     emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=bucket).run()
 

@@ -2,185 +2,182 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from stoker.data import read_images
 from stoker.protocol import BadRecord
-from stoker.read import far_files
-from stoker.read.far_files import AHEAD_BYTES, READS, Credentials, FarFiles, Objects, objects_of
+from stoker.read.far_files import AHEAD_BYTES, MOST_FAILURES, READS, FarFiles, store_of
 
 pytestmark = pytest.mark.unit
 
 WAIT_S = 30.0
-KNOWN = Credentials("AKIDEXAMPLE", "secret/+=", None)
 
 
-@contextmanager
-def store(answer: Any) -> Iterator[str]:
-    """A server that answers a GET by `answer(handler, key)`; its address."""
+class Bucket(BaseHTTPRequestHandler):
+    """Every object holds its own key; `answer(self, key)` of a subclass may answer otherwise."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"
+    answer: Callable[[Any, str], bool]
 
-        def do_GET(self) -> None:
-            answer(self, self.path.removeprefix("/bucket/"))
+    def do_GET(self) -> None:
+        key = unquote(self.path).removeprefix("/bucket/")
+        if not self.answer(key):
+            self.send(key.encode())
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+    do_HEAD = do_GET  # noqa: N815
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/bucket"
-    finally:
+    @property
+    def by_pyarrow(self) -> bool:
+        return "aws-sdk-cpp" in self.headers["User-Agent"]
+
+    def send(self, content: bytes, status: int = 200, length: int | None = -1) -> bool:
+        self.send_response(status)
+        for name, value in (("ETag", '"0"'), ("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")):
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(len(content) if length < 0 else length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        self.close_connection = length is None or length > len(content)
+        return True
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+Serve = Callable[[Callable[[Any, str], bool]], None]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Start a bucket that answers as told; the environment names it."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[Any, str], bool]) -> None:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Bucket,), {"answer": answer}))
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "known")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield start
+    for server in servers:
         server.shutdown()
         server.server_close()
 
 
-def send(handler: Any, content: bytes, status: int = 200, length: int | None = -1) -> None:
-    handler.send_response(status)
-    if length is not None:
-        handler.send_header("Content-Length", str(len(content) if length < 0 else length))
-    handler.end_headers()
-    handler.wfile.write(content)
-    handler.close_connection = length is None or length > len(content)
+KEYS = ["a/b.jpg", "a b+c&d=e/ä~(1)'.jpg", "100%.jpg", "a%20b.jpg", "..a/.b.jpg"]
 
 
-@pytest.mark.parametrize("key", ["a/b.jpg", "a b+c&d=e/ä~(1)'.jpg", "//x", "100%.jpg"])
-@pytest.mark.parametrize("token", [None, "session/token=="])
-@pytest.mark.parametrize(
-    "host", ["https://bucket.s3.eu-west-1.amazonaws.com", "http://127.0.0.1:9000/bucket"]
-)
-def test_requests_are_signed_as_by_aws_own_client(key: str, token: str | None, host: str) -> None:
-    from botocore.auth import S3SigV4Auth
-    from botocore.awsrequest import AWSRequest
-    from botocore.credentials import Credentials as Theirs
-
-    known = Credentials("AKIDEXAMPLE", "secret/+=", token)
-    objects = Objects(host, "eu-west-1", lambda: known)
-    headers = objects.signed(target := objects.target(key))
-    request = AWSRequest("GET", host.removesuffix("/bucket") + target)
-    request.context |= {"payload_signing_enabled": False, "timestamp": headers["x-amz-date"]}
-    theirs = S3SigV4Auth(Theirs(*known), "s3", "eu-west-1")
-    request.headers["X-Amz-Date"] = headers["x-amz-date"]
-    request.headers["X-Amz-Content-SHA256"] = headers["x-amz-content-sha256"]
-    if token:
-        request.headers["X-Amz-Security-Token"] = token
-    text = theirs.string_to_sign(request, theirs.canonical_request(request))
-    assert headers["authorization"].endswith(f"Signature={theirs.signature(text, request)}")
+def test_each_key_gives_its_own_object(serve: Serve) -> None:
+    serve(lambda request, key: False)
+    files = FarFiles("s3://bucket")
+    assert list(files.read(KEYS)) == [key.encode() for key in KEYS]
+    unreadable = ["x//y.jpg", "./a.jpg", "b/../a.jpg"]
+    assert [type(content) for content in files.read(unreadable)] == [BadRecord] * 3
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "spoilt",
     [
-        lambda handler: send(handler, b"half", length=8),
-        lambda handler: send(handler, b"perhaps half", length=None),
-        lambda handler: send(handler, b"<Error/>", status=503),
-        lambda handler: send(handler, b"<Error/>", status=404),
-        lambda handler: send(handler, b"<Error/>", status=301),
-        lambda handler: send(handler, b"part", status=206),
-        lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
+        lambda request: request.send(b"half", length=8),
+        lambda request: request.send(b"perhaps half", length=None),
+        lambda request: request.send(b"<Error/>", status=503),
+        lambda request: request.send(b"<Error/>", status=404),
+        lambda request: request.send(b"<Error/>", status=301),
+        lambda request: request.connection.shutdown(socket.SHUT_RDWR) or True,
     ],
 )
-def test_anything_but_a_whole_object_is_left_to_pyarrow(answer: Any) -> None:
-    def by_key(handler: Any, key: str) -> None:
-        send(handler, b"whole") if key == "right" else answer(handler)
+def test_only_whole_objects_are_used(spoilt: Callable[[Any], bool], serve: Serve) -> None:
+    """obstore gets a spoilt answer to its first or to every request; pyarrow a right one."""
+    asked: Counter[str] = Counter()
 
-    with store(by_key) as address:
-        objects = Objects(address, "us-east-1", lambda: KNOWN)
-        assert objects.read("right") == b"whole"
-        assert objects.read("wrong") is None
-        assert objects.read("right") == b"whole"
+    def answer(request: Any, key: str) -> bool:
+        asked[key] += 1
+        right = request.by_pyarrow or key == "right" or (key == "once" and asked[key] > 1)
+        return False if right else spoilt(request)
 
-
-def test_a_connection_that_was_idle_too_long_is_opened_again() -> None:
-    asked: list[str] = []
-
-    def once_per_connection(handler: Any, key: str) -> None:
-        asked.append(key)
-        send(handler, key.encode())
-        handler.close_connection = True  # without saying so
-
-    with store(once_per_connection) as address:
-        objects = Objects(address, "us-east-1", lambda: KNOWN)
-        assert [objects.read(str(n)) for n in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
-    assert asked == ["0", "1", "2", "3", "4"]
+    serve(answer)
+    keys = ["right", "once", "always", "right"]
+    assert list(FarFiles("s3://bucket").read(keys)) == [key.encode() for key in keys]
 
 
-def test_a_way_that_never_does_is_given_up_for_a_while_and_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_requests_that_are_always_refused_are_given_up_and_said_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[str] = []
+    refused: list[str] = []
 
-    def refuse(handler: Any, key: str) -> None:
-        asked.append(key)
-        send(handler, b"<Error/>", status=403)
+    def answer(request: Any, key: str) -> bool:
+        if request.by_pyarrow:
+            return False
+        refused.append(key)
+        return bool(request.send(b"<Error/>", status=403))
 
-    with store(refuse) as address:
-        objects = Objects(address, "us-east-1", lambda: KNOWN)
-        assert [objects.read("key") for _ in range(50)] == [None] * 50
-        assert len(asked) == far_files.MOST_FAILURES
-        monkeypatch.setattr(far_files.time, "monotonic", lambda: float("inf"))
-        assert objects.read("key") is None and len(asked) == far_files.MOST_FAILURES + 1
-    [line] = caplog.messages
-    assert address in line and "403" in line
-
-
-def test_refusals_for_a_moment_never_end_the_short_way() -> None:
-    left = 3 * far_files.MOST_FAILURES
-
-    def throttle(handler: Any, key: str) -> None:
-        nonlocal left
-        left -= 1
-        send(handler, b"<Error/>", 503) if left >= 0 else send(handler, b"whole")
-
-    with store(throttle) as address:
-        objects = Objects(address, "us-east-1", lambda: KNOWN)
-        assert all(objects.read("key") is None for _ in range(left))
-        assert objects.read("key") == b"whole"
+    serve(answer)
+    keys = [str(number) for number in range(200)]
+    files = FarFiles("s3://bucket")
+    assert list(files.read(keys)) == [key.encode() for key in keys]
+    assert len(refused) <= MOST_FAILURES + READS
+    [line] = [line for line in caplog.messages if "two requests" in line]
+    assert "s3://bucket" in line and "403" in line
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"AWS_REGION": "eu-west-1"}, "bucket.s3.eu-west-1.amazonaws.com"),
-        ({"AWS_REGION": "cn-north-1"}, "bucket.s3.cn-north-1.amazonaws.com.cn"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}, "127.0.0.1:9000"),
-        ({"AWS_REGION": "us-iso-east-1"}, None),
-        ({"AWS_REGION": "eu-west-1", "HTTPS_PROXY": "http://proxy:3128"}, None),
-        ({"AWS_REGION": "eu-west-1", "AWS_ACCESS_KEY_ID": ""}, None),
-    ],
-)
-def test_where_a_bucket_is(
-    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_credentials_of_a_hosts_role_are_used(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (
-        "AWS_REGION",
-        "AWS_DEFAULT_REGION",
-        "AWS_PROFILE",
-        "HTTP_PROXY",
-        "HTTPS_PROXY",
-        "https_proxy",
-    ):
+    seen: list[tuple[str, str]] = []
+
+    def answer(request: Any, key: str) -> bool:
+        if key == "/role":
+            expires = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+            names = ("AccessKeyId", "SecretAccessKey", "Token")
+            role = dict.fromkeys(names, "of-the-role") | {"Expiration": expires}
+            return bool(request.send(json.dumps(role).encode()))
+        headers = request.headers
+        seen.append((headers["Authorization"], headers["X-Amz-Security-Token"]))
+        return False
+
+    serve(answer)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
-    nowhere = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), "/dev/null")
-    keys = {
-        "AWS_ACCESS_KEY_ID": "id",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    for name, value in (nowhere | keys | variables).items():
-        monkeypatch.setenv(name, value)
-    found = objects_of("bucket")
-    assert (found.signed("/")["host"] if found else None) == expected
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    endpoint = store_of("s3://bucket").config["endpoint"]
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{endpoint}/role")
+    assert list(FarFiles("s3://bucket").read(["a"])) == [b"a"]
+    [(authorization, token)] = seen
+    assert "Credential=of-the-role/" in authorization and token == "of-the-role"
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        ("eu-west-1", ("eu-west-1", None)),
+        ("cn-north-1", ("cn-north-1", "https://s3.cn-north-1.amazonaws.com.cn")),
+    ],
+)
+def test_a_bucket_is_asked_for_in_its_region(
+    region: str, expected: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_REGION", region)
+    config = store_of("s3://bucket").config
+    assert (config["region"], config.get("endpoint")) == expected
 
 
 class Files(FarFiles):
@@ -278,8 +275,9 @@ def test_images_far_away_are_those_of_local_files(
     assert far == near
 
 
-def test_what_botocore_refuses_is_left_to_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_is_not_there_is_left_to_pyarrow(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(lambda request, key: not request.by_pyarrow and bool(request.send(b"wrong")))
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    monkeypatch.delenv("AWS_REGION", raising=False)
-    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
-    assert FarFiles("s3://bucket/data")._objects is None
+    assert list(FarFiles("s3://bucket").read(["a"])) == [b"a"]

@@ -146,12 +146,11 @@ class Shards:
 
 @pytest.mark.parametrize("prepared", ["bucket/a.tar", "bucket/b.tar", ""])
 def test_a_shard_that_is_prepared_is_fetched_once_and_another_is_let_go(
-    prepared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: str, tmp_path: Path
 ) -> None:
     shards = Shards(tmp_path)
-    monkeypatch.setattr(webdataset, "filesystem_of_files", lambda files: shards)
     files = [fs.FileInfo(f"bucket/{name}", fs.FileType.File, size=1) for name in ("a.tar", "b.tar")]
-    source = webdataset.WebDatasetSource(files)
+    source = webdataset.WebDatasetSource(files, shards)
     if prepared:
         source.prepare(Shard(prepared))
     texts = [record["text"].strip() for record in source.read(Shard("bucket/a.tar"), None)]

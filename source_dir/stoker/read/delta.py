@@ -65,7 +65,7 @@ def open_delta(
         constants[_path_of(fragment.path, root)] = {name: keys[name] for name in partitions}
     files = filesystem.get_file_info(sorted(constants))
     types = {field.name: field.type for field in dataset.schema}
-    return DeltaSource(files, columns, filters, constants, nulls, types)
+    return DeltaSource(files, filesystem, columns, filters, constants, nulls, types)
 
 
 def _fragments(dataset: Any, partitions: list[str], filters: Filters | None) -> list[Any]:

@@ -27,7 +27,7 @@ from stoker.read.arrow import (
 from stoker.read.folders import PARQUET_SUFFIXES, is_delta_table, partitions_of, split_files
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.sources import Source, StreamedSource, permuted
-from stoker.storage.filesystems import common_folder, filesystem_of_files
+from stoker.storage.filesystems import common_folder, filesystem_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -192,6 +192,7 @@ class ParquetSource(StreamedSource):
     def __init__(
         self,
         files: list[Any],
+        filesystem: Any,
         columns: list[str] | None = None,
         filters: Filters | None = None,
         constants: dict[str, dict[str, Any]] | None = None,
@@ -203,7 +204,7 @@ class ParquetSource(StreamedSource):
         self.constants, self.nulls, self.types = constants or {}, nulls or {}, types or {}
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
-        self.filesystem = filesystem_of_files(files)
+        self.filesystem = filesystem
         self.footers: list[Footer] = []
 
     def check(self) -> None:
@@ -480,4 +481,5 @@ def read_parquet(
     if not files:
         return None
     constants, types = partitions_of(root, files)
-    return ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)
+    own = filesystem_of(root)[0]
+    return ParquetSource(files, own, columns, filters, constants, nulls, types).noting(*notes)

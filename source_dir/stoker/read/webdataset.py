@@ -31,7 +31,7 @@ from stoker.read.members import (
 )
 from stoker.read.sources import Source, StreamedSource, permuted
 from stoker.read.tar import CHUNKS_PREPARED, Ahead, members, streamed
-from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
+from stoker.storage.filesystems import common_folder, filesystem_of, is_local
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +56,7 @@ class WebDatasetSource(StreamedSource):
     def __init__(
         self,
         files: list[Any],
+        filesystem: Any,
         columns: list[str] | None = None,
         strict: bool = False,
         label: str | None = None,
@@ -70,7 +71,7 @@ class WebDatasetSource(StreamedSource):
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
         self.times = [f.mtime_ns for f in files]
-        self.filesystem = filesystem_of_files(files)
+        self.filesystem = filesystem
         self.rows: list[int | None] = [None for _ in files]
         self.far = not is_local(files[0].path)
         self._prepared: tuple[str, Ahead] | None = None
@@ -310,4 +311,4 @@ def read_webdataset(
     files, notes = split_files(root, split, TAR_SUFFIXES, ignore)
     if not files:
         return None
-    return WebDatasetSource(files, columns, strict, label).noting(*notes)
+    return WebDatasetSource(files, filesystem_of(root)[0], columns, strict, label).noting(*notes)

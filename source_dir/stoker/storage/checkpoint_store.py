@@ -134,11 +134,10 @@ class CopyStore:
         )
 
     def names(self) -> list[str]:
-        from pyarrow import fs
+        from stoker.storage.filesystems import entries
 
-        selector = fs.FileSelector(self.path, allow_not_found=True)
-        found = self.filesystem.get_file_info(selector)
-        return newest_first(info.base_name for info in found if info.type == fs.FileType.Directory)
+        found = entries(self.filesystem, self.path)
+        return newest_first(info.base_name for info in found if not info.is_file)
 
     def content(self, file: str) -> bytes:
         with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
@@ -168,7 +167,8 @@ class CopyStore:
         with contextlib.suppress(OSError):
             self.remove(name)
         folder = f"{self.path}/{name}"
-        self.filesystem.create_dir(folder, recursive=True)
+        if "://" not in self.where:
+            self.filesystem.create_dir(folder, recursive=True)
         for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
             if not (
                 draft / info.base_name

@@ -1,4 +1,7 @@
-"""Every host: pyarrow filesystems for paths and URIs, with more retries than pyarrow's default."""
+"""Every host: pyarrow filesystems for paths and URIs, with more retries than pyarrow's default.
+
+Paths in a store begin with their bucket, or their container.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +25,7 @@ from stoker.place import LAUNCH_DIR_VARIABLE, SOURCE_DIR_VARIABLE
 S3_ATTEMPTS = 10
 S3_CONNECT_S, S3_REQUEST_S = 5, 30
 """Limits of one request. Slow stores take longer for a listing than pyarrow's 3 s."""
+GCS_RETRY_S = 30
 SLOW_LISTING_S = 10
 LISTS = 16
 """Requests in flight while a bucket is listed."""
@@ -69,7 +74,7 @@ _HIDDEN = re.compile(
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """(pyarrow filesystem, path in it) of a local path, `file://`, `s3://` or `gs://` URI.
+    """(pyarrow filesystem, path in it) of a local path, `file://`, `s3://`, `gs://` or `az://` URI.
 
     S3 requests are tried up to 10 times, within 25 s. pyarrow's default of 3 attempts fails when half of the
     answers are errors. So does its standard strategy with any number of attempts, after about 100 errors: a
@@ -92,10 +97,50 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
         options |= {"connect_timeout": S3_CONNECT_S, "request_timeout": S3_REQUEST_S}
         return fs.S3FileSystem(retry_strategy=retry, **options), rest.rstrip("/")
     if scheme == "gs":
-        from stoker.storage.google import google_filesystem
+        options = {}
+        if emulator := gcs_emulator():
+            options["scheme"], _, options["endpoint_override"] = emulator.partition("://")
+            options["anonymous"] = True
+        limit = timedelta(seconds=GCS_RETRY_S)
+        return fs.GcsFileSystem(retry_time_limit=limit, **options), rest.rstrip("/")
+    if scheme == "az":
+        return _azure(uri), rest.rstrip("/")
+    raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path, s3://, gs:// or az://")
 
-        return google_filesystem(), uri.rstrip("/")
-    raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path, s3:// or gs://")
+
+def _azure(uri: str) -> Any:
+    """Azure Blob Storage, by the variables of obstore and Azure's own tools."""
+    from pyarrow import fs
+
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if not account:
+        raise UsageError(
+            f"{uri}: set AZURE_STORAGE_ACCOUNT_NAME to the container's storage account"
+        )
+    if not hasattr(fs, "AzureFileSystem"):
+        raise UsageError(f"{uri}: this pyarrow has no Azure file system; pip install -U pyarrow")
+    options: dict[str, Any] = {}
+    if endpoint := azure_endpoint():
+        scheme, _, authority = endpoint.removesuffix(f"/{account}").partition("://")
+        for service in ("blob", "dfs"):
+            options[f"{service}_storage_scheme"] = scheme
+            options[f"{service}_storage_authority"] = authority
+    if key := os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"):
+        options["account_key"] = key
+    elif token := os.environ.get("AZURE_STORAGE_SAS_TOKEN"):
+        options["sas_token"] = token
+    return fs.AzureFileSystem(account, **options)
+
+
+def azure_endpoint() -> str | None:
+    """A server that stands in for Azure's: `http://127.0.0.1:10000/ACCOUNT`, as Azurite's."""
+    return os.environ.get("AZURE_STORAGE_ENDPOINT")
+
+
+def gcs_emulator() -> str | None:
+    """A server that stands in for Cloud Storage, as Google's own clients find it."""
+    address = os.environ.get("STORAGE_EMULATOR_HOST")
+    return address if not address or "://" in address else f"http://{address}"
 
 
 def endpoint_of_s3() -> str | None:
@@ -237,13 +282,32 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
             lambda: (
                 _below_in_parts(filesystem, folder)
                 if recursive and isinstance(filesystem, fs.S3FileSystem)
-                else filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+                else entries(filesystem, folder, recursive)
             ),
         )
     except OSError as error:
         text = error.strerror or " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
     return found
+
+
+def entries(filesystem: Any, folder: str, recursive: bool = False) -> list[Any]:
+    """What is in a folder of a store. One of Cloud Storage exists while objects begin with its name, which
+    pyarrow does not list."""
+    from pyarrow import fs
+
+    flat = isinstance(filesystem, fs.GcsFileSystem)
+    selector = fs.FileSelector(folder, recursive=recursive or flat, allow_not_found=True)
+    found: list[Any] = filesystem.get_file_info(selector)
+    if not flat:
+        return found
+    files = [info for info in found if info.is_file]
+    folders = {info.path for info in found} - {info.path for info in files}
+    for path in [info.path for info in found]:
+        while len(path := path.rpartition("/")[0]) > len(folder) and path not in folders:
+            folders.add(path)
+    found = [fs.FileInfo(path, type=fs.FileType.Directory) for path in folders] + files
+    return [info for info in found if recursive or info.path.rpartition("/")[0] == folder]
 
 
 _listings: ContextVar[dict[tuple[str, str], Any] | None] = ContextVar("listings", default=None)
@@ -311,22 +375,15 @@ def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
     return listed(folder)
 
 
-def filesystem_of_files(files: list[Any]) -> Any:
-    """The filesystem of files listed by `list_files`; S3 paths have no leading slash."""
-    first = files[0].path
-    return filesystem_of(first if is_local(first) or "://" in first else f"s3://{first}")[0]
-
-
 def is_local(path: str) -> bool:
+    """Whether a path of a file system is one of this machine; those of stores begin with a bucket."""
     return path.startswith("/")
 
 
 def common_folder(files: list[Any]) -> str:
     """The deepest folder above all files, with a slash; paths below it are unique."""
-    first: str = files[0].path
-    start = first[: first.find("://") + 3] if "://" in first else ""
-    folders: list[str] = [f.path.removeprefix(start).rpartition("/")[0] for f in files]
-    return start + os.path.commonpath(folders).rstrip("/") + "/"
+    folders: list[str] = [f.path.rpartition("/")[0] for f in files]
+    return os.path.commonpath(folders).rstrip("/") + "/"
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:

@@ -132,7 +132,7 @@ def reported_cause(base: str) -> str:
         filesystem, folder = filesystem_of(f"{base}/{FAILURES}")
         found = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
         names = sorted((info.base_name for info in found), reverse=True)
-        texts = [read(f"{folder}/{name}") for name in names[:8]]
+        texts = [read(f"{base}/{FAILURES}/{name}") for name in names[:8]]
     except OSError:
         return ""
     own = [text for text in texts if not text.startswith("the head")]
