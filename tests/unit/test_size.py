@@ -12,28 +12,21 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
-from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
-from stoker.events.summary import read_summary
+from stoker.events.summary import Summary, read_summary
 from stoker.hosts.run_lock import PROCESS_FILE
 from stoker_launcher.advise.advice import Advice, Candidate, Measured, Wanted, advise, table_name
-from stoker_launcher.advise.sizing import job_samples
 from stoker_launcher.command_line import app
 
-BLURS = [
-    {"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)
-]
 POST = Measured(
     cpu_s=0.105,
-    cpu_spread=0.06,
     bytes_per_sample=150_528,
-    receive_s=0.00002,
-    other_s=0.0003,
-    serial_s=0.0001,
-    receive_spread=0.5,
     gpu_samples_per_s={"A10G": 78.0},
-    stages=[{"stage": "RandomImage", "cpu_ms_per_sample": 1.0, "bytes_out": 150_528}, *BLURS],
+    stages=[
+        {"stage": "read", "cpu_ms_per_sample": 1.0},
+        {"stage": "blur", "cpu_ms_per_sample": 104},
+    ],
     samples=1_000_000,
 )
 """Ten torchvision blurs at about 0.1 s per image, and a ViT whose GPU trains 2.05 times what 4 vCPUs feed
@@ -49,77 +42,49 @@ def named(advice: Advice, hosts: str) -> Candidate:
     return next(one for one in advice.table if one.hosts == hosts)
 
 
-class TestSyntheticVit:
+def test_the_published_job_gains_by_cpu_hosts_and_smaller_ones_are_the_better_buy() -> None:
     advice = advise(POST, ITS_HOSTS, price_list())
-    composed = advise(replace(POST, cpu_s=POST.cpu_s / 30), ITS_HOSTS, price_list())
+    alone, best = named(advice, "1 × ml.g5.xlarge"), advice.best
+    theirs = named(advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
+    assert alone.binds in ("cpu", "gpu_host_cpu") and theirs.binds == "gpu"
+    assert theirs.samples_per_s > 2 * alone.samples_per_s
+    saved = 1 - theirs.usd_per_million_samples / alone.usd_per_million_samples
+    assert saved > 0.23, "what they found"
+    assert best is not None and best.cpu_hosts and best.cpu_type != "ml.c5.4xlarge"
+    assert best.samples_per_s == theirs.samples_per_s == 78
+    assert best.usd_per_million_samples < 0.82 * theirs.usd_per_million_samples
+    assert alone.low == pytest.approx(alone.samples_per_s / 1.1), "each figure says how sure it is"
+    assert alone.usd == pytest.approx(alone.usd_per_million_samples)
+    assert advice.notes[0].startswith("estimated, prices of 2026-11")
+    half = advise(POST, replace(ITS_HOSTS, speed=0.5), price_list())
+    slower = named(half, "1 × ml.g5.xlarge").samples_per_s
+    assert slower == pytest.approx(alone.samples_per_s / 2), "a vCPU slower than a core here"
 
-    def test_offloading_pays_as_they_found(self) -> None:
-        alone = named(self.advice, "1 × ml.g5.xlarge")
-        theirs = named(self.advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
-        assert alone.binds == "cpu" or alone.binds == "gpu_host_cpu"
-        assert theirs.samples_per_s > 2 * alone.samples_per_s
-        assert theirs.usd_per_million_samples < 0.77 * alone.usd_per_million_samples, (
-            "at least their 23 %"
-        )
-        assert theirs.binds == "gpu", "its 16 vCPUs are more than needed"
 
-    def test_a_smaller_cpu_host_is_the_better_buy(self) -> None:
-        best = self.advice.best
-        assert best is not None and best.cpu_hosts and best.cpu_type != "ml.c5.4xlarge"
-        theirs = named(self.advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
-        assert best.samples_per_s == theirs.samples_per_s == 78
-        assert best.usd_per_million_samples < 0.82 * theirs.usd_per_million_samples
-        (now,) = [line for line in self.advice.lines if line.startswith("configured now")]
-        assert "larger or more than needed" in now
-
-    def test_and_a_faster_chain_a_better_one_still(self) -> None:
-        dear = [
-            {"stage": "read", "cpu_ms_per_sample": 1.0},
-            {"stage": "blur", "cpu_ms_per_sample": 3.0},
+@pytest.mark.parametrize(
+    ("change", "hosts", "first", "last"),
+    [
+        ({}, {}, ": 55 % less than 1 × ml.g5.xlarge alone and 2.9 times", "blur takes 99 % of"),
+        ({"cpu_s": 0.0035}, {}, "no CPU hosts: limited by the GPU; the best with them, 1 × ", ""),
+        ({"cpu_s": 0.098}, {}, "a bigger GPU host instead of CPU hosts; the best with them, ", ""),
+        ({}, {"max_cpu_hosts": 0}, "no CPU hosts were considered; limited by the CPUs", ""),
+        ({"gpu_samples_per_s": {}}, {}, "no recommendation: how fast a GPU trains this model", ""),
+        ({}, {"configured": ("ml.g5.xlarge", None, 0)}, "", "blur takes"),
+    ],
+)
+def test_what_the_recommendation_says(
+    change: dict[str, Any], hosts: dict[str, Any], first: str, last: str
+) -> None:
+    advice = advise(replace(POST, **change), replace(ITS_HOSTS, **hosts), price_list())
+    assert first in advice.lines[0] and last in advice.lines[-1]
+    told = [line for line in advice.lines if line.startswith("configured now")]
+    known = advice.best is not None and hosts.get("max_cpu_hosts") != 0
+    assert len(told) == known and (not told or "% more expensive per sample" in told[0])
+    if advice.best is None:
+        rates = [
+            row.samples_per_s for row in advice.table if row.cpu_type in (None, "ml.c5.xlarge")
         ]
-        advice = advise(replace(POST, stages=dear), ITS_HOSTS, price_list())
-        assert advice.lines[-1] == "blur takes 75 % of the chain, 3.0 ms per sample"
-        best = self.composed.best
-        assert best is not None and best.hosts == "1 × ml.g5.xlarge"
-        assert self.composed.lines[0].endswith("costs 14 % more per sample")
-        assert self.advice.best is not None
-        assert best.usd_per_million_samples < 0.8 * self.advice.best.usd_per_million_samples
-
-    def test_a_bigger_gpu_host_is_weighed_against_cpu_hosts(self) -> None:
-        advice = advise(replace(POST, cpu_s=0.098), ITS_HOSTS, price_list())
-        assert advice.best is not None and advice.best.hosts == "1 × ml.g5.2xlarge"
-        assert "a bigger GPU host instead of CPU hosts; the best with them, 1 × " in advice.lines[0]
-
-    def test_every_figure_says_how_sure_it_is_and_of_when_its_price_is(self) -> None:
-        alone = named(self.advice, "1 × ml.g5.xlarge")
-        assert alone.low == pytest.approx(alone.samples_per_s / 1.06)
-        assert alone.high == pytest.approx(alone.samples_per_s * 1.06)
-        assert alone.usd == pytest.approx(alone.usd_per_million_samples)
-        assert self.advice.notes[0].startswith("estimated, prices of 2026-11")
-
-    def test_a_figure_that_may_be_off_by_all_of_itself_still_has_two_ends(self) -> None:
-        vague = replace(POST, cpu_spread=1.5, receive_spread=2.0, gpu_spread=3.0)
-        advice = advise(vague, ITS_HOSTS, price_list())
-        assert all(0 < one.low < one.samples_per_s < one.high < math.inf for one in advice.table)
-
-    def test_a_vcpu_slower_than_a_core_here_needs_more_of_them(self) -> None:
-        half = advise(POST, replace(ITS_HOSTS, speed=0.5), price_list())
-        assert named(half, "1 × ml.g5.xlarge").samples_per_s == pytest.approx(
-            named(self.advice, "1 × ml.g5.xlarge").samples_per_s / 2
-        )
-
-
-def test_hosts_that_are_as_cheap_and_as_fast_are_not_called_dearer() -> None:
-    alone = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",), configured=("ml.g5.xlarge", None, 0))
-    known = dict(price_list().prices)
-    for factor, told in ((0.994, 0), (1.0, 0), (1.3, 1)):
-        known["ml.g5.xlarge"] = factor * known["ml.g5.2xlarge"]
-        # Slightly faster with the bigger host's CPUs, while the GPU is all but the limit.
-        measured = replace(POST, cpu_s=2.86 / 78)
-        advice = advise(measured, alone, replace(price_list(), prices=known))
-        lines = [line for line in advice.lines if line.startswith("configured now")]
-        assert len(lines) == told, advice.lines
-    assert "% more expensive per sample" in lines[0]
+        assert rates == sorted(rates) and len(rates) >= 4, "the capacity of the CPU side"
 
 
 @pytest.mark.parametrize(
@@ -131,21 +96,17 @@ def test_a_cost_that_is_alike_is_not_called_less_or_more(times: float, said: str
     hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",), max_cpu_hosts=1)
     measured, known = replace(POST, gpu_samples_per_s={"A10G": 1000.0}), price_list()
     table = advise(measured, hosts, known)
-    alone, both = (
-        named(table, "1 × ml.g5.xlarge"),
-        named(table, "1 × ml.g5.xlarge + 1 × ml.c5.xlarge"),
-    )
+    alone = named(table, "1 × ml.g5.xlarge")
+    both = named(table, "1 × ml.g5.xlarge + 1 × ml.c5.xlarge")
     price, gain = alone.usd_per_hour, both.samples_per_s / alone.samples_per_s
     own = dict.fromkeys(known.prices, 100.0) | {"ml.g5.xlarge": price}
     own["ml.c5.xlarge"] = price * gain * times - price
     assert said in advise(measured, hosts, replace(known, prices=own)).lines[0]
 
 
-def test_without_a_gpus_rate_capacities_and_no_recommendation() -> None:
-    advice = advise(replace(POST, gpu_samples_per_s={}), ITS_HOSTS, price_list())
-    assert advice.best is None and advice.lines[0].startswith("no recommendation")
-    rates = [one.samples_per_s for one in advice.table if one.cpu_type in (None, "ml.c5.xlarge")]
-    assert rates == sorted(rates) and len(rates) >= 4
+def test_a_rate_that_may_be_off_by_all_of_itself_still_has_two_ends() -> None:
+    advice = advise(replace(POST, gpu_spread=3.0), ITS_HOSTS, price_list())
+    assert all(0 < one.low < one.samples_per_s < one.high < math.inf for one in advice.table)
 
 
 JOB = """\
@@ -208,39 +169,32 @@ def test_a_vertex_job_is_told_that_the_table_is_of_sagemakers_machines(job: Path
         assert any("not those of vertex" in note for note in notes) == says
 
 
-def test_the_run_of_another_job_and_a_failed_run_are_named(job: Path) -> None:
-    run = job.parent / "run"
+@pytest.fixture
+def run(job: Path) -> tuple[Path, Summary]:
+    return job.parent / "run", read_summary(job.parent / "run" / "summary.json")
 
-    def notes(params: str) -> list[str]:
-        found = figures(job, f"params={params}")["notes"]
-        return [note for note in found if note.startswith("the run")]
 
-    text = (
-        "recipe: recipes.digits:Digits\nparams: {data: /there/rows, size: 64, token: (redacted)}\n"
-    )
-    recipe = json.loads(json.dumps(load(job).config.recipe))
-    (run / "config.yaml").write_text(text.replace("recipes.digits:Digits", recipe))
-    assert notes("{data: rows, size: 64, token: hf_abc}") == []
-    assert notes("{data: rows, size: 32, labels: [a, b]}") == [
-        'the run\'s job differs: params.labels is not set there, ["a", "b"] here',
-        "the run's job differs: params.size is 64 there, 32 here",
-        "the run's job differs: params.token is (redacted) there, not set here",
-    ]
-    same = "{lr: 0.001, flag: true, sizes: [1, 2], most: .inf, at: {x: 5.0}, text: '1e-3', day: 2024-01-01"
-    same += ", raw: !!binary /w==}"
-    (run / "config.yaml").write_text(f"recipe: {recipe}\nparams: {same}\n")
-    words = "lr=1e-3, flag=True, sizes=[1,2], most=.inf, at={x: 5}, text=1e-3, day=2024-01-01, raw=!!binary /w=="
-    found = figures(job, *(f"params.{word}" for word in words.split(", ")))
-    assert "differs" not in str(found["notes"]), "the same job in other words"
-    summary = read_summary(run / "summary.json")
+def test_notes_name_a_failed_run_a_cache_and_a_dataset_of_ray_data(
+    job: Path, run: tuple[Path, Summary]
+) -> None:
+    folder, summary = run
+
+    def notes() -> str:
+        summary.write(folder)
+        return "; ".join(figures(job)["notes"])
+
+    assert not any(text in notes() for text in ("the run failed", "data.cache", "Dataset"))
     summary.status, summary.error = "failed", "disk full"
-    summary.write(run)
-    (run / "config.yaml").unlink()
-    assert notes("{size: 32}") == ["the run failed: disk full"]
+    summary.cache = {"kind": "memory", "hosts": []}
+    plan = {"event": "attempt", "workers": 1, "start": {"plan": {"fingerprint": "MapDataset"}}}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(plan) + "\n")
+    told = notes()
+    assert "the run failed: disk full" in told and "the ray.data.Dataset's own operators" in told
+    assert "data.cache: the chain's cost is the mean of the run's" in told
     summary.status, summary.error = "running", None
-    summary.write(run)
-    (run / PROCESS_FILE).write_text("1")  # whose lock nobody holds
-    assert notes("{size: 32}") == ["the run failed: it ended without a result"], "it was killed"
+    (folder / PROCESS_FILE).write_text("1")  # whose lock nobody holds
+    assert "the run failed: it ended without a result" in notes(), "it was killed"
 
 
 def test_as_json_for_programs(job: Path) -> None:
@@ -293,11 +247,11 @@ def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said:
     ],
 )
 def test_a_rate_holds_for_the_runs_own_kind_of_gpu_alone(
-    job: Path, host: str | None, rated: list[str]
+    job: Path, run: tuple[Path, Summary], host: str | None, rated: list[str]
 ) -> None:
-    summary = read_summary(job.parent / "run" / "summary.json")
+    folder, summary = run
     summary.cluster.hosts[0].type = host
-    summary.write(job.parent / "run")
+    summary.write(folder)
     shown = size(job, "--json")
     told = json.loads(shown.stdout)
     assert list(told["measured"]["gpu_samples_per_s"]) == rated
@@ -345,39 +299,6 @@ def test_gpu_hosts_that_do_not_preprocess_get_cpu_hosts_that_feed_them_alone(job
     assert not any(one["cpu_hosts"] for one in alone["candidates"]), "they would be idle"
 
 
-@pytest.mark.parametrize(
-    ("epochs", "hit_pct", "says"),
-    [
-        (
-            4,
-            98.0,
-            "mean of 1 epoch of the run, of which the first fills the cache (98 % of the last",
-        ),
-        (4, None, "(0 % of the last whole one's records came from it)"),
-        (4, None, "in the 4 epochs of the job, a sample costs less CPU time than counted here"),
-        (1, 0.0, "in the 1 epoch of the job, a sample costs as counted here"),
-    ],
-)
-def test_a_run_with_a_cache_says_what_its_cost_is_the_mean_of(
-    job: Path, epochs: int, hit_pct: float | None, says: str
-) -> None:
-    def notes() -> list[str]:
-        found = figures(job, f"train.epochs={epochs}")["notes"]
-        return [note for note in found if note.startswith("data.cache: ")]
-
-    summary = read_summary(job.parent / "run" / "summary.json")
-    assert notes() == []
-    if hit_pct is None:  # a short run in its first epoch
-        summary.chain.insert(
-            2, {"stage": "keep", "cpu_ms_per_sample": 0.1, "bytes_out": 0, "random": True}
-        )
-    else:
-        summary.cache = {"kind": "memory", "hosts": [], "hit_pct": hit_pct}
-    summary.write(job.parent / "run")
-    (note,) = notes()
-    assert says in note
-
-
 OWN = "{name: g, type: ml.p4d.24xlarge, count: 4}, {name: c, type: ml.m5.4xlarge, count: 3}"
 
 
@@ -401,12 +322,6 @@ def test_a_configured_type_that_the_table_lacks_is_refused_unless_others_are_nam
     )
 
 
-def test_a_job_that_gets_no_cpu_hosts_is_not_advised_to_have_one() -> None:
-    advice = advise(POST, replace(ITS_HOSTS, max_cpu_hosts=0), price_list())
-    assert {one.cpu_hosts for one in advice.table} == {0}
-    assert advice.lines[0].endswith("no CPU hosts were considered; limited by the CPUs")
-
-
 def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
     short = record(job.parent / "short", 4)
     for earlier in (0, 200):
@@ -417,24 +332,26 @@ def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
         assert "too short to judge (4 steps; at least 10 are needed)" in str(shown.exception)
 
 
-def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:
-    given = [
-        "train.max_steps=10",
-        "train.batch_size=4",
-        "train.accumulate_steps=3",
-        "train.epochs=5",
-    ]
-    config = load(None, [*given, "train.workers=2"]).config
-    found = [job_samples(config, records) for records in (1000, 20, None)]
-    assert found == [{"samples": 240}, {"samples": 100}, {"samples": 240}]
-    assert job_samples(load(None, given).config, 1000) == {"samples": 5000, "most_per_gpu": 120}
-
-
-def test_by_default_each_gpu_takes_a_batch_per_step_so_more_gpus_take_more_samples() -> None:
-    wanted = Wanted(("ml.g5.xlarge", "ml.g5.12xlarge"), ("ml.c5.xlarge",))
-    table = advise(replace(POST, most_per_gpu=1000, samples=3000), wanted, price_list()).table
-    taken = {one.gpu_type: round((one.hours or 0) * 3600 * one.samples_per_s) for one in table}
-    assert (taken["ml.g5.xlarge"], taken["ml.g5.12xlarge"]) == (1000, 3000), "3000: all epochs"
+@pytest.mark.parametrize(
+    ("gpu", "words", "samples"),
+    [
+        ("ml.g5.xlarge", ["train.epochs=5", "train.workers=2"], 240),
+        ("ml.g5.xlarge", ["train.epochs=1", "train.max_steps=1000"], 1000),
+        ("ml.g5.xlarge", ["train.epochs=5"], 120),
+        ("ml.g5.12xlarge", ["train.epochs=5"], 480),
+    ],
+    ids=["two workers", "whole epochs", "one GPU, one batch per step", "four GPUs"],
+)
+def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take(
+    job: Path, run: tuple[Path, Summary], gpu: str, words: list[str], samples: int
+) -> None:
+    folder, summary = run
+    books = {"split": "train", "epoch": 0, "read": 1001, "quarantined": 1, "trained": 1000}
+    summary.records.epochs = [books]
+    summary.write(folder)
+    limits = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3"]
+    best = figures(job, "--gpu", gpu, *limits, *words)["recommended"]
+    assert round(best["hours"] * 3600 * best["samples_per_s"]) == samples
 
 
 @pytest.mark.parametrize(

@@ -9,29 +9,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_jsonable_python
-
 from stoker.config.loading import Resolved, load
-from stoker.config.redaction import redact
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
-from stoker.config.values import Text, read_yaml
 from stoker.errors import UsageError, nearest
 from stoker.events import kinds, prices
 from stoker.events.bottleneck import MIN_STEPS
 from stoker.events.prices import price_list
-from stoker.events.runs import flat, flat_config
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import count_of, dollars, duration, table
 from stoker.hosts.topology import has_gpu
 from stoker_launcher.advise.advice import (
-    BINDS,
     MAX_CPU_HOSTS,
+    PARTS,
     RUN_SPREAD,
     Advice,
     Candidate,
@@ -49,7 +43,6 @@ from stoker_launcher.run_directory import PastRun, is_lost
 
 DEFAULT_GPU = "ml.g5.xlarge"
 DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")
-SHOWN = 14
 RUN_SECONDS = 45.0
 """Seconds of training; with the start of Ray and the end of the run, about a minute."""
 LONGEST_S = 900.0
@@ -189,16 +182,13 @@ def short_run(job: Job, tell: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stoker-size-") as scratch:
         run_dir, config = Path(scratch) / job.name, job.resolved.config
         # Nothing of it is kept, or sent elsewhere.
+        every = config.tracking.log_every_steps
         changes = {
             "output_dir": scratch,
             "checkpoint": CheckpointConfig(save_top_k=0, keep=1),
-            "tracking": TrackingConfig(
-                tensorboard=False, log_every_steps=config.tracking.log_every_steps
-            ),
+            "tracking": TrackingConfig(tensorboard=False, log_every_steps=every),
             "export": [],
-            "data": config.data.model_copy(
-                update={"preprocess_on": []}
-            ),  # groups that are not here
+            "data": config.data.model_copy(update={"preprocess_on": []}),  # groups are not here
         }
         alone = replace(job.resolved, config=config.model_copy(update=changes))
         replace(job, resolved=alone).stage(run_dir / "code")
@@ -214,33 +204,30 @@ def short_run(job: Job, tell: bool) -> Iterator[Path]:
 
 def _train(process: subprocess.Popen[bytes], run_dir: Path, tell: bool) -> bool:
     """Wait for enough steps, then end the run; whether it was ended, not by itself."""
+
+    def say(what: str) -> None:
+        if tell:
+            text = f"measuring: a short run of the job on this machine: {what} …"
+            print(text, file=sys.stderr, flush=True)
+
     run, began, first = PastRun(run_dir), time.monotonic(), 0.0
-    say = partial(
-        print, "measuring: a short run of the job on this machine:", file=sys.stderr, flush=True
-    )
-    if tell:
-        say("starting …")
+    say("starting")
     while process.poll() is None:
         now, steps = time.monotonic(), int(run.summary().get("steps") or 0)
         if steps and not first:
             first = now
-            if tell:
-                say(f"training for {RUN_SECONDS:.0f} s …")
+            say(f"training for {RUN_SECONDS:.0f} s")
         if (first and now > first + RUN_SECONDS and steps >= MIN_STEPS) or now > began + LONGEST_S:
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):  # then `measuring` kills it
                 process.wait(CLOSING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
             return True
         time.sleep(POLL_S)
     return False
 
 
 def _refuse_failed(code: int, stopped: bool, run_dir: Path, screen: str) -> None:
-    errors = [
-        line.removeprefix("error: ") for line in screen.splitlines() if line.startswith("error: ")
-    ]
+    errors = [line.removeprefix("error: ") for line in screen.splitlines() if line[:7] == "error: "]
     if code == 2:
         raise UsageError(*errors or ["size: the short run was refused"])
     # While it ends by itself, nothing handles the signal any more.
@@ -260,7 +247,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
     if not file.is_file():
         raise UsageError(f"{name}: no run there (no summary.json)")
     summary = read_summary(file)
-    speed, records = summary.speed, summary.records
+    speed = summary.speed
     if (steps := speed.steps or summary.steps) < MIN_STEPS or not speed.steady_samples_per_s:
         elsewhere = "; run the job where it trains faster, or for more epochs, and pass --from RUN"
         raise UsageError(
@@ -273,94 +260,42 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
     found, note = dict(rates), "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates:
         found, note = rate_of_run(summary, here)
-    trained = [row for row in records.epochs if "trained" in row]
+    trained = [row for row in summary.records.epochs if "trained" in row]
     each = sum(row["read"] - row["quarantined"] for row in trained) / max(len(trained), 1)
-    passes = 1 + max((row["epoch"] for row in trained), default=0)
     source = (
-        f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
+        "chain and bytes: from a short run on this machine, on local data, without waiting for S3; one"
+        " vCPU counts as one core here, correct it with --cpu-speed"
+        if here
+        else f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed"
     )
-    if here:
-        source = (
-            "chain and bytes: from a short run on this machine, on local data, without waiting for S3; one"
-            " vCPU counts as one core here, correct it with --cpu-speed"
-        )
-    more = [*_uncounted(file), *_cached(summary, passes, config.train.epochs)]
-    more += [] if here else _other_job(file, summary, config)
-    return Measured.received(
-        speed.bytes_per_sample,
-        [source, *([note] if note else []), *more],
+    return Measured(
         cpu_s=cpu_s,
+        bytes_per_sample=speed.bytes_per_sample,
         gpu_samples_per_s=found,
         gpu_spread=0.0 if rates else RUN_SPREAD,
         stages=list(summary.chain),
+        notes=[source, *([note] if note else []), *_caveats(file, summary)],
         **job_samples(config, round(each) or None),
     )
 
 
-def _other_job(file: Path, summary: Summary, config: Config) -> Iterator[str]:
-    """Notes on a run that failed, or whose recipe or parameters are others than the job's."""
+def _caveats(file: Path, summary: Summary) -> Iterator[str]:
     if summary.status == "failed" or is_lost(file.parent):
         yield f"the run failed: {summary.error or 'it ended without a result'}"
-    try:
-        run = flat_config(file.parent)
-    except UsageError:  # its summary alone was copied
-        return
-    texts = {name: value for name, value in config.params.items() if isinstance(value, Text)}
-    read = config.params | {name: _read(text) for name, text in texts.items()}
-    given, job = (
-        flat(to_jsonable_python({"recipe": config.recipe, "params": params}, bytes_mode="base64"))
-        for params in (config.params, read)
-    )
-    for key in sorted(
-        key for key in {**run, **job} if key == "recipe" or key.startswith("params.")
-    ):
-        shown = [
-            redact(values[key], key) if key in values else "not set" for values in (run, job, given)
-        ]
-        # The same folder may have another path elsewhere, and a place of its own in the container.
-        shown = [str(value).rpartition("/")[2] for value in shown] if key == "recipe" else shown
-        if shown[0] not in shown[1:] and "/" not in str(shown):
-            yield f"the run's job differs: {key} is {shown[0]} there, {shown[1]} here"
-
-
-def _read(text: str) -> Any:
-    """What a text means if its field is not of text, which only the recipe knows."""
-    try:
-        return read_yaml(text)
-    except ValueError:
-        return text
-
-
-def _uncounted(summary: Path) -> list[str]:
-    """A note if the run read a `ray.data.Dataset`, which its data plan names in place of a fingerprint."""
-    events = summary.with_name("events.jsonl")
-    attempts = kinds.json_lines(events, kinds.AttemptStarted)
-    starts = [attempt.get("start", {}) for attempt in attempts if attempt.get("event") == "attempt"]
-    plans = [start.get("plan") or {} for start in starts]
-    if not any(str(plan.get("fingerprint", "")).endswith("Dataset") for plan in plans):
-        return []
-    return [
-        "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are needed"
-    ]
-
-
-def _cached(summary: Summary, passes: int, epochs: int) -> list[str]:
-    """A note if the run had a cache, which it filled in its first epoch."""
-    if not summary.cache and all(stage["stage"] != "keep" for stage in summary.chain):
-        return []
-    hit = (summary.cache or {}).get("hit_pct", 0.0)
-    costs = (
-        "less CPU time than"
-        if epochs > passes
-        else "more CPU time than"
-        if epochs < passes
-        else "as"
-    )
-    return [
-        f"data.cache: the chain's cost is the mean of {count_of(passes, 'epoch')} of the run, of which the"
-        f" first fills the cache ({hit:.0f} % of the last whole one's records came from it); in the"
-        f" {count_of(epochs, 'epoch')} of the job, a sample costs {costs} counted here"
-    ]
+    attempts = kinds.json_lines(file.with_name("events.jsonl"), kinds.AttemptStarted)
+    plans = [(attempt.get("start") or {}).get("plan") or {} for attempt in attempts]
+    # A data plan names a dataset of Ray Data in place of a fingerprint.
+    if any(str(plan.get("fingerprint", "")).endswith("Dataset") for plan in plans):
+        yield (
+            "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are"
+            " needed"
+        )
+    if summary.cache or any(stage["stage"] == "keep" for stage in summary.chain):
+        epochs = count_of(max(summary.epochs, 1), "epoch")
+        yield (
+            f"data.cache: the chain's cost is the mean of the run's {epochs}, of which the first fills the"
+            " cache; a job of more epochs needs less CPU time per sample"
+        )
 
 
 def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
@@ -408,16 +343,11 @@ def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
 
 
 def show(advice: Advice) -> None:
-    known = advice.best is not None
-    print(
-        "hosts for this job, cheapest per sample first"
-        if known
-        else "capacity of the CPU side (no GPU's rate is known)"
-    )
+    known = "hosts for this job, cheapest per sample first"
+    print(known if advice.best else "capacity of the CPU side (no GPU's rate is known)")
     head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
-    shown = advice.shown(SHOWN)
-    head += ["time", "$ job"] if shown and shown[0].hours is not None else []
-    print(table(head, [_cells(one, advice) for one in shown], left=("hosts",)))
+    head += ["time", "$ job"] if advice.table[0].hours is not None else []
+    print(table(head, [_cells(one, advice) for one in advice.table], left=("hosts",)))
     print("\n".join([*advice.lines, *(f"  {note}" for note in advice.notes)]))
 
 
@@ -428,7 +358,7 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
         mark,
         one.hosts,
         f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %",
-        BINDS[one.binds][0],
+        PARTS[one.binds],
     ]
     cells += [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
     if one.hours is not None and one.usd is not None:

@@ -165,12 +165,13 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
             own = one.samples_per_step / one.compute_s
             spread = one.share.spread / (1 - one.share.value)
             found, notes = {known: own}, [f"samples/s of the GPU: {own:,.0f} as here, on its {gpu}"]
-    return Measured.received(
-        one.bytes_per_step / one.samples_per_step,
-        ["one vCPU counts as one core of this machine; correct it with --cpu-speed", *notes],
+    core = "one vCPU counts as one core of this machine; correct it with --cpu-speed"
+    return Measured(
         cpu_s=max(one.fetched.whole_s, 1e-9),
+        bytes_per_sample=one.bytes_per_step / one.samples_per_step,
         gpu_samples_per_s=found,
         gpu_spread=spread,
+        notes=[core, *notes],
     )
 
 
