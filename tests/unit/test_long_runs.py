@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 from recorded import record
 
-from stoker.errors import DataError
 from stoker.events import runs
 from stoker.events.kinds import (
     HostCpu,
@@ -115,16 +112,6 @@ def test_a_restart_of_a_long_run_takes_back_exactly_what_it_trains_again(tmp_pat
     assert restarted.records.epochs == whole.records.epochs
 
 
-@pytest.mark.parametrize("back", [[resumed(1500)], [resumed(2)], books(1200), books(2)])
-def test_a_restart_before_the_kept_passes_fails_rather_than_count_twice(
-    tmp_path: Path, back: list[dict[str, Any]]
-) -> None:
-    _, tracking, _ = run_of(tmp_path / "run")
-    trained(tracking, range(LONG))
-    with pytest.raises(DataError, match="too far back"):
-        tracking.take(back)
-
-
 def test_events_of_a_long_run_are_counted_and_the_last_of_each_kind_is_there(
     tmp_path: Path,
 ) -> None:
@@ -180,27 +167,13 @@ def test_the_passes_of_a_script_count_by_what_each_of_them_told_last(tmp_path: P
     assert found[0][0] == sum(event.steps for event in last)
 
 
-def steps_of(ms: list[float]) -> PassEnded:
-    return PassEnded(
-        split="train", epoch=0, samples=1, steps=len(ms), elapsed_s=1.0, step_ms=ms, times={}
-    )
-
-
-def test_the_median_step_is_exact_and_in_a_long_run_that_of_a_sample(tmp_path: Path) -> None:
+def test_the_median_step_of_a_long_run_is_that_of_its_last_steps(tmp_path: Path) -> None:
     recorder, _, summary = run_of(tmp_path / "run")
-    draw = random.Random(1)
-    # Steps become slower, and every 64th is slow, as with a checkpoint.
-    steps = [
-        round(draw.gauss(100 + n / 1000, 5) * (1 if n % 64 else 9), 3)
-        for n in range(20 * MOST_TIMES)
-    ]
-    recorder.on_event(steps_of(steps[:MOST_TIMES]))
-    recorder.refresh()
-    assert summary.speed.step_ms_p50 == round(statistics.median(steps[:MOST_TIMES]), 3)
-    for at in range(MOST_TIMES, len(steps), 2000):
-        recorder.on_event(steps_of(steps[at : at + 2000]))
-    recorder.refresh()
-    assert summary.speed.step_ms_p50 == pytest.approx(statistics.median(steps), rel=0.02)
+    for ms in (300.0, 100.0):
+        times = {"elapsed_s": 1.0, "step_ms": [ms] * MOST_TIMES, "times": {}}
+        recorder.on_event(PassEnded(split="train", epoch=0, samples=1, steps=MOST_TIMES, **times))
+        recorder.refresh()
+        assert summary.speed.step_ms_p50 == ms
 
 
 def test_the_report_of_many_steps_says_how_many_of_them_it_draws(

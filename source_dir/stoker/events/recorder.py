@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from stoker.events import kinds
 from stoker.events.bottleneck import MIN_STEPS, bottleneck
 from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
-from stoker.events.summary import MOST_ROWS, STEP_TERMS, TRAINED, Summary, read_summary
+from stoker.events.summary import STEP_TERMS, TRAINED, Summary, read_summary
 
 NOTABLE = (  # what the summary includes
     kinds.Resumed,
@@ -40,6 +39,7 @@ WAITED = ("elapsed_s", "wait_s", "longest_wait_s")
 REFRESH_S, PAUSE = 2.0, 20
 """Least time between two writes of the summary, and in multiples of what one takes."""
 MOST_TIMES = 10_000
+"""The median step is that of so many last ones."""
 MOST_LISTED = 100_000
 """Lines of quarantine.jsonl that are remembered, in 10 MB; a record beyond them has one in each epoch."""
 
@@ -82,9 +82,7 @@ class Recorder(Sink):
         self.figures: dict[str, Any] = {}  # the coordinator's, at the end
         self.totals: Sums = defaultdict(int)
         self.steady: Sums = defaultdict(int)
-        self.step_ms: list[float] = []
-        """Of all steps so far; from MOST_TIMES on, of so many that are drawn from all of them."""
-        self.timed, self.draw = 0, random.Random(0)  # noqa: S311 - no secret
+        self.step_ms: deque[float] = deque(maxlen=MOST_TIMES)
         self.running: Sums = defaultdict(int)
         """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Sums] = {}
@@ -214,8 +212,6 @@ class Recorder(Sink):
             self.metrics_before = self.summary.metrics.model_copy(deep=True)
         self.ended.append(event)
         self.summary.metrics.take(event.metrics)
-        if len(self.ended) > MOST_ROWS:  # no start goes back that far; see Records.add
-            self.metrics_before.take(self.ended.pop(0).metrics)
 
     def _on_metrics(self, event: kinds.MetricsLogged) -> None:
         if event.is_step:  # a script may count differently from its loader
@@ -278,12 +274,7 @@ class Recorder(Sink):
         if event.split != "train":
             return
         self.trained |= event.steps > 0
-        for ms in event.step_ms:
-            self.timed += 1
-            if len(self.step_ms) < MOST_TIMES:
-                self.step_ms.append(ms)
-            elif (at := self.draw.randrange(self.timed)) < MOST_TIMES:
-                self.step_ms[at] = ms
+        self.step_ms.extend(event.step_ms)
         self.running.clear()
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
         figures = {

@@ -7,13 +7,14 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config.redaction import scrubbed
-from stoker.errors import DataError, UsageError
+from stoker.errors import UsageError
 
 MOST_ROWS, MOST_EVENTS = 2000, 200
 """Most passes in summary.json, and events of each kind: the last ones."""
@@ -82,22 +83,20 @@ class Records(SummaryPart):
     """How often records were trained again within an epoch."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
-    """By pass, the last MOST_ROWS."""
+    """By pass; in summary.json the last MOST_ROWS."""
     dropped: int = 0
     """Number of passes before these."""
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
         split, epoch = counts["split"], counts["epoch"]
-        self._refuse_dropped(epoch)
-        if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
-            later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
-            self._forget({*later, (split, epoch), *([("val", epoch)] if split == "train" else [])})
+        tail = list(takewhile(lambda row: row["epoch"] >= epoch, reversed(self.epochs)))
+        if any((row["split"], row["epoch"]) == (split, epoch) for row in tail):
+            stays = [row for row in tail if row["epoch"] == epoch and row["split"] < split]
+            self.epochs = [*self.epochs[: -len(tail)], *stays]
+            self._count(self.epochs, anew=True)
         self.epochs.append(counts)
-        self._count(counts, 1)
-        if len(self.epochs) > MOST_ROWS:
-            del self.epochs[0]
-            self.dropped += 1
+        self._count([counts])
 
     @property
     def verb(self) -> str:
@@ -109,27 +108,20 @@ class Records(SummaryPart):
 
         An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
         """
-        self._refuse_dropped(epoch)
-        later = {(c["split"], c["epoch"]) for c in self.epochs if c["epoch"] >= epoch}
-        early = {c["epoch"] for c in self.epochs if not c.get("whole", True)}
-        self._forget({("val", validate)} | {each for each in later if each[1] not in early})
+        early = {row["epoch"] for row in self.epochs if not row.get("whole", True)}
+        self.epochs = [
+            row
+            for row in self.epochs
+            if (row["epoch"] < epoch or row["epoch"] in early)
+            and (row["split"], row["epoch"]) != ("val", validate)
+        ]
+        self._count(self.epochs, anew=True)
 
-    def _refuse_dropped(self, epoch: int) -> None:
-        if self.dropped and self.epochs and epoch <= self.epochs[0]["epoch"]:
-            raise DataError(
-                "training restarts too far back for the books of its epochs: start the run again"
-            )
-
-    def _forget(self, passes: set[tuple[str, int | None]]) -> None:
-        for counts in self.epochs:
-            if (counts["split"], counts["epoch"]) in passes:
-                self._count(counts, -1)
-        self.epochs = [c for c in self.epochs if (c["split"], c["epoch"]) not in passes]
-
-    def _count(self, counts: dict[str, Any], sign: int) -> None:
+    def _count(self, rows: list[dict[str, Any]], anew: bool = False) -> None:
         for name in COUNTS:
-            if counts["split"] == "train" or name == "validated":
-                setattr(self, name, getattr(self, name) + sign * counts.get(name, 0))
+            counted = [row for row in rows if row["split"] == "train" or name == "validated"]
+            before = 0 if anew else getattr(self, name)
+            setattr(self, name, before + sum(row.get(name, 0) for row in counted))
 
 
 class Speed(SummaryPart):
@@ -144,6 +136,7 @@ class Speed(SummaryPart):
     longest_wait_s: float = 0.0
     """The longest input wait for one batch."""
     step_ms_p50: float = 0.0
+    """Median of the last 10,000 steps."""
     step_terms_ms: dict[str, float] = {}
     """Mean ms per batch by STEP_TERMS, as far as each delayed training; they add up to its time."""
     bytes_per_sample: float = 0.0
@@ -282,7 +275,13 @@ class Summary(BaseModel):
 
     def write(self, run_dir: Path) -> None:
         draft = run_dir / ".summary.json"
-        content = scrubbed(json.loads(self.model_dump_json(by_alias=True)))
+        records = self.records
+        kept = {
+            "epochs": records.epochs[-MOST_ROWS:],
+            "dropped": records.dropped + max(len(records.epochs) - MOST_ROWS, 0),
+        }
+        shown = self.model_copy(update={"records": records.model_copy(update=kept)})
+        content = scrubbed(json.loads(shown.model_dump_json(by_alias=True)))
         draft.write_text(json.dumps(content, indent=1, ensure_ascii=False))
         draft.replace(run_dir / "summary.json")
 
