@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from stoker.events.bottleneck import Verdict, bottleneck, verdict
 from stoker.events.summary import Summary
 
@@ -64,147 +66,88 @@ def judged(
     return verdict(summary)
 
 
-class TestInputBound:
-    def test_says_how_much_waits_what_binds_and_how_many_hosts_would_help(self) -> None:
+LOCAL = {"host": "algo-1", "group": "local", "cpus": 4, "gpus": 1, "ip": ""}
+TINY = ({"stage": "read", "cpu_ms_per_sample": 0.02},)
+FOUR = (GPU_HOST, *(cpu_host(number) for number in (2, 3, 4, 5)))
+
+
+def used(pct: float, *numbers: int) -> list[dict[str, Any]]:
+    return [{"host": f"algo-{n}", "group": "cpu", "mean_pct": pct, "max_pct": pct} for n in numbers]
+
+
+def production(ms: float, **more: Any) -> dict[str, Any]:
+    return {"waits": {"wait_production": ms}, **more}
+
+
+def transfer(ms: float, **more: Any) -> dict[str, Any]:
+    return {"waits": {"wait_transfer": ms}, **more}
+
+
+INPUT = "input-bound: 38 % of each step waits for data; the CPU hosts are the bottleneck"
+ONE = {"input_wait_pct": 40.0, "steps": 400, "first_wait_s": 36.0, "longest_wait_s": 36.0}
+OFTEN = {"first_wait_s": 1.0, "longest_wait_s": 1.0}
+UNTIMED = {"step_terms_ms": {}, "input_wait_pct": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "binds", "headline", "detail"),
+    [
         # 19 CPUs fully in the chain at 25 ms give 760/s; 38 % of a step is lost.
-        found = judged(waits={"wait_production": 38.0}, compute=62.0)
-        assert found.binds == "cpu"
-        assert found.headline == (
-            "input-bound: 38 % of each step waits for data; the CPU hosts are the bottleneck;"
-            " 1 more ml.c5.4xlarge would bring up to 1,129 samples/s instead of 700"
-        )
-        assert found.details == ["`stoker size JOB --from RUN` tells at what cost"]
-
-    def test_without_cpu_hosts_it_proposes_small_ones_beside_a_known_gpu_host(self) -> None:
-        found = judged(waits={"wait_production": 50.0}, compute=50, rate=115, hosts=(GPU_HOST,))
-        assert (
-            "this host's CPUs are the bottleneck; 1 ml.c5.xlarge would bring up to 230 samples/s"
-            in found.headline
-        )
-
-    def test_on_machines_of_unknown_type_it_counts_vcpus_and_names_no_dollars(self) -> None:
-        here = {"host": "algo-1", "group": "local", "cpus": 4, "gpus": 1, "ip": ""}
-        found = judged(waits={"wait_production": 50.0}, compute=50, rate=150, hosts=(here,))
-        assert "about 4 more vCPUs would bring up to 300 samples/s" in found.headline
-        assert not any("$" in line for line in [found.headline, *found.details])
-
-    def test_idle_cpus_are_not_answered_with_more_cpus(self) -> None:
-        found = judged(waits={"wait_production": 40.0}, rate=300)
-        assert found.binds == "late" and "bottleneck" not in found.headline
-        assert "the CPUs spent only 39 % of their time in the chain" in found.details[0]
-        assert "more CPU hosts would not help" in found.details[0]
-        assert "more ml." not in found.headline
-
-    def test_a_limit_far_from_the_rate_does_not_bind(self) -> None:
-        tiny = ({"stage": "read", "cpu_ms_per_sample": 0.02},)
-        found = judged(waits={"wait_production": 60.0}, chain=tiny)
-        assert found.binds == "late" and "the CPUs spent only 0 % of their time" in found.details[0]
+        (production(38, compute=62), "cpu",
+         f"{INPUT}; 1 more ml.c5.4xlarge would bring up to 1,129 samples/s instead of 700",
+         "`stoker size JOB --from RUN` tells at what cost"),
+        (production(50, compute=50, rate=115, hosts=(GPU_HOST,)), "cpu",
+         "this host's CPUs are the bottleneck; 1 ml.c5.xlarge would bring up to 230 samples/s", ""),
+        (production(50, compute=50, rate=150, hosts=(LOCAL,)), "cpu",
+         "about 4 more vCPUs would bring up to 300 samples/s", None),
+        (production(40, rate=300), "late", "preprocessed data comes late",
+         "the CPUs spent only 39 % of their time in the chain: more CPU hosts would not help"),
+        (production(60, chain=TINY), "late", "preprocessed data comes late",
+         "the CPUs spent only 0 % of their time"),
         # The network of an ml.g5.xlarge carries 2,076 of these samples a second.
-        far = judged(waits={"wait_transfer": 60.0})
-        assert far.binds == "late"
-        assert judged(waits={"wait_transfer": 60.0}, rate=1900).binds == "network"
-
-    def test_a_share_that_one_wait_explains_is_told_as_that_wait(self) -> None:
-        waits = {"wait_production": 100.0}
-        figures = {
-            "input_wait_pct": 40.0,
-            "steps": 400,
-            "first_wait_s": 36.0,
-            "longest_wait_s": 36.0,
-        }
-        first = judged(waits=waits, compute=150, speed=figures)
-        assert first.binds == "one_wait"
-        assert "36.0 s for the first batch of each epoch; without it, 6 % of" in first.headline
-        one = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 0.1})
-        assert "36.0 s for one batch" in one.headline
-        assert (
-            judged(waits=waits, compute=150, speed=figures | {"longest_wait_s": 1.0}).binds
-            == "one_wait"
-        )
-        spread = judged(
-            waits=waits, compute=150, speed=figures | {"first_wait_s": 1, "longest_wait_s": 1}
-        )
-        assert spread.binds == "cpu"
-
-    def test_network(self) -> None:
-        found = judged(
-            waits={"wait_transfer": 30.0, "wait_production": 5.0},
-            speed={"bytes_per_sample": 602_112},
-        )
-        assert found.binds == "network"
-        assert found.headline.endswith("the network to the GPU hosts is the bottleneck")
-        assert "602 kB" in found.details[0]
-        assert found.details[1] == "send uint8 and convert on the GPU (on_device), or crop earlier"
-
-    def test_slow_storage_is_not_taken_for_a_slow_network(self) -> None:
-        found = judged(waits={"wait_production": 30.0, "wait_transfer": 5.0}, bottleneck="network")
-        assert found.binds == "network"
-        assert found.headline.endswith("preprocessing itself waits for the storage that it reads")
-        assert "move the data closer" in found.details[0] and "uint8" not in "".join(found.details)
-
-    def test_a_wait_for_a_lost_hosts_work_is_not_taken_for_a_slow_network(self) -> None:
-        found = judged(waits={"wait_transfer": 300.0}, bottleneck="lost_hosts")
-        assert found.binds == "lost_hosts"
-        assert found.headline.endswith(
-            "waits for data; a lost host's work had to be done elsewhere"
-        )
-        assert not any("network" in text or "uint8" in text for text in found.details)
-
-    def test_cutting_batches(self) -> None:
-        found = judged(waits={"wait_collate": 30.0})
-        assert found.binds == "gpu_host_cpu"
-        assert "more CPU hosts would not help" in found.details[0]
-
-
-class TestFedWell:
-    def test_the_gpus_bind(self) -> None:
-        found = judged(waits={"wait_production": 3.0}, compute=97)
-        assert found.binds == "gpu"
-        assert (
-            found.headline
-            == "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data"
-        )
-        never = judged(waits={"wait_production": 0.2}, compute=99.8)
-        assert never.headline.endswith("; less than 1 % of each step waits for data")
-
-    def test_fewer_hosts_where_they_idle(self) -> None:
-        hosts = (GPU_HOST, *(cpu_host(n) for n in (2, 3, 4, 5)))
-        used = [
-            {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0}
-            for n in (2, 3, 4, 5)
-        ]
-        found = judged(hosts=hosts, host_cpu=used)
-        assert found.details == ["the CPU hosts were only 20 % busy: 1 instead of 4 would do"]
-
-    def test_no_word_of_fewer_where_all_are_needed(self) -> None:
-        used = [{"host": "algo-2", "group": "cpu", "mean_pct": 92.0, "max_pct": 99.0}]
-        assert judged(host_cpu=used).details == []
-
-    def test_without_gpus_it_does_not_speak_of_gpus(self) -> None:
-        here = {"host": "algo-1", "group": "local", "cpus": 2, "gpus": 0, "ip": ""}
-        assert "training itself is the bottleneck" in judged(hosts=(here,)).headline
-
-
-class TestTooLittleKnown:
-    def test_one_step(self) -> None:
-        found = judged(steps=1, waits={"wait_production": 90.0})
-        assert (found.binds, found.details) == (None, [])
-        assert found.headline == "too short to judge: 1 step; at least 10 are needed"
-
-    def test_nothing_measured(self) -> None:
-        assert verdict(Summary(steps=100)).binds is None
-        assert judged(speed={"step_terms_ms": {}}).headline.startswith(
-            "no step times were measured"
-        )
-
-    def test_runs_without_terms_of_a_step_are_judged_by_input_wait_and_bottleneck(self) -> None:
-        speed = {"step_terms_ms": {}, "input_wait_pct": 25.0}
-        found = judged(speed=speed, bottleneck="cpu", chain=())
-        assert (
-            found.headline
-            == "input-bound: 25 % of each step waits for data; the CPU hosts are the bottleneck"
-        )
-        assert found.details == []
+        (transfer(60), "late", "preprocessed data comes late", ""),
+        (transfer(60, chain=()), "late", "preprocessed data comes late",
+         "more CPU hosts would not help; look for"),
+        (transfer(60, rate=1900), "network", "; the network to the GPU hosts is the bottleneck",
+         "each sample sends 151 kB over the network; more CPU hosts would not help: send uint8"),
+        (production(30, bottleneck="network"), "network",
+         "; preprocessing itself waits for the storage that it reads", "move the data closer"),
+        (transfer(300, bottleneck="lost_hosts"), "lost_hosts",
+         "waits for data; a lost host's work had to be done elsewhere", "that is over"),
+        (production(30, bottleneck="gpu_host_cpu", rate=200), "gpu_host_cpu",
+         "the GPU host's own CPU is the bottleneck", "preprocessing takes 26 % of the CPUs"),
+        ({"waits": {"wait_collate": 30.0}}, "gpu_host_cpu", "the GPU host's own CPU is the bottleneck",
+         "more CPU hosts would not help"),
+        (production(100, compute=150, speed=ONE), "one_wait",
+         "one wait explains the input wait of 40 %: 36 s for the first batch of each epoch; without it, 6 % of",
+         "longer epochs"),
+        (production(100, compute=150, speed=ONE | {"first_wait_s": 0.1}), "one_wait",
+         "36 s for one batch; without it", None),
+        (production(100, compute=150, speed=ONE | {"longest_wait_s": 1.0}), "one_wait",
+         "36 s for the first batch", ""),
+        (production(100, compute=150, speed=ONE | OFTEN), "cpu", "input-bound: 40 % of each step", ""),
+        (production(3, compute=97), "gpu",
+         "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data", None),
+        (production(0.2, compute=99.8), "gpu", "; less than 1 % of each step waits for data", None),
+        ({"hosts": FOUR, "host_cpu": used(20, 2, 3, 4, 5)}, "gpu", "well fed",
+         "the CPU hosts were only 20 % busy: 1 instead of 4 would do"),
+        ({"host_cpu": used(92, 2)}, "gpu", "well fed", None),
+        ({"hosts": ({**LOCAL, "gpus": 0},)}, "gpu", "training itself is the bottleneck", None),
+        (production(90, steps=1), None, "too short to judge: 1 step; at least 10 are needed", None),
+        ({"speed": {"step_terms_ms": {}}}, None, "no step times were measured", None),
+        ({"speed": UNTIMED, "bottleneck": "cpu", "chain": ()}, "cpu", INPUT.replace("38", "25"), None),
+    ],
+)  # fmt: skip
+def test_the_verdict_names_what_binds_and_what_would_help(
+    run: dict[str, Any], binds: str | None, headline: str, detail: str | None
+) -> None:
+    """`detail` None: there is none."""
+    found = judged(**run)
+    assert found.binds == binds and headline in found.headline
+    assert bool(found.details) == (detail is not None)
+    assert detail is None or detail in found.details[0]
+    assert "$" not in found.headline and ("bottleneck" in found.headline) <= (binds != "late")
+    assert verdict(Summary(steps=100)).binds is None, "nothing measured"
 
 
 def test_gpus_that_nobody_used_come_first() -> None:

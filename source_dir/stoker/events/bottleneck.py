@@ -12,13 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from stoker.errors import where_raised
 from stoker.events import prices
 from stoker.events.summary import STEP_TERMS, Bottleneck, Host, Summary
-from stoker.figures import count_of
+from stoker.figures import count_of, duration
 
 MIN_STEPS = 10
 """With fewer steps, start-up dominates the measurement."""
@@ -36,8 +35,6 @@ RECOVERY_S = 60.0
 """How long a run may wait for each lost host: Ray takes about 20 s to notice, then its work is redone."""
 IDLE_HOSTS = 0.5
 """Below this mean CPU use of the CPU hosts, fewer of them are considered."""
-TAKEN_OVER = 0.2
-"""From this share of a train host's CPUs on, CPU hosts are a way to free them."""
 HEADROOM = 0.9
 """Planned CPU use; the rest absorbs variation."""
 
@@ -157,40 +154,19 @@ class Verdict:
     """Further sentences, the most useful first."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    summary: Summary
-    waits: float
-    """Share of a step spent waiting for data, in 0…1."""
-    binds: Bottleneck
-    production: bool
-    """Training waits most for blocks to be produced."""
-
-    @property
-    def rate(self) -> float:
-        return self.summary.speed.steady_samples_per_s
-
-    @cached_property
-    def busy(self) -> float:
-        """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
-        limit = chain_limit(self.summary)
-        return self.rate / limit if limit else 0.0
-
-    @cached_property
-    def train_hosts(self) -> list[Host]:
-        hosts, training = self.summary.cluster.at_once(), self.summary.train_workers_by_host
-        return [h for h in hosts if (h.host in training if training else h.gpus)] or hosts
-
-    @cached_property
-    def cpu_hosts(self) -> list[Host]:
-        return [h for h in self.summary.cluster.at_once() if h not in self.train_hosts]
-
-
 def gpus_used(summary: Summary) -> tuple[int, int]:
     """(GPUs that were busy in some sample, GPUs), of hosts with at least MIN_STEPS samples."""
     rows = [row["max_pct"] for row in summary.host_gpus if row["samples"] >= MIN_STEPS]
     most = [use for row in rows for use in row]
     return sum(use > 0 for use in most), len(most)
+
+
+def judged(summary: Summary) -> Verdict:
+    """The verdict; tolerates invalid figures, as in a file edited by hand."""
+    try:
+        return verdict(summary)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        return Verdict(f"no verdict: invalid figures in the summary ({where_raised(error)})", None)
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -202,142 +178,135 @@ def verdict(summary: Summary) -> Verdict:
     idle = f"GPUs used: {used} of {gpus}"
     if used:
         return replace(found, details=[idle, *found.details])
-    return replace(
-        found, headline=f"{idle}: their utilization was 0 % in every sample; {found.headline}"
-    )
+    never = f"{idle}: their utilization was 0 % in every sample"
+    return replace(found, headline=f"{never}; {found.headline}")
 
 
 def _of_waiting(summary: Summary) -> Verdict:
-    if summary.script is not None and not summary.speed.steady_samples_per_s:
+    speed, terms, binds = summary.speed, summary.speed.step_terms_ms, summary.bottleneck
+    if summary.script is not None and not speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
-    measured = summary.speed.steps or summary.steps
-    if measured < MIN_STEPS or not summary.speed.steady_samples_per_s:
+    measured = speed.steps or summary.steps
+    if measured < MIN_STEPS or not speed.steady_samples_per_s:
         steps = count_of(measured, "step") + ("" if measured == summary.steps else " measured")
         return Verdict(f"too short to judge: {steps}; at least {MIN_STEPS} are needed", None)
-    run = _run(summary)
-    if run is None:
+    if not sum(terms.values()) and binds is None:
         return Verdict("no step times were measured", None)
-    percent = f"{100 * run.waits:.0f} %"
-    if run.binds == "gpu":
-        on_gpus = any(h.gpus for h in run.train_hosts)
+    share = waiting(summary)
+    percent = f"{100 * share:.0f} %"
+    waits = f"{percent} of each step waits for data"
+    if binds == "gpu" or (share < INPUT_BOUND and terms.get("compute")):
+        on_gpus = any(host.gpus for host in train_hosts(summary))
         who = "the GPUs are the bottleneck" if on_gpus else "training itself is the bottleneck"
-        share = f"only {percent}" if run.waits >= 0.01 else "less than 1 %"
-        head = f"well fed: {who}; {share} of each step waits for data"
-        return Verdict(head, "gpu", _fewer_hosts(run))
-    if run.binds == "one_wait" and (one := _without_one_wait(summary)):
+        only = f"only {waits}" if share >= 0.01 else "less than 1 % of each step waits for data"
+        return Verdict(f"well fed: {who}; {only}", "gpu", _fewer_hosts(summary))
+    if binds == "one_wait" and (one := _without_one_wait(summary)):
         what = "the first batch of each epoch" if one.first else "one batch"
-        took = f"{one.seconds:.1f} s" if one.seconds >= 0.1 else f"{1000 * one.seconds:.0f} ms"
         head = (
-            f"one wait explains the input wait of {percent}: {took} for {what}; without it,"
-            f" {one.rest_pct:.0f} % of each step waits for data"
+            f"one wait explains the input wait of {percent}: {duration(one.seconds)} for {what};"
+            f" without it, {one.rest_pct:.0f} % of each step waits for data"
         )
-        help_ = (
+        shorter = (
             "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
         )
-        return Verdict(head, "one_wait", [help_] if one.first else [])
-    who, details = _advice(run)
-    head = f"input-bound: {percent} of each step waits for data; {who}"
-    if run.binds == "cpu" and details and "would bring" in details[0]:
-        head += f"; {details[0]}"
-        details = details[1:]
-    return Verdict(head, run.binds, details)
+        return Verdict(head, "one_wait", [shorter] if one.first else [])
+    if binds == "cpu":
+        who = "the CPU hosts" if _cpu_hosts(summary) else "this host's CPUs"
+        head = f"input-bound: {waits}; {who} are the bottleneck"
+        more = _more_cpus(summary, share)
+        return Verdict("; ".join([head, *more[:1]]), "cpu", more[1:])
+    # Blocks may be late while the CPUs that make them are not busy.
+    waited = {name: terms.get(name, 0.0) for name in STEP_TERMS if name != "compute"}
+    production = 0 < waited["wait_production"] == max(waited.values())
+    if binds is None or (binds, production) not in REMEDIES:
+        raise ValueError(f"the summary does not show what its bottleneck {binds} says")
+    who, remedy = REMEDIES[binds, production]
+    sent = f"{speed.bytes_per_sample / 1000:,.0f} kB"
+    busy = _busy(summary)
+    spent = f"the CPUs spent only {100 * busy:.0f} % of their time in the chain: " if busy else ""
+    details = [remedy.format(spent=spent, busy=f"{100 * busy:.0f} %", sent=sent)]
+    return Verdict(f"input-bound: {waits}; {who}", binds, details)
 
 
-def judged(summary: Summary) -> Verdict:
-    """The verdict; tolerates invalid figures, as in a file edited by hand."""
-    try:
-        return verdict(summary)
-    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        return Verdict(f"no verdict: invalid figures in the summary ({where_raised(error)})", None)
-
-
-def _run(summary: Summary) -> _Run | None:
-    terms = dict.fromkeys(STEP_TERMS, 0.0) | summary.speed.step_terms_ms
-    production = terms["wait_production"]
-    most = production > 0 and production == max(ms for n, ms in terms.items() if n != "compute")
-    share = waiting(summary)
-    binds = "gpu" if share < INPUT_BOUND and terms["compute"] else summary.bottleneck
-    return _Run(summary, share, binds, most) if binds else None
-
-
-def _advice(run: _Run) -> tuple[str, list[str]]:
-    if run.binds == "cpu":
-        who = "the CPU hosts" if run.cpu_hosts else "this host's CPUs"
-        return f"{who} are the bottleneck", _more_cpus(run)
-    if run.binds == "lost_hosts":
-        return "a lost host's work had to be done elsewhere", [
-            "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"
-        ]
-    if run.binds == "late":
-        spent = (
-            f"the CPUs spent only {100 * run.busy:.0f} % of their time in the chain: "
-            if run.busy
-            else ""
-        )
-        look = "look for few or uneven blocks (data.block_records) and slow reading"
-        return (
-            "preprocessed data comes late, although its CPUs and the network are not at their limit",
-            [f"{spent}more CPU hosts would not help; {look}"],
-        )
-    if run.binds == "network" and run.production:  # blocks come late from CPUs that are not busy
-        return "preprocessing itself waits for the storage that it reads", [
-            "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
-            " fewer and larger files; more hosts help if the storage serves each of them equally fast"
-        ]
-    if run.binds == "network":
-        size = run.summary.speed.bytes_per_sample
-        return "the network to the GPU hosts is the bottleneck", [
-            f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help",
-            "send uint8 and convert on the GPU (on_device), or crop earlier",
-        ]
-    if run.binds != "gpu_host_cpu":
-        raise ValueError(f"the summary does not show what its bottleneck {run.binds} says")
-    who = "the GPU host's own CPU is the bottleneck"
-    if run.production:  # its CPUs train and preprocess
-        share = f"preprocessing takes {100 * run.busy:.0f} % of the CPUs of the host that trains"
-        return who, [
-            f"{share}: CPU hosts would {'take that over' if run.busy >= TAKEN_OVER else 'not help'}"
-        ]
-    return who, [
+_LOST = (
+    "a lost host's work had to be done elsewhere",
+    "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host",
+)
+_LATE = (
+    "preprocessed data comes late, although its CPUs and the network are not at their limit",
+    "{spent}more CPU hosts would not help; look for few or uneven blocks (data.block_records) and slow"
+    " reading",
+)
+REMEDIES: dict[tuple[Bottleneck, bool], tuple[str, str]] = {
+    **{("lost_hosts", by_production): _LOST for by_production in (True, False)},
+    **{("late", by_production): _LATE for by_production in (True, False)},
+    ("network", True): (
+        "preprocessing itself waits for the storage that it reads",
+        "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in fewer and"
+        " larger files; more hosts help if the storage serves each of them equally fast",
+    ),
+    ("network", False): (
+        "the network to the GPU hosts is the bottleneck",
+        "each sample sends {sent} over the network; more CPU hosts would not help: send uint8 and convert on"
+        " the GPU (on_device), or crop earlier",
+    ),
+    ("gpu_host_cpu", True): (
+        "the GPU host's own CPU is the bottleneck",
+        "preprocessing takes {busy} of the CPUs of the host that trains; CPU hosts would take that over",
+    ),
+    ("gpu_host_cpu", False): (
+        "the GPU host's own CPU is the bottleneck",
         "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
-        " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
-    ]
+        " (data.block_records), smaller samples or a GPU host with more vCPUs would help",
+    ),
+}
+"""By bottleneck, and whether training waits most for blocks to be produced: who it is, and what would help."""
 
 
-def _more_cpus(run: _Run) -> list[str]:
-    chain_s = _chain_ms(run.summary) / 1000
-    if chain_s <= 0 or not run.busy:
+def train_hosts(summary: Summary) -> list[Host]:
+    hosts, training = summary.cluster.at_once(), summary.train_workers_by_host
+    return [h for h in hosts if (h.host in training if training else h.gpus)] or hosts
+
+
+def _cpu_hosts(summary: Summary) -> list[Host]:
+    return [host for host in summary.cluster.at_once() if host not in train_hosts(summary)]
+
+
+def _busy(summary: Summary) -> float:
+    """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
+    limit = chain_limit(summary)
+    return summary.speed.steady_samples_per_s / limit if limit else 0.0
+
+
+def _more_cpus(summary: Summary, waits: float) -> list[str]:
+    busy, rate = _busy(summary), summary.speed.steady_samples_per_s
+    if not busy:
         return []
     # If data were never late; limited to 50 times the rate, beyond which nothing is known.
-    unhindered = run.rate / max(1 - run.waits, 0.02)
+    unhindered = rate / max(1 - waits, 0.02)
     # The observed rate already includes the CPU time lost between tasks.
-    lacking = (unhindered - run.rate) * chain_s / min(run.busy, 1.0)
-    target = f"bring up to {unhindered:,.0f} samples/s instead of {run.rate:,.0f}"
-    if run.cpu_hosts:
-        types = Counter(host.type or "" for host in run.cpu_hosts)
+    lacking = (unhindered - rate) * _chain_ms(summary) / 1000 / min(busy, 1.0)
+    target = f"bring up to {unhindered:,.0f} samples/s instead of {rate:,.0f}"
+    if hosts := _cpu_hosts(summary):
+        types = Counter(host.type or "" for host in hosts)
         kind = prices.MACHINES.get(types.most_common(1)[0][0])
     else:  # a small one, if the GPU host is a known type
-        known = all(prices.MACHINES.get(host.type or "") for host in run.train_hosts)
+        known = all(prices.MACHINES.get(host.type or "") for host in train_hosts(summary))
         kind = prices.MACHINES["ml.c5.xlarge"] if known else None
     if kind is None:
         return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
-    count = math.ceil(lacking / kind.vcpus)
-    more = "more " if run.cpu_hosts else ""
-    return [
-        f"{count} {more}{kind.type} would {target}",
-        "`stoker size JOB --from RUN` tells at what cost",
-    ]
+    more = f"{math.ceil(lacking / kind.vcpus)} {'more ' if hosts else ''}{kind.type}"
+    return [f"{more} would {target}", "`stoker size JOB --from RUN` tells at what cost"]
 
 
-def _fewer_hosts(run: _Run) -> list[str]:
-    count = len(run.cpu_hosts)
-    used = _mean_pct(run.summary, {host.host for host in run.cpu_hosts})
-    if not count or (used is None and _chain_ms(run.summary) <= 0):
+def _fewer_hosts(summary: Summary) -> list[str]:
+    hosts = _cpu_hosts(summary)
+    used = _mean_pct(summary, {host.host for host in hosts})
+    busy = _busy(summary) if used is None else used / 100
+    enough = math.ceil(len(hosts) * busy / HEADROOM)
+    if not busy or busy >= IDLE_HOSTS or enough >= len(hosts):
         return []
-    busy = run.busy if used is None else used / 100
-    enough = math.ceil(count * busy / HEADROOM)
-    if busy >= IDLE_HOSTS or enough >= count:
-        return []
+    percent = f"{100 * busy:.0f} % busy"
     return [
-        f"the CPU hosts were only {100 * busy:.0f} % busy: {enough or 'none'} instead of {count} would do"
+        f"the CPU hosts were only {percent}: {enough or 'none'} instead of {len(hosts)} would do"
     ]
