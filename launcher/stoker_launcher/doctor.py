@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -28,7 +26,6 @@ LEAST_SHM_BYTES = 512 * 2**20
 LEAST_DISK_BYTES = 2 * 2**30
 FULLEST = 0.95
 """Ray does not write objects to a fuller disk."""
-DRIVER_TIMEOUT_S = 5.0
 
 
 class Finding(NamedTuple):
@@ -96,56 +93,27 @@ def torch(config: Config) -> Iterator[Finding]:
     yield finding_of("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
 
 
-def cuda_of_torch() -> str | None:
-    """The CUDA version of torch, read from a file because importing torch takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    cuda: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
-    return cuda
-
-
-def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
-    if shutil.which("nvidia-smi") is None:
-        if Path("/dev/nvidiactl").exists():
-            yield finding_of(
-                "GPU", "found, but nvidia-smi is missing", "install the driver's utilities"
-            )
-        else:
-            remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
-            yield Finding("note", "GPU", "none", remedy)
+def gpus(config: Config) -> Iterator[Finding]:
+    """What torch sees, by asking it in a process of its own."""
+    if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+        remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
+        yield Finding("note", "GPU", "none", remedy)
         return
-    try:
-        names, whole = _said("--query-gpu=name,driver_version", "--format=csv,noheader"), _said()
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", "") or str(error)
-        yield finding_of(
-            "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver"
-        )
-        return
-    found = [line.strip() for line in names.splitlines() if line.strip()]
-    if not found:
-        yield Finding("note", "GPU", "nvidia-smi lists none", "start the container with --gpus all")
-        return
-    about = f"{len(found)} × {found[0].replace(', ', ', driver ')}"
-    runs_up_to, cuda = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole), built_for()
-    if cuda is None:
-        yield finding_of(
-            "GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch"
-        )
-    elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
-        remedy = f"update the driver, or install torch for CUDA {runs_up_to[1]}"
-        yield finding_of("GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
-    else:
-        yield finding_of("GPU", f"{about}, torch for CUDA {cuda}")
+    command = [sys.executable, "-W", "ignore", "-c", SEEN_BY_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["none"]
+    remedy = "install a driver, and a build of torch for a CUDA version that it supports"
+    yield finding_of("GPU", said[-1], remedy if done.returncode else "")
 
 
-def _said(*options: str) -> str:
-    command = ["nvidia-smi", *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True
-    )
-    return done.stdout
+SEEN_BY_TORCH = """
+import sys, torch
+if torch.version.cuda is None:
+    sys.exit("torch is built without CUDA")
+torch.zeros(1, device="cuda")
+names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+print(f"{torch.cuda.device_count()} × {', '.join(names)}, torch for CUDA {torch.version.cuda}")
+"""
 
 
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108 - only measured
