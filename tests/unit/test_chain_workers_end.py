@@ -67,7 +67,6 @@ def head(monkeypatch: pytest.MonkeyPatch, draining: set[str]) -> Coordinator:
         "node": "head",
         "budget_bytes": 10**6,
         "most_waiting": 4,
-        "scaler": None,
     }
     made = Coordinator(passes, {"train": None}, passes.identity("f"), **given)
     monkeypatch.setattr(made, "start_engine", lambda me: None)

@@ -502,9 +502,7 @@ def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
 def test_ranks_with_one_seed_do_not_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     for rank in (0, 1, 0):
-        monkeypatch.setattr(
-            "torch.utils.data.dataloader._get_distributed_settings", lambda rank=rank: (2, rank)
-        )
+        monkeypatch.setattr("stoker.loader.iterator.world_and_rank", lambda rank=rank: (2, rank))
         torch.manual_seed(0)
         made = DataLoader(Records(draw_for, 3), batch_size=3, num_workers=1, collate_fn=list)
         drawn.append(numbers(list(made)))

@@ -111,7 +111,6 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
         "node": "head",
         "budget_bytes": 300,
         "most_waiting": 64,
-        "scaler": None,
     }
     head = LoaderService(**given)
     monkeypatch.setattr(head, "start_engine", lambda me: None)

@@ -13,17 +13,8 @@ from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
 from stoker.events.kinds import Event, Note, StepLogged
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.pool import (
-    EXPIRES_S,
-    GROW_AFTER_S,
-    RENEW_S,
-    SHRINK_AFTER_S,
-    ChainHost,
-    Elastic,
-    Pool,
-    chain_hosts,
-)
-from stoker.sizing.model import Decision
+from stoker.serve.pool import GROW_AFTER_S, SHRINK_AFTER_S, ChainHost, Pool, chain_hosts
+from stoker.serve.scaling import EXPIRES_S, RENEW_S, Elastic
 
 GPU, A, B = ChainHost("gpu", 4, trains=True), ChainHost("a", 4), ChainHost("b", 4)
 
@@ -154,7 +145,7 @@ class Given:
         self.count, self.options = count, CpuHostsConfig(max=9)
         self.steps: list[tuple[float, float, float]] = []
         self.blocks: list[tuple[float, float]] = []
-        self.next: Decision | None = None
+        self.next: tuple[int, str] | None = None
         self.looked: tuple[int, list[int], bool] | None = None
 
     def stepped(self, samples: float, seconds: float, late_s: float) -> None:
@@ -163,12 +154,10 @@ class Given:
     def made(self, records: float, seconds: float) -> None:
         self.blocks.append((records, seconds))
 
-    def look(self, now: float, own: int, joined: list[int], ended: bool) -> Decision | None:
+    def look(self, now: float, own: int, joined: list[int], ended: bool) -> str:
         self.looked = own, joined, ended
-        decision, self.next = self.next, None
-        if decision:
-            self.count = decision.count
-        return decision
+        (self.count, reason), self.next = self.next or (self.count, ""), None
+        return reason
 
     def missing(self, now: float) -> int:
         return 0
@@ -186,8 +175,9 @@ class Case:
     def __init__(self, count: int = 0, scaled: bool = True) -> None:
         self.given, self.requests, self.events = Given(count), Requests(), list[Event]()
         self.costs = {"train": ChainCosts(), "val": ChainCosts()}
-        scaling: Any = (self.given, self.requests) if scaled else ()
-        self.elastic = Elastic(self.events.append, self.costs, *scaling)
+        self.elastic: Any = Elastic(self.events.append, self.costs, CpuHostsConfig())
+        if scaled:
+            self.elastic.scaler, self.elastic._request = self.given, self.requests
 
     def told(self) -> list[tuple[str, dict[str, Any]]]:
         return [(event.event, event.values()) for event in self.events]
@@ -210,14 +200,14 @@ def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> Non
     case = Case(count=3)
     assert case.staying(TRAINS, cpu("b")) == ["g", "b"]
     assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b", "c"]
-    case.given.next = Decision(1, "because")
+    case.given.next = (1, "because")
     assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
     assert case.elastic.closing == {"a", "c"}
     assert case.told() == [
         ("cpu_hosts", {"count": 1, "reason": "because"}),
         ("closing", {"nodes": ["a", "c"]}),
     ]
-    case.given.next = Decision(2, "more")
+    case.given.next = (2, "more")
     assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
     assert case.given.looked == (2, [4], False), "decided from the host that was in use"
 
@@ -226,7 +216,7 @@ def test_a_host_that_reads_a_stream_is_let_go_when_that_has_ended() -> None:
     """Another process would have to read the stream again, which not all streams allow."""
     case = Case(count=2)
     case.staying(TRAINS, cpu("a"), cpu("b"))
-    case.given.next = Decision(0, "enough")
+    case.given.next = (0, "enough")
     assert case.staying(TRAINS, cpu("a"), cpu("b"), bound=("b",)) == ["g", "b"]
     assert case.staying(TRAINS, cpu("a"), cpu("b")) == ["g"]
     assert case.staying(TRAINS, cpu("b"), draining={"b"}, bound=("b",)) == ["g"], (
@@ -244,11 +234,11 @@ def test_a_chain_worker_that_reads_a_stream_stays_where_others_end() -> None:
 def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
     case = Case(count=2)
     case.staying(TRAINS, cpu("a"), cpu("b"))
-    case.given.next = Decision(1, "because")
+    case.given.next = (1, "because")
     case.staying(TRAINS, cpu("a"), cpu("b"))
     case.staying(TRAINS, cpu("a"))
     assert case.told()[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
-    case.given.next = Decision(0, "done")
+    case.given.next = (0, "done")
     case.staying(TRAINS, cpu("a"))
     assert case.told()[-1] == ("closing", {"nodes": ["b", "a"]})
 
@@ -293,7 +283,7 @@ def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
         case.staying(TRAINS, now=float(now))
         case.elastic.send(float(now))
     assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
-    case.given.next = Decision(5, "more")
+    case.given.next = (5, "more")
     case.staying(TRAINS, now=30.5)
     case.elastic.send(30.5)
     assert case.requests.sent[-1] == (5, EXPIRES_S)

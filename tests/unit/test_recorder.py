@@ -331,7 +331,6 @@ def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they
         "node": "head",
         "budget_bytes": 0,
         "most_waiting": 1,
-        "scaler": None,
     }
     coordinator = Coordinator(passes, {"train": 8}, passes.identity("f"), **service)
     began = round(time.time(), 3)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from stoker.config.places import CpuHostsConfig
-from stoker.sizing.model import ClusterShape, Scaler, Workload, cheapest_count
+from stoker.serve.scaling import Scaler
+from stoker.sizing.model import ClusterShape, Workload, cheapest_count
 
 
 @dataclass
@@ -37,10 +38,9 @@ class Job:
             self.scaler.made(trained, trained * self.cost_s)
             if trained:
                 self.scaler.stepped(trained, 1.0, 1.0 - trained / self.rate)
-            decision = self.scaler.look(self.now, self.own, [self.each] * self.hosts, ended)
-            if decision:
-                self.requests.append((self.now, decision.count))
-                self.reasons.append(decision.reason)
+            if reason := self.scaler.look(self.now, self.own, [self.each] * self.hosts, ended):
+                self.requests.append((self.now, self.scaler.count))
+                self.reasons.append(reason)
             self._join_and_leave()
 
     def _join_and_leave(self) -> None:

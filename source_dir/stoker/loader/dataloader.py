@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import os
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import UsageError
 from stoker.loader import connection
@@ -157,13 +155,7 @@ class DataLoader(TorchDataLoader[Item]):
         if keeps and self._live:
             # The copies serve one pass at a time, as torch's persistent workers do.
             self._live[0].close(superseded=True)
-        passes = state["place"]["passes"] if state else self.kept.passes
         now = states()
-        if passes and not self.kept.base:  # the earlier passes were those of another process
-            apart = copy.copy(self)
-            apart.generator = torch.Generator()
-            self.kept.base = vars(_BaseDataLoaderIter(apart))
-            restore_generators(now)
         before = state["generators"] if state else self._generators()
         try:
             if state:
@@ -176,7 +168,7 @@ class DataLoader(TorchDataLoader[Item]):
                 # first asked, they are now as the sampler left them.
                 restore_generators(now)
         if keeps:
-            self.kept.opened(iterator, self.persistent_workers)
+            self.kept.opened(iterator.request, self.persistent_workers)
         self._state, self.restored, self._live = None, False, (iterator, before)
         return iterator
 

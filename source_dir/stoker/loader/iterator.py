@@ -11,16 +11,20 @@ import hashlib
 import itertools
 import secrets
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.autograd.profiler import record_function
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from stoker.loader.makers import BatchTime, finalize
 from stoker.loader.work import PLAIN, Failed, LoadRequest, MadeBatch, digest_of
@@ -42,7 +46,6 @@ class Kept:
 
     passes: int = 0
     seed: int = 0
-    base: dict[str, Any] = field(default_factory=dict)
     name: str = ""
     """Names what the loader has sent: its work, and where the script ran."""
     work: str = ""
@@ -81,11 +84,10 @@ class Kept:
             )
         self.service = weakref.ref(service)
 
-    def opened(self, iterator: ClusterIterator, persistent: bool) -> None:
+    def opened(self, request: LoadRequest, persistent: bool) -> None:
         self.served += 1
         if persistent:
-            self.base, self.seed = iterator.base, iterator.base["_base_seed"]
-            self.passes = iterator.passes + 1
+            self.passes, self.seed = request.passes + 1, request.base_seed
 
 
 def _digest(*pages: Any) -> str:
@@ -95,49 +97,50 @@ def _digest(*pages: Any) -> str:
     return found.hexdigest()[:32]
 
 
-class ClusterIterator(_BaseDataLoaderIter):
+class Phase(Enum):
+    OPEN = "between two batches"
+    TAKING = "within next(); still so in the next call if an interrupt broke it off"
+    ENDED = "all batches are taken"
+    SUPERSEDED = "another pass uses the copies of the dataset"
+
+
+class ClusterIterator:
     """See the module; `start` is what `place` returned after the last batch that was taken."""
 
     def __init__(self, loader: Any, maker: Any, start: dict[str, Any] | None = None) -> None:
-        finish = finalize(self, maker.close)  # also if what follows fails
-        self.passes = passes = start["passes"] if start else loader.kept.passes
-        if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
-            vars(self).update(loader.kept.base)
-            self._reset(loader)
-            self._base_seed = loader.kept.seed
-            shared_seed = self._shared_seed
-        else:
-            super().__init__(loader)
-            shared_seed = self._shared_seed
-            if (
-                loader.num_workers
-            ):  # torch's workers have their seeds before it asks the sampler once more
-                self._reset(loader)
-        self.base = {name: value for name, value in vars(self).items() if name != "passes"}
-        self._maker = maker
-        self._order = LoadRequest(
-            int(self._base_seed),
+        self._finish = finalize(self, maker.close)  # also if what follows fails
+        self._maker, self._watch = maker, maker.watch
+        finalize(self, self._watch.tell)
+        self._phase = Phase.TAKING
+        self._order: Iterator[Any]
+        passes = start["passes"] if start else loader.kept.passes
+        seed, shared_seed = self._draw_seeds(loader, passes)
+        if start:
+            seed, shared_seed = start["base_seed"], start["shared_seed"]
+        self.request = LoadRequest(
+            seed,
             passes=passes,
             served=loader.kept.served,
-            shared_seed=shared_seed or 0,
+            shared_seed=shared_seed,
             where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
-            ranks=(self._world_size, self._rank),
+            ranks=world_and_rank(),
         )
-        self._finish = finish
-        self._watch = maker.watch
-        finalize(self, self._watch.tell)
-        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
+        self._iterable = isinstance(loader.dataset, IterableDataset)
+        self._sampler, self._batched = loader._index_sampler, loader._auto_collation
+        self._workers, self._timeout = loader.num_workers, loader.timeout
         self._streams = max(1, loader.num_workers)
         self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
-        self._submitted = self._number = self._groups = 0
-        self._exhausted = self._ended = self._superseded = False
+        self._yielded = self._submitted = self._number = self._groups = 0
         self._records = loader.batch_size or 1
         """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
         self._drawn: deque[tuple[int, int]] = deque()
         """By drawn batch that the script does not have: its records, and the digest of the indices so far."""
         self._indices = self._last = 0
         """Digest of the indices of the batches that the script has, and of all that are drawn."""
+        self._end: Exception | None = None
+        """Why the sampler gives no more indices: StopIteration, or an error of its own."""
         self._own: list[torch.Generator] = loader._own()
         self._opened_with = self._now()
         self._late: dict[str, Any] | None = start and start.get("late")
@@ -150,19 +153,14 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._over: set[int] = set()
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
-        self._broken: Exception | None = None
-        self._torn = False
-        """Whether a call is changing the state; still so in the next one if an interrupt broke it off."""
         if self._late:
             restore_generators(self._late["global"])
             set_states(self._own, self._late["own"])
         if loader.restored and not self._iterable:
             # The state of a sampler may be that of its end: torchdata's then begin again.
-            first = next(self._sampler_iter, END)
-            if first is END:
-                self._sampler_iter = iter(self._index_sampler)
-            else:
-                self._sampler_iter = itertools.chain([first], self._sampler_iter)
+            first = next(self._order, END)
+            again = first is END
+            self._order = iter(self._sampler) if again else itertools.chain([first], self._order)
         if start:
             self._resume(start)
         if self._iterable:
@@ -171,11 +169,22 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._fill()
         self._settle()
 
+    def _draw_seeds(self, loader: Any, passes: int) -> tuple[int, int]:
+        """Ask the sampler for its order and draw seeds, as often and in the order in which torch does.
+
+        torch's workers have their seeds before it asks the sampler once more; persistent ones keep them.
+        """
+        sampler = loader._index_sampler
+        if passes:
+            self._order = iter(sampler)
+            return loader.kept.seed, _shared_seed(loader)
+        shared, self._order, seed = _shared_seed(loader), iter(sampler), _draw(loader.generator)
+        if loader.num_workers:
+            self._order, _ = iter(sampler), _shared_seed(loader)
+        return seed, shared
+
     def _resume(self, start: dict[str, Any]) -> None:
-        self._order = self._order._replace(
-            base_seed=start["base_seed"], shared_seed=start["shared_seed"]
-        )
-        self._num_yielded = start["yielded"]
+        self._yielded = start["yielded"]
         if self._iterable:
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
@@ -201,19 +210,19 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def _draw(self) -> Any:
         """Ask the sampler for the indices of a batch."""
-        indices = next(self._sampler_iter)
-        if self._auto_collation and isinstance(indices, Iterator):
+        indices = next(self._order)
+        if self._batched and isinstance(indices, Iterator):
             indices = list(indices)  # a generator cannot be sent
         indices = _as_now(indices)
         self._last = digest_of(MadeBatch(_as_one(indices)), self._last)
-        batched = self._auto_collation and hasattr(indices, "__len__")
+        batched = self._batched and hasattr(indices, "__len__")
         self._drawn.append((len(indices) if batched else 1, self._last))
         return indices
 
     def place(self) -> dict[str, Any] | None:
-        late = self._late if self._begun or self._iterable else self._now()
-        if self._ended:
+        if self._phase is Phase.ENDED:
             return None
+        late = self._late if self._begun or self._iterable else self._now()
         place = self._place | {"late": late}
         records = self._quarantine.records[: place["quarantined"]]
         return place | {"quarantined": [(_plain(index), reason) for index, reason in records]}
@@ -224,10 +233,10 @@ class ClusterIterator(_BaseDataLoaderIter):
     def _settle(self) -> None:
         """The script has what was taken. Last in a call: an interrupt before it leaves the position alone."""
         place = {
-            "base_seed": self._order.base_seed,
-            "passes": self._order.passes,
-            "shared_seed": self._order.shared_seed,
-            "yielded": self._num_yielded,
+            "base_seed": self.request.base_seed,
+            "passes": self.request.passes,
+            "shared_seed": self.request.shared_seed,
+            "yielded": self._yielded,
             "drawn": self._number,
             "taken": list(self._taken),
             "over": sorted(self._over),
@@ -236,12 +245,12 @@ class ClusterIterator(_BaseDataLoaderIter):
             "indices": self._indices,
             "quarantined": len(self._quarantine.records),
         }
-        self._place, self._torn = place, False
+        self._place, self._phase = place, Phase.OPEN
 
     def _open_streams(self) -> None:
         self._wanted, self._next_asked = list(self._taken), self._turn
         shards = [
-            (w, Shard(f"worker {w}", items=(self._order._replace(worker=w),)), self._taken[w])
+            (w, Shard(f"worker {w}", items=(self.request._replace(worker=w),)), self._taken[w])
             for w in range(self._streams)
             if w not in self._over
         ]
@@ -252,59 +261,64 @@ class ClusterIterator(_BaseDataLoaderIter):
         if not self._begun:
             now = self._now()
             self._late, self._begun = now if now != self._opened_with else None, True
-        self._torn = (
-            True  # an interrupt would end a sampler that is a generator, as if that were all
-        )
         shards = []
         together, most = self._maker.pace(self._ahead)
-        while not self._exhausted and self._submitted - self._number < most:
+        while self._end is None and self._submitted - self._number < most:
             batches: list[tuple[int, Any]] = []
             while len(batches) < together:
                 try:
                     batches.append((self._submitted, self._draw()))
-                except StopIteration:
-                    self._exhausted = True
-                    break
                 except Exception as error:  # raised after the batches before it
-                    self._exhausted, self._broken = True, error
+                    self._end = error
                     break
                 self._submitted += 1
             if batches:
-                order = self._order._replace(batches=tuple(batches))
+                order = self.request._replace(batches=tuple(batches))
                 first, last = batches[0][0], batches[-1][0]
                 name = f"batch {first}" if first == last else f"batches {first} … {last}"
                 shards.append((self._groups, Shard(name, items=(order,)), 0))
                 self._want((self._groups, 0))
                 self._groups += 1
-        if shards or self._exhausted:
-            self._maker.submit(shards, self._groups if self._exhausted else None)
-        self._torn = False
+        if shards or self._end:
+            self._maker.submit(shards, self._groups if self._end else None)
+
+    def __iter__(self) -> ClusterIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._sampler)
 
     def __next__(self) -> Any:
-        if self._torn:
-            self.close()
-            raise RuntimeError(
-                "DataLoader: an interrupt or an error broke off the last next() while it took a batch, so the"
-                " next one is not known; start another pass or load a state"
-            )
-        asked = time.perf_counter()
-        batch = super().__next__()
-        self._watch.took(asked, self._records)
-        self._settle()
-        return batch
-
-    def _next_data(self) -> Any:
-        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
-        if self._superseded:
+        if self._phase is Phase.SUPERSEDED:
             raise RuntimeError(
                 "DataLoader: another pass over this loader has begun, and its copies of the dataset serve one"
                 " at a time (persistent_workers=True, or an IterableDataset with num_workers=0); use a loader"
                 " for each"
             )
+        if self._phase is Phase.TAKING:
+            self.close()
+            raise RuntimeError(
+                "DataLoader: an interrupt or an error broke off the last next() while it took a batch, so the"
+                " next one is not known; start another pass or load a state"
+            )
+        if self._phase is Phase.ENDED:
+            raise StopIteration
+        asked = time.perf_counter()
+        self._phase = Phase.TAKING
+        with record_function("enumerate(DataLoader)#stoker.DataLoader.__next__"):
+            batch = self._next()
+        self._yielded += 1
+        self._warn_of_length()
+        self._watch.took(asked, self._records)
+        self._settle()
+        return batch
+
+    def _next(self) -> Any:
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while True:
             made = self._next_stream(deadline) if self._iterable else self._next_batch(deadline)
             if made is END:
-                self._ended = True
+                self._phase = Phase.ENDED
                 self._watch.ended()
                 self.close()
                 if reason := self._quarantine.ended():
@@ -312,7 +326,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 raise StopIteration
             if isinstance(made, Failed):
                 self._settle()
-                _reraise(made, self._num_workers)
+                _reraise(made, self._workers)
             reason = self._quarantine.add(made.bad, self._records)
             if made.empty and self._ranks > 1 and not reason:
                 reason = (
@@ -325,30 +339,37 @@ class ClusterIterator(_BaseDataLoaderIter):
             if not made.empty:
                 return made.batch
 
+    def _warn_of_length(self) -> None:
+        """As torch does."""
+        if not self._iterable or self._length is None or self._yielded <= self._length:
+            return
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {self._length} (when accessing"
+            f" len(dataloader)), but {self._yielded} samples have been fetched",
+            stacklevel=3,
+        )
+
     def _next_batch(self, deadline: float | None) -> Any:
         while not self._ready:
-            if not self._exhausted:
-                self._fill()
-            if self._exhausted and self._number == self._submitted:
-                if self._broken is not None:
-                    raise self._broken
-                return END
+            self._fill()
+            if self._end is not None and self._number == self._submitted:
+                if isinstance(self._end, StopIteration):
+                    return END
+                self._phase = Phase.OPEN
+                raise self._end
             self._ready.extend(self._get(deadline)[1])
             self._asked.popleft()
-        self._torn = True
         self._number += 1
         self._records, self._indices = self._drawn.popleft()
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:
         while True:
-            self._torn = True
             while len(self._asked) < STREAM_BATCHES and len(self._over) < self._streams:
                 if self._next_asked not in self._over:
                     self._want((self._next_asked, self._wanted[self._next_asked]))
                     self._wanted[self._next_asked] += 1
                 self._next_asked = (self._next_asked + 1) % self._streams
-            self._torn = False
             if not self._asked:
                 return END
             worker = self._asked[0][0]
@@ -378,7 +399,8 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def close(self, superseded: bool = False) -> None:
         """End the pass; `superseded`: another one takes over the copies of the dataset."""
-        self._superseded = superseded and not self._ended
+        if superseded and self._phase is not Phase.ENDED:
+            self._phase = Phase.SUPERSEDED
         self._finish()
 
     def _want(self, place: tuple[int, int]) -> None:
@@ -386,15 +408,36 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._maker.want(place)
 
     def _get(self, deadline: float | None) -> tuple[str, Any]:
-        self._maker.wait(
-            deadline
-        )  # an interrupt here costs nothing: the script may call next() again
-        self._torn = True
+        try:
+            self._maker.wait(deadline)
+        except BaseException:  # changes nothing: the script may call next() again
+            self._phase = Phase.OPEN
+            raise
         _, kind, value = self._maker.get()
         if kind == "failed":
             self.close()
             raise RuntimeError(f"DataLoader: {value}")
         return kind, value
+
+
+def world_and_rank() -> tuple[int, int]:
+    there = dist.is_available() and dist.is_initialized()
+    return (dist.get_world_size(), dist.get_rank()) if there else (1, 0)
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def _shared_seed(loader: Any) -> int:
+    """The seed of a DataPipe's shuffling; rank 0 draws it for all. Collective."""
+    if not isinstance(loader.dataset, IterDataPipe):
+        return 0
+    seed = torch.tensor(_draw(loader.generator))
+    if world_and_rank()[0] > 1:
+        group: Any = dist.new_group(backend="gloo")
+        dist.broadcast(seed, src=0, group=group)
+    return int(seed)
 
 
 def _as_now(index: Any) -> Any:

@@ -44,7 +44,6 @@ from stoker.serve.planner import Planner
 from stoker.serve.service import DataService, start_service
 from stoker.serve.suspects import Suspects
 from stoker.session import CPU_HOSTS_VARIABLE, append
-from stoker.sizing.model import Scaler
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -502,7 +501,6 @@ class LoaderService(DataService):
 def service_of(group: str) -> Any:
     """The first caller starts it; it is detached, so that it outlives the script while other ranks use it."""
     cpu_hosts = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
-    scaler = Scaler(cpu_hosts) if cpu_hosts.max else None
     config = Config(cluster=ClusterConfig(cpu_hosts=cpu_hosts))
     shared = {
         "name": f"stoker-loader-{group}",
@@ -510,7 +508,7 @@ def service_of(group: str) -> Any:
         "get_if_exists": True,
         "lifetime": "detached",
     }
-    service = start_service(LoaderService, config, scaler, 64, shared)
+    service = start_service(LoaderService, config, 64, shared)
     context = ray.get_runtime_context()
     ray.get(
         service.enter.remote(service, context.get_node_id(), context.get_job_id()), timeout=ENTER_S

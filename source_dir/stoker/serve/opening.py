@@ -29,7 +29,6 @@ from stoker.serve.shards import DatasetSource, host_cache
 
 if TYPE_CHECKING:
     from stoker.serve.passes import Passes
-    from stoker.sizing.model import Scaler
 
 
 @dataclass
@@ -218,7 +217,6 @@ def start_coordinator(
     workers: int,
     first_epoch: int = 0,
     position: dict[str, Any] | None = None,
-    scaler: Scaler | None = None,
 ) -> Any:
     """Start the actor between Ray Data and the train workers on this host; it produces at once."""
     import ray
@@ -253,7 +251,6 @@ def start_coordinator(
     coordinator = start_service(
         Coordinator,
         config,
-        scaler,
         3 * workers + 32,
         {},
         passes=passes,

@@ -1,4 +1,4 @@
-"""Which hosts preprocess, with how many chain workers each, what each caches, and hosts that come and go.
+"""Which hosts preprocess, with how many chain workers each, and what each caches.
 
 Hosts that only preprocess come first. While too little data is ready, training hosts help with the CPUs that
 their train workers leave free.
@@ -10,19 +10,15 @@ longer needed gets no work, its chain workers end, its blocks are used up, and t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from stoker.config.schema import Config
-from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
 from stoker.figures import count_of, size
 from stoker.hosts.topology import GROUP_LABEL, host_name, label
 from stoker.protocol import Shard, Work
-from stoker.ray_compat import HostRequest
-from stoker.serve.accounting import ChainCosts
-from stoker.sizing.model import Scaler
 
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
 """How long too little, or enough, must be ready before chain workers start, or end, on training hosts:
@@ -171,120 +167,6 @@ def chain_hosts(
         scaled = bool(scaling.max and resources.get(scaling.resource))
         found.append(ChainHost(node["NodeID"], slots, trains, host_name(node), scaled))
     return found
-
-
-RENEW_S, EXPIRES_S = 10.0, 60.0
-"""Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
-
-
-class Elastic:
-    """Part of the service: which hosts get work, which are about to leave, and how many are requested.
-
-    `scaler` decides that by what training and the chain workers have done; None: the number is fixed.
-    """
-
-    def __init__(
-        self,
-        event: Callable[[Event], None],
-        chain: Mapping[str, ChainCosts],
-        scaler: Scaler | None = None,
-        request: HostRequest | None = None,
-    ) -> None:
-        self._event, self._chain, self.scaler, self._request = event, chain, scaler, request
-        self.closing: set[str] = set()
-        """Nodes of hosts that are about to leave."""
-        self._draining: set[str] = set()
-        self._joined: list[str] = []
-        """Nodes of the hosts that were added, in the order in which they joined."""
-        self._let_go: list[str] = []
-        """Nodes of hosts that are no longer requested, also of those that have left."""
-        self._last: StepLogged | None = None
-        self._made: tuple[int, float] = (0, 0.0)
-        """Records and seconds of all blocks so far."""
-        self._sent = -RENEW_S
-
-    def stepped(self, event: StepLogged) -> None:
-        if self.scaler is None or not (terms := event.terms_ms):
-            return
-        before, self._last = self._last, event
-        if before is None or event.step <= before.step:
-            return  # the first batch of a start also waits for processes to start
-        samples, seconds = event.epoch_samples, event.elapsed_s
-        if event.epoch == before.epoch:
-            samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
-        # Terms are means since the previous event.
-        late = terms["wait_production"] / (sum(terms.values()) or 1.0)
-        self.scaler.stepped(samples, seconds, late * seconds)
-
-    def send(self, now: float) -> None:
-        """Send or renew the request; the service's lock is not held."""
-        if self.scaler is not None and self._request is not None and now - self._sent >= RENEW_S:
-            self._sent = now
-            self._request.send(self.scaler.count, EXPIRES_S)
-
-    def split(
-        self,
-        hosts: list[ChainHost],
-        draining: set[str],
-        now: float,
-        ended: bool,
-        bound: Collection[str] = (),
-    ) -> list[ChainHost]:
-        """The hosts that stay; those in `bound` have work that no other can continue, and are not let go.
-
-        `ended`: all passes are produced.
-        """
-        for host in hosts:
-            if host.node in draining - self._draining:
-                text = f"host {host.name} is about to be taken away: it gets no more work"
-                self._event(Note(text=text))
-        self._draining = draining
-        self.closing = {host.node for host in hosts if host.node in draining}
-        if self.scaler is not None:
-            left = [host for host in hosts if host.node not in draining]
-            self._scale(self.scaler, left, now, ended, bound)
-        staying = [host for host in hosts if host.node not in self.closing]
-        if not staying:
-            self.closing = set()  # the last ones work to their end
-        return staying or hosts
-
-    def _scale(
-        self,
-        scaler: Scaler,
-        hosts: list[ChainHost],
-        now: float,
-        ended: bool,
-        bound: Collection[str],
-    ) -> None:
-        records = sum(each.records for each in self._chain.values())
-        seconds = sum(each.seconds for each in self._chain.values())
-        before, self._made = self._made, (records, seconds)
-        if records > before[0]:
-            scaler.made(records - before[0], seconds - before[1])
-        slots = {host.node: host.slots for host in hosts if host.scaled}
-        self._joined = [node for node in self._joined if node in slots]
-        self._joined += [node for node in slots if node not in self._joined]
-        used = [slots[node] for node in self._joined[: scaler.count]]
-        decision = scaler.look(
-            now, sum(host.slots for host in hosts if not host.scaled), used, ended
-        )
-        # The last hosts leave first: they have cached least.
-        unneeded = [node for node in self._joined[scaler.count :] if node not in bound]
-        self.closing |= set(unneeded)
-        if decision is not None:
-            self._sent = -RENEW_S
-            self._event(CpuHostsRequested(count=decision.count, reason=decision.reason))
-        # Released hosts stay in the list, to distinguish them from lost ones.
-        left = [node for node in self._let_go if node not in self._joined]
-        if {*left, *unneeded} != {*self._let_go}:
-            self._let_go = left + unneeded
-            self._event(HostsClosing(nodes=self._let_go))
-        if missing := scaler.missing(now):
-            text = (
-                f"requested {missing} CPU hosts, but only {len(self._joined)} have joined: does the cluster"
-                " have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?"
-            )
-            self._event(Note(text=text))
 
 
 LOOK_AHEAD = 256

@@ -23,7 +23,7 @@ from stoker.errors import DataError, Failure
 from stoker.events.kinds import Event, Note
 from stoker.hosts.topology import NODE_LABEL
 from stoker.protocol import BlockSlice, Directory, Made, Process, Reply, Shard, SplitSetup
-from stoker.ray_compat import HostRequest, draining_nodes
+from stoker.ray_compat import draining_nodes
 from stoker.read.host_cache import CacheSpec
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.blocks.agents import Agents, rows_of
@@ -32,9 +32,9 @@ from stoker.serve.chain_worker import LastBlock, Leases
 from stoker.serve.items import ReadyBlock
 from stoker.serve.passes import Attempt, ServiceState
 from stoker.serve.planner import Planner
-from stoker.serve.pool import CacheAffinity, Elastic, chain_hosts
+from stoker.serve.pool import CacheAffinity, chain_hosts
+from stoker.serve.scaling import Elastic
 from stoker.serve.shards import Setup
-from stoker.sizing.model import Scaler
 
 LOOK_EVERY_S = 1.0
 CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
@@ -77,7 +77,6 @@ class DataService(ABC):
         node: str,
         budget_bytes: int,
         most_waiting: int,
-        scaler: Scaler | None,
         chain: dict[str, ChainCosts],
         cache: CacheSpec | None = None,
     ) -> None:
@@ -89,8 +88,7 @@ class DataService(ABC):
         self.attempt = None
         self.training: dict[int | str, str] = {}
         """Node of each rank, or of each job of a script."""
-        request = HostRequest(scaler.options.resource) if scaler else None
-        self.elastic = Elastic(self.event, chain, scaler, request)
+        self.elastic = Elastic(self.event, chain, config.cluster.cpu_hosts)
         self.leases: Leases | None = None
         self.setups: dict[str, Any] = {}
         self.workers: dict[str, ChainProcess] = {}
@@ -415,7 +413,6 @@ class DataService(ABC):
 def start_service(
     kind: type[DataService],
     config: Config,
-    scaler: Scaler | None,
     callers: int,
     options: dict[str, Any],
     **arguments: Any,
@@ -429,5 +426,5 @@ def start_service(
         num_cpus=0, max_concurrency=callers + 2 * cpus, label_selector={NODE_LABEL: node}, **options
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    common = {"config": config, "node": node, "budget_bytes": budget, "scaler": scaler}
+    common = {"config": config, "node": node, "budget_bytes": budget}
     return actor.remote(most_waiting=cpus, **common, **arguments)

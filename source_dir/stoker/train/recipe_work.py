@@ -14,7 +14,6 @@ from stoker.figures import count_of
 from stoker.place import RunPlace
 from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, start_coordinator
-from stoker.sizing.model import Scaler
 from stoker.train.resume import find_start
 from stoker.train.stopping import check_monitors, modes, with_modes
 
@@ -39,10 +38,9 @@ class RecipeWork:
         self.where, self.synced = store.where, store.synced
 
     def start_coordinator(self) -> Any:
-        start, scaling = self.start, self.config.cluster.cpu_hosts
-        scaler = Scaler(scaling) if scaling.max else None
+        start = self.start
         first, position = (start.meta["next_epoch"], start.position) if start else (0, None)
-        return start_coordinator(self.config, self.data, self.workers, first, position, scaler)
+        return start_coordinator(self.config, self.data, self.workers, first, position)
 
     def opening_line(self) -> str:
         counts = [

@@ -1,0 +1,253 @@
+"""Part of the service: hosts that come and go: which get work, which leave, and how many are requested.
+
+With `cluster.cpu_hosts`, the service requests CPU hosts from the cluster's autoscaler while training waits for
+preprocessing, and lets them go when it no longer does; it never requests GPU hosts. What the run measures says
+how many: how fast training would be without waiting, and how long a chain worker takes for a record.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from stoker.config.places import CpuHostsConfig
+from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
+from stoker.figures import count_of
+from stoker.ray_compat import HostRequest
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.pool import ChainHost
+
+GROW_AFTER_S = 5.0
+"""How long more hosts must be wanted before the request changes: an epoch's end lasts seconds."""
+SPARE = 0.1
+"""A host is released only if training that is faster by this share would not need it either, so that
+measurement noise around a whole number of hosts does not make the request flap."""
+TRAINING_S, PRODUCTION_S = 10.0, 30.0
+JOIN_DEADLINE_S = 300.0
+RENEW_S, EXPIRES_S = 10.0, 60.0
+"""Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
+
+
+@dataclass
+class Window:
+    """Counts of the last seconds."""
+
+    length_s: float
+    entries: deque[tuple[float, float, float]] = field(default_factory=deque)
+
+    def add(self, count: float, seconds: float, late_s: float = 0.0) -> None:
+        self.entries.append((count, seconds, late_s))
+        while self.sums()[1] - self.entries[0][1] >= self.length_s:
+            self.entries.popleft()
+
+    def sums(self) -> tuple[float, float, float]:
+        count, seconds, late_s = (
+            map(sum, zip(*self.entries, strict=True)) if self.entries else (0,) * 3
+        )
+        return count, seconds, max(0.0, late_s)
+
+
+class Scaler:
+    """How many CPU hosts to request: with prices, the number with the lowest cost per sample, without, the
+    smallest with which training does not wait; more only while training waits longer than the target."""
+
+    def __init__(self, options: CpuHostsConfig) -> None:
+        self.options, self.count = options, options.min
+        self._cpus = 0
+        """Of one CPU host; 0: unknown until the first has joined."""
+        self._steps, self._blocks = Window(TRAINING_S), Window(PRODUCTION_S)
+        self._since: tuple[bool, float] | None = None
+        """Whether more or fewer hosts have been wanted, and since when."""
+        self._asked: float | None = None
+        """When hosts were requested that have not joined yet."""
+
+    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
+        """Add training steps of all train workers, which waited `late_s` of `seconds` for preprocessing."""
+        self._steps.add(samples, seconds, late_s)
+
+    def made(self, records: float, seconds: float) -> None:
+        """Add blocks; `seconds` of chain workers include reading, so that slow storage counts as well."""
+        self._blocks.add(records, seconds)
+
+    def look(self, now: float, own: int, joined: list[int], ended: bool = False) -> str:
+        """Change `count`, if that is due at `time.monotonic()`; why, else empty.
+
+        Args:
+            now: `time.monotonic()`.
+            own: chain workers of the hosts that stay anyway.
+            joined: chain workers of each requested host that has joined.
+            ended: whether all records of the run are preprocessed.
+        """
+        self._cpus = max(joined, default=self._cpus)
+        self._asked = None if len(joined) >= self.count else self._asked or now
+        wanted, reason = self._wanted(own, ended)
+        more = wanted > self.count
+        if wanted == self.count:
+            self._since = None
+        elif self._since is None or self._since[0] != more:
+            self._since = more, now
+        at_once = ended or not own + sum(joined) + self.count
+        wait_s = 0.0 if at_once else GROW_AFTER_S if more else self.options.release_after_s
+        if self._since is None or now - self._since[1] < wait_s:
+            return ""
+        self.count, self._since, self._asked = wanted, None, None
+        return reason
+
+    def missing(self, now: float) -> int:
+        late = self._asked is not None and now - self._asked > JOIN_DEADLINE_S
+        self._asked = now if late else self._asked
+        return self.count if late else 0
+
+    def _wanted(self, own: int, ended: bool) -> tuple[int, str]:
+        low, high, target = self.options.min, self.options.max, self.options.target_wait_pct / 100
+        samples, seconds, late_s = self._steps.sums()
+        records, cpu_s, _ = self._blocks.sums()
+        if ended:
+            return low, "all records of the run are preprocessed"
+        if not seconds or not records:  # without any CPU nothing would ever be measured
+            first = max(low, min(1, high))
+            return self.count if own or self.count else first, "no other host can preprocess"
+        rate, late = samples / max(seconds - late_s, 1e-6) * (1 - target), late_s / seconds
+        each_s = cpu_s / records
+        wanted = self._cheapest(own, rate, each_s)
+        if late <= target or wanted <= self.count:
+            spare = self._cheapest(own, rate * (1 + SPARE), each_s)
+            wanted = max(low, min(spare, self.count))
+        reason = (
+            f"training waits {100 * late:.0f} % of the time for preprocessing; it needs {rate:.0f} records/s, a"
+            f" CPU preprocesses {1 / max(each_s, 1e-9):.1f}"
+        )
+        if not self._cpus:
+            return wanted, f"{reason}; one host first, to see how many CPUs it has"
+        have = count_of(own + wanted * self._cpus, "CPU")
+        reason += f": {have} with {count_of(wanted, 'CPU host')}"
+        if self.options.usd_per_hour is not None:
+            before, after = (self._usd(own, rate, each_s, n) for n in (self.count, wanted))
+            reason += f"; ${after:.2f} instead of ${before:.2f} per 1M records"
+        return wanted, reason
+
+    def _cheapest(self, own: int, rate: float, each_s: float) -> int:
+        counts = range(self.options.max + 1)
+        found = min(counts, key=lambda count: self._usd(own, rate, each_s, count))
+        if self._cpus or not found:
+            return max(found, 0 if own else 1)
+        return 1  # its CPUs tell how many more are needed
+
+    def _usd(self, own: int, rate: float, each_s: float, count: int) -> float:
+        """Per million records. Without prices a host costs nearly nothing, so only speed counts."""
+        price, rest = self.options.usd_per_hour, self.options.rest_usd_per_hour or 1.0
+        made = (own + count * (self._cpus or max(own, 1))) / max(each_s, 1e-12)
+        per_s = min(rate, made)
+        return (
+            (rest + count * (1e-9 if price is None else price)) / 3600 / per_s * 1e6
+            if per_s
+            else inf
+        )
+
+
+class Elastic:
+    """Which hosts get work, which are about to leave, and the request for CPU hosts."""
+
+    def __init__(
+        self,
+        event: Callable[[Event], None],
+        chain: Mapping[str, ChainCosts],
+        options: CpuHostsConfig,
+    ) -> None:
+        self._event, self._chain = event, chain
+        self.scaler = Scaler(options) if options.max else None
+        """None: the number of hosts is fixed."""
+        self._request = HostRequest(options.resource) if options.max else None
+        self.closing: set[str] = set()
+        """Nodes of hosts that are about to leave."""
+        self._draining: set[str] = set()
+        self._joined: list[str] = []
+        """Nodes of the hosts that were added, in the order in which they joined."""
+        self._let_go: list[str] = []
+        """Nodes of hosts that are no longer requested, also of those that have left."""
+        self._last: StepLogged | None = None
+        self._made: tuple[int, float] = (0, 0.0)
+        """Records and seconds of all blocks so far."""
+        self._sent = -RENEW_S
+
+    def stepped(self, event: StepLogged) -> None:
+        if self.scaler is None or not (terms := event.terms_ms):
+            return
+        before, self._last = self._last, event
+        if before is None or event.step <= before.step:
+            return  # the first batch of a start also waits for processes to start
+        samples, seconds = event.epoch_samples, event.elapsed_s
+        if event.epoch == before.epoch:
+            samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
+        # Terms are means since the previous event.
+        late = terms["wait_production"] / (sum(terms.values()) or 1.0)
+        self.scaler.stepped(samples, seconds, late * seconds)
+
+    def send(self, now: float) -> None:
+        """Send or renew the request; the service's lock is not held."""
+        if self.scaler is not None and self._request is not None and now - self._sent >= RENEW_S:
+            self._sent = now
+            self._request.send(self.scaler.count, EXPIRES_S)
+
+    def split(
+        self,
+        hosts: list[ChainHost],
+        draining: set[str],
+        now: float,
+        ended: bool,
+        bound: Collection[str] = (),
+    ) -> list[ChainHost]:
+        """The hosts that stay; those in `bound` have work that no other can continue, and are not let go.
+
+        `ended`: all passes are produced.
+        """
+        for host in hosts:
+            if host.node in draining - self._draining:
+                text = f"host {host.name} is about to be taken away: it gets no more work"
+                self._event(Note(text=text))
+        self._draining = draining
+        self.closing = {host.node for host in hosts if host.node in draining}
+        if self.scaler is not None:
+            left = [host for host in hosts if host.node not in draining]
+            self._scale(self.scaler, left, now, ended, bound)
+        staying = [host for host in hosts if host.node not in self.closing]
+        if not staying:
+            self.closing = set()  # the last ones work to their end
+        return staying or hosts
+
+    def _scale(
+        self,
+        scaler: Scaler,
+        hosts: list[ChainHost],
+        now: float,
+        ended: bool,
+        bound: Collection[str],
+    ) -> None:
+        records = sum(each.records for each in self._chain.values())
+        seconds = sum(each.seconds for each in self._chain.values())
+        if records > self._made[0]:
+            scaler.made(records - self._made[0], seconds - self._made[1])
+        self._made = records, seconds
+        slots = {host.node: host.slots for host in hosts if host.scaled}
+        self._joined = [*dict.fromkeys([n for n in self._joined if n in slots] + [*slots])]
+        own = sum(host.slots for host in hosts if not host.scaled)
+        used = [slots[node] for node in self._joined[: scaler.count]]
+        if reason := scaler.look(now, own, used, ended):
+            self._sent = -RENEW_S
+            self._event(CpuHostsRequested(count=scaler.count, reason=reason))
+        if missing := scaler.missing(now):
+            text = (
+                f"requested {missing} CPU hosts, but only {len(self._joined)} have joined: does the cluster"
+                " have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?"
+            )
+            self._event(Note(text=text))
+        # The last hosts leave first: they have cached least.
+        unneeded = [node for node in self._joined[scaler.count :] if node not in bound]
+        self.closing |= {*unneeded}
+        # Released hosts stay in the list, to distinguish them from lost ones.
+        let_go = [node for node in self._let_go if node not in self._joined] + unneeded
+        if {*let_go} != {*self._let_go}:
+            self._let_go = let_go
+            self._event(HostsClosing(nodes=let_go))
