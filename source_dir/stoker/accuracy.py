@@ -19,7 +19,7 @@ class Accuracy:
 
     def __init__(self) -> None:
         self.counts = torch.zeros(3, dtype=torch.int64)
-        """Correct targets, all targets, scores that are NaN."""
+        """Correct targets, all targets (of F1, twice the correct labels, all labels), scores that are NaN."""
 
     def to(self, device: torch.device) -> Accuracy:
         self.counts = self.counts.to(device)
@@ -62,21 +62,8 @@ class Accuracy:
 class F1(Accuracy):
     """Train worker: the F1 score of labels that scores above 0 predict, over all classes, records and ranks.
 
-    The same as torchmetrics' `MultilabelF1Score(average="micro")`. The scores of a validation are taken for
-    probabilities, of which those above 0.5 predict, if all are within 0 … 1 (± 0.001) and at least one in 20
-    is below 0.05 or above 0.95.
+    Scores are those before the sigmoid. The same as torchmetrics' `MultilabelF1Score(average="micro")` of them.
     """
-
-    meanings = (
-        "f1 takes preds for scores before the sigmoid: those above 0 predict; return such scores or define"
-        " metrics() if they are probabilities",
-        "f1 takes preds for probabilities, since all are within 0 … 1: those above 0.5 predict",
-    )
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(8, dtype=torch.int64)
-        """Twice the correct labels, all labels; both at 0.5, not 0; scores: all, outside, at an end, NaN."""
-        self.within, self.meaning = False, 0
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add scores and vectors of 0 and 1, both records × classes."""
@@ -86,30 +73,9 @@ class F1(Accuracy):
                 "target holds other values than 0 and 1; see CheckLabel(…, multi_label=True), or define"
                 " metrics()"
             )
-        wanted, counts = target > 0.5, [self.counts.new_tensor(preds.numel())]
-        counts += [
-            ((preds < -1e-3) | (preds > 1.001)).sum(),
-            ((preds < 0.05) | (preds > 0.95)).sum(),
-        ]
-        counts.append(preds.isnan().sum())
-        for found in (preds > 0.5, preds > 0):
-            counts = [2 * (found & wanted).sum(), found.sum() + wanted.sum(), *counts]
-        self.counts += torch.stack(counts)
-
-    def compute(self) -> float:
-        counts = self.of_all_ranks()
-        scores, outside, at_end, unknown = counts[4:].tolist()
-        self.within = not outside
-        self.meaning = int(self.within and 20 * at_end >= scores)
-        part, whole = counts[2 * self.meaning :][:2]
-        return math.nan if unknown else float(part / whole.clamp(min=1))
-
-    def news(self, told: set[str]) -> list[str]:
-        """What the scores are taken for, if that is uncertain or has changed since it was `told`."""
-        now, other = self.meanings[self.meaning], self.meanings[1 - self.meaning]
-        changed = other in told
-        told.discard(other)  # to be told again when it returns
-        return [now] * (self.within or changed)
+        found, wanted = preds > 0, target > 0
+        part, whole = 2 * (found & wanted).sum(), found.sum() + wanted.sum()
+        self.counts += torch.stack([part, whole, preds.isnan().sum()])
 
 
 def refuse_other_shape(found: Tensor, target: Tensor, preds: Tensor) -> None:

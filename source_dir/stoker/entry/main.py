@@ -76,7 +76,8 @@ def run_locally(arguments: list[str]) -> int:
             cluster.refuse_old_ray()
         else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
-            imports = (*forks.FOR_TRAINING, *forks.libraries_of(resolved.config, CODE))
+            recipe = forks.FOR_RECIPES if resolved.config.script is None else ()
+            imports = (*forks.FOR_TRAINING, *recipe)
             starting = None if check_only else cluster.LocalCluster(resolved.config, imports)
         from stoker.entry import job_checks as checks  # while Ray starts
 

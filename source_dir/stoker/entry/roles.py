@@ -28,7 +28,6 @@ from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.services import Service
 from stoker.hosts.topology import Topology, label
 from stoker.place import PLACE_VARIABLE, Outcome, RunPlace
-from stoker.recipe import SOURCE_FOLDER
 
 FORCED_SHARE = 5 / 6
 """Of the time until the place kills: then the process ends by force. The driver gives up before."""
@@ -282,8 +281,8 @@ def package_versions(code: Path) -> dict[str, str]:
 def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: str) -> RayNode:
     folder = raynode.private_folder()
     imports = forks.FOR_TRAINING if topology.trains else forks.FOR_CHAINS
-    imports = (*imports, *forks.libraries_of(resolved.config, SOURCE_FOLDER))
-    server = forks.started(imports, folder)
+    recipe = forks.FOR_RECIPES if resolved.config.script is None else ()
+    server = forks.started((*imports, *recipe), folder)
     return RayNode([*how, *_shared_arguments(resolved, topology, address)], folder, server)
 
 

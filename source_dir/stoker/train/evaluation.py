@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from stoker.accuracy import F1
 from stoker.chain.collating import collate_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
@@ -163,7 +162,7 @@ MOST_CELLS = 10_000
 
 class Scores:
     def __init__(self, worker: Worker) -> None:
-        self.recipe, self.classes, self.told = worker.recipe, worker.classes, worker.noted
+        self.recipe, self.classes = worker.recipe, worker.classes
         count = getattr(worker.recipe, "num_classes", None)
         if not self.classes and isinstance(count, int):
             self.classes = [str(number) for number in range(count)]
@@ -215,7 +214,6 @@ class Scores:
                 )
                 self.later.add(f"val/{name}")
             else:
-                self.notes += metric.news(self.told) if isinstance(metric, F1) else []
                 self._show(f"val/{name}", value)
 
     def _failed(self, name: str, error: Exception) -> UsageError:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,9 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from stoker.config.schema import Config
 from stoker.hosts.requirements import at_least, installed
-from stoker.recipe import ALIASES
 
 SERVER = Path(__file__).with_name("fork_server.py")
 POSSIBLE = sys.platform == "linux" and os.environ.get("STOKER_FORK_WORKERS") != "0"
@@ -38,11 +35,8 @@ FOR_TRAINING = (
     *("torch._dynamo", "timm.optim"),  # imported by the first step
 )
 """Modules of workers on hosts without and with train workers; missing ones are skipped."""
-LIBRARIES = "torch|torchvision|timm|cv2|PIL|scipy|pandas|albumentations"
-IMPORT = re.compile(
-    rf"^(?:from|import) +((?:{LIBRARIES})\b[\w.]*)(?: +import +(\w+))?", re.MULTILINE
-)
-"""Finds module and name; a function's own import may be of something that this host never calls."""
+FOR_RECIPES = ("torchvision.transforms.v2",)
+"""In addition, unless the job is a script: most chains use it, and it takes a second to import."""
 ENVIRONMENT = {
     # Ray's value for a worker with one CPU; numerical libraries read it only once.
     "OMP_NUM_THREADS": "1",
@@ -102,17 +96,3 @@ class ForkServer:
             )
         self._process.kill()
         self._process.wait()
-
-
-def libraries_of(config: Config, source: Path) -> list[str]:
-    """Known libraries that a recipe's file imports: else each chain worker would, before its first record."""
-    if config.script is not None:
-        return []
-    module = ALIASES.get(config.recipe, config.recipe).partition(":")[0]
-    try:
-        file = source.joinpath(*module.split(".")).with_suffix(".py")
-        found = IMPORT.findall(file.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):  # what names no file is refused elsewhere
-        return []
-    of_built_in = ["torchvision.transforms.v2"] if module.startswith("stoker.") else []
-    return of_built_in + [name for of, part in found for name in {of, f"{of}.{part}".rstrip(".")}]
