@@ -7,18 +7,10 @@ from pathlib import Path
 
 import pytest
 
-SINFO = """\
-gpu*|up|infinite|1|64|gpu:a100:4(S:0-1)
-gpu*|up|infinite|2|128|gpu:a100:8,nvme:1
-cpu|up|1-00:00:00|2|32|(null)
-closed|down|1:00:00|2|32|(null)
-"""
-
 
 def commands_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a folder with the commands into PATH. No test submits unless it replaces `sbatch`."""
     folder.mkdir()
-    fake(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
     fake(folder, "sbatch", "echo 'sbatch: error: not in this test' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder

@@ -69,8 +69,7 @@ class RayRequest:
 
     def body(self, working_dir: str) -> dict[str, Any]:
         runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
-        if self.pip:
-            runtime_env["pip"] = list(self.pip)
+        runtime_env |= {"pip": list(self.pip)} if self.pip else {}
         return {
             "entrypoint": shlex.join(COMMAND),
             "submission_id": self.submission_id,
@@ -79,17 +78,14 @@ class RayRequest:
         }
 
     def render(self) -> str:
-        rows = [
-            ("cluster", self.server.address),
-            ("versions", self.versions),
-            (
-                "upload",
-                f"{figures.count_of(self.code_files, 'file')}, {figures.size(self.code_bytes)}",
-            ),
-            ("results", f"{self.run_dir} on the cluster"),
+        files = figures.count_of(self.code_files, "file")
+        lines = [
+            f"cluster   {self.server.address}",
+            f"versions  {self.versions}",
+            f"upload    {files}, {figures.size(self.code_bytes)}",
+            f"results   {self.run_dir} on the cluster",
+            *(f"note: {line}" for line in self.warnings),
         ]
-        lines = [f"{name:<9} {value}" for name, value in rows]
-        lines += [f"note: {line}" for line in self.warnings]
         content = json.dumps(redact(self.body("<uploaded source>")), indent=2)
         return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
 
@@ -106,18 +102,17 @@ class RayRequest:
             key for key, _ in leaves(json.loads(secrets_json(self.job.resolved.config) or "{}"))
         ]
         note = f"; it contains secrets: {', '.join(keys)}" if keys else ""
-        variables = "".join(
-            f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items()
-        )
-        pip = (
-            "\n  pip:" + "".join(f"\n    - {json.dumps(line)}" for line in self.pip)
-            if self.pip
-            else ""
-        )
-        return (
-            f"# publish {path} where the cluster can fetch it{note}; for the RayJob (docs/ray-clusters.md):\n"
-            f"entrypoint: {shlex.join(COMMAND)}\n"
-            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}{pip}"
+        import yaml
+
+        body = self.body(f"https://<address>/{path.name}")
+        lines = yaml.safe_dump(body["runtime_env"], sort_keys=False).splitlines()
+        return "\n".join(
+            [
+                f"# publish {path} where the cluster can fetch it{note}; for the RayJob (docs/ray-clusters.md):",
+                f"entrypoint: {body['entrypoint']}",
+                "runtimeEnvYAML: |",
+                *(f"  {line}" for line in lines),
+            ]
         )
 
 
@@ -138,10 +133,8 @@ class RayRun(WatchedRun):
         state = str(description.get("status"))
         if state == "FAILED":
             # Cut off the end of the log, which Ray appends; `logs` shows it better.
-            message = str(description.get("message") or "no reason given").partition(
-                ", last available"
-            )[0]
-            return f"failed: {' '.join(message.split())}"
+            message = str(description.get("message") or "no reason given")
+            return f"failed: {' '.join(message.partition(', last available')[0].split())}"
         return _WORDS.get(state, f"unknown: {state}")
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -253,28 +246,19 @@ def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[s
         return server, unchecked, warnings
     ray, python = server.versions()
     ours, here = importlib.metadata.version("ray"), platform.python_version()
-    problems = []
-    if not requirements.at_least(ray, requirements.OLDEST_RAY):
-        problems.append(
-            f"--address {server.address}: Ray {ray} there; Stoker needs {requirements.OLDEST_RAY} or newer;"
-            f" use a newer cluster (image rayproject/ray:{ours})"
+    minor, our_minor = (version.rpartition(".")[0] for version in (python or here, here))
+    old = not requirements.at_least(ray, requirements.OLDEST_RAY)
+    if old or minor not in requirements.PYTHONS:
+        raise UsageError(
+            f"--address {server.address}: Ray {ray} and Python {python} there; Stoker needs Ray"
+            f" {requirements.OLDEST_RAY} or newer and Python {requirements.SUPPORTED_PYTHONS}; use another"
+            f" cluster, such as one of the image rayproject/ray:{ours}"
         )
-    elif ray != ours:
+    if ray != ours:
         warnings.append(f"Ray {ray} there and {ours} here: the job uses the cluster's")
-    if python and _minor(python) not in requirements.PYTHONS:
-        problems.append(
-            f"--address {server.address}: Python {python} there; Stoker needs"
-            f" {requirements.SUPPORTED_PYTHONS}; choose another image"
-        )
-    if problems:
-        raise UsageError(*problems)
-    if python and _minor(python) != _minor(here):
+    if minor != our_minor:
         warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")
     return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 _RAY = re.compile(r"#|ray(?![\w.-])", re.I)
@@ -293,9 +277,6 @@ def _pip(job: Job) -> tuple[str, ...]:
 PACKAGE_LIMIT_BYTES = 100 * 2**20
 """Ray stores packages in the head's memory and refuses larger ones."""
 TIMEOUT_S = 30
-_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
-
-
 _RESOLVER = "get_job_submission_client_cluster_info"
 """What Ray calls in the module that an address names."""
 
@@ -380,23 +361,18 @@ class JobServer:
                 break
         if answer.status_code in (401, 403):
             what = "requires a token" if answer.status_code == 401 else "rejected the token"
-            hint = f"module {self.plugin} gave no valid one" if self.plugin else _TOKEN_HINT
+            hint = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"
+            if self.plugin:
+                hint = f"module {self.plugin} gave no valid one"
             raise UsageError(f"--address {self.address}: the cluster {what}; {hint}")
         if answer.status_code == 404 and missing_ok:
             return answer
+        code, page = answer.status_code, "json" not in answer.headers.get("content-type", "json")
         if not answer.ok:
             last = (answer.text.strip().splitlines() or [answer.reason])[-1]
-            kind = (
-                UnansweredError
-                if answer.status_code >= 500 or answer.status_code == 429
-                else UsageError
-            )
-            raise kind(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
-        if (
-            "json" not in answer.headers.get("content-type", "json")
-            and method == "GET"
-            and not missing_ok
-        ):
+            kind = UnansweredError if code >= 500 or code == 429 else UsageError
+            raise kind(f"--address {self.address}: {method} {path}: {code}: {last}")
+        if page and method == "GET" and not missing_ok:
             raise UnansweredError(
                 f"--address {self.address}: not a Ray dashboard: the answer is not JSON"
             )
@@ -416,21 +392,14 @@ class JobServer:
         content["cookies"] = endpoint.cookies
         try:
             return requests.request(method, endpoint.url + path, timeout=TIMEOUT_S, **content)
-        except requests.exceptions.SSLError as error:
-            raise UsageError(
-                f"--address {self.address}: certificate verification failed: {error}"
-            ) from None
-        except requests.exceptions.ConnectionError as error:
-            raise UnansweredError(
-                f"--address {self.address}: cannot connect ({_root_cause(error)});"
-                " the dashboard's default port is 8265, and it may need a port-forward"
-            ) from None
-        except requests.exceptions.Timeout:
-            raise UnansweredError(
-                f"--address {self.address}: no answer within {TIMEOUT_S} s"
-            ) from None
         except requests.exceptions.RequestException as error:
-            raise UnansweredError(f"--address {self.address}: {error}") from None
+            kind: type[UsageError] = UnansweredError
+            if isinstance(error, requests.exceptions.SSLError):  # no answer comes later, either
+                kind = UsageError
+            hint = "the dashboard's default port is 8265, and it may need a port-forward"
+            # requests and urllib3 put the operating system's reason last.
+            why = str(error).rpartition(": ")[2].rstrip("')\"")
+            raise kind(f"--address {self.address}: cannot connect ({why}); {hint}") from None
 
 
 def job_server(address: str | None) -> JobServer:
@@ -438,18 +407,12 @@ def job_server(address: str | None) -> JobServer:
     if not found:
         raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
     scheme, separator, _ = found.partition("://")
-    if not separator or scheme == "ray":
+    plugin = scheme.isidentifier() and scheme != "ray" and importlib.util.find_spec(scheme)
+    if not separator or not (scheme in ("http", "https") or plugin):
+        package = "; pip install toolkit-for-ray-on-sagemaker-ai" * (scheme == "sagemaker_ray")
         raise UsageError(
-            f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
-            " address of Ray Client or GCS"
-        )
-    if scheme not in ("http", "https") and not (
-        scheme.isidentifier() and importlib.util.find_spec(scheme)
-    ):
-        package = " (pip install toolkit-for-ray-on-sagemaker-ai)" * (scheme == "sagemaker_ray")
-        raise UsageError(
-            f"--address {found}: neither http(s)://<head>:8265 nor a plug-in of Ray's:"
-            f" no Python module {scheme} is installed{package}"
+            f"--address {found}: jobs go to the dashboard, http://<head>:8265, not to Ray Client or GCS, or to"
+            f" a plug-in of Ray's, whose module {scheme!r} is not installed{package}"
         )
     return JobServer(found.rstrip("/"), find_token())
 
@@ -478,17 +441,3 @@ def find_token() -> str | None:
         if named:
             raise UsageError(f"RAY_AUTH_TOKEN_PATH {named}: {error.strerror}") from None
         return None
-
-
-def _root_cause(error: BaseException) -> str:
-    """Unwrap requests and urllib3 errors down to the operating system's reason."""
-    reason: Any = error
-    while True:
-        inner = getattr(reason, "reason", None) or next(
-            (item for item in getattr(reason, "args", ()) if isinstance(item, BaseException)), None
-        )
-        if not isinstance(inner, BaseException) or inner is reason:
-            break
-        reason = inner
-    text = str(reason).rpartition(": ")[2]
-    return text.removeprefix("[Errno ").partition("] ")[2] or text

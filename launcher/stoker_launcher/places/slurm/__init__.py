@@ -23,7 +23,6 @@ from stoker_launcher.places import EXIT_CODES, Place
 from stoker_launcher.places.remote import (
     ServicePoller,
     UnansweredError,
-    collected,
     created_once,
     detached,
 )
@@ -33,7 +32,6 @@ from stoker_launcher.places.slurm.batch_script import (
     JOB_FILE,
     LOG,
     batch_script,
-    cluster_problems,
     slurm_problems,
 )
 from stoker_launcher.places.slurm.slurm_commands import State
@@ -79,9 +77,6 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
         config = config.model_copy(update={"checkpoint": at})
         job = replace(job, resolved=replace(job.resolved, config=config))
     problems = [*slurm_problems(config.slurm, config.output_dir)]
-    if not offline:
-        known = collected(problems, slurm_commands.partitions, None)
-        problems += cluster_problems(config.slurm, known) if known is not None else []
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     if offline:  # away from the cluster, this machine need not have its folders

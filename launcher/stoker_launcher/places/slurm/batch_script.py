@@ -1,6 +1,6 @@
 """Laptop: the batch script of a job, a pure function of its configuration and folders.
 
-Before it waits in a queue for hours, `slurm_problems` and `cluster_problems` tell what is wrong with the job.
+`slurm_problems` tells what Slurm would accept, or not even see; the rest is what `sbatch` answers.
 
 Slurm starts the script on the first node; `srun` starts train.py once on every node. Several lines depend on
 how Slurm delivers signals: with process tracking by cgroup, only the task itself gets SIGTERM, so train.py
@@ -18,7 +18,6 @@ from pathlib import Path, PurePosixPath
 from stoker.config.loading import SECRETS_FILE
 from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
 from stoker.config.redaction import redact
-from stoker.errors import nearest
 from stoker.hosts.raynode import LONGEST_TEMP_DIR
 from stoker.place import (
     KILLED_AFTER_VARIABLE,
@@ -28,7 +27,6 @@ from stoker.place import (
     TOKEN_FILE,
 )
 from stoker_launcher.job import COMMAND
-from stoker_launcher.places.slurm.slurm_commands import Partition
 
 JOB_FILE = "slurm.job"
 """In the run directory: the job's id."""
@@ -44,29 +42,9 @@ LATE_S = 120
 and the script starts some time after the job."""
 
 OURS = (
-    *(
-        "account",
-        "array",
-        "chdir",
-        "clusters",
-        "constraint",
-        "cpus-per-task",
-        "error",
-        "exclusive",
-        "export",
-    ),
-    *("gpus", "gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-kill"),
-    *(
-        "no-requeue",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "open-mode",
-        "output",
-        "partition",
-        "qos",
-    ),
-    *("requeue", "signal", "test-only", "time", "wait", "wrap"),
+    "account array chdir clusters constraint cpus-per-task error exclusive export gpus gpus-per-node"
+    " gpus-per-task gres het-group job-name mem no-kill no-requeue nodes ntasks ntasks-per-node open-mode"
+    " output partition qos requeue signal test-only time wait wrap"
 )
 """Options that `slurm.*.extra` must not set: the script does, or the job could not be followed."""
 LEAST_TO_TRAIN_S = 60
@@ -215,8 +193,7 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
         "fi",
         "# They describe the first component, and srun would apply them to all nodes.",
         "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU",
-        *_folded([*step, "bash", "-c"]),
-        shlex.quote("\n".join(["", *host])),
+        f"{' '.join(step)} bash -c {shlex.quote(chr(10).join(['', *host]))}",
         "code=$?",
         "# srun's code is the highest of all hosts: a lost CPU host does not fail a run, and none succeeds",
         "# without a result. grep comes first, because opening a file refreshes what NFS knows of it.",
@@ -248,17 +225,6 @@ def _end(config: SlurmConfig) -> list[str]:
     ]
 
 
-def _folded(words: list[str]) -> list[str]:
-    """A command's words on lines of at most 100 characters, up to its last argument."""
-    lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + len(word) > 100:
-            lines.append(f"    {word}")
-        else:
-            lines[-1] += f" {word}"
-    return [f"{line} \\" for line in lines]
-
-
 def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
     if not PurePosixPath(output_dir).is_absolute():
         where = "an absolute folder that all nodes of the cluster share"
@@ -282,15 +248,9 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
             if not option.startswith("--") or (" " in name and not sign) or "\n" in option:
                 yield f"{section}.extra: {option!r} must have the form --option or --option=value"
             elif ours := next(
-                (one for one in OURS if one.startswith(name)), ""
+                (one for one in OURS.split() if one.startswith(name)), ""
             ):  # sbatch completes names
                 yield f"{section}.extra: --{ours} is Stoker's to set; see the keys of {section} and slurm"
-    same = config.cpu.nodes > 0 and config.cpu.partition == config.gpu.partition
-    if same and config.cpu.cpus and config.gpu.cpus:
-        yield (
-            "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node; use another one, or"
-            " leave out slurm.cpu.cpus to request whole nodes"
-        )
     for at, line in enumerate(config.setup):
         key = f"slurm.setup[{at}]"
         if line.lstrip().startswith("#SBATCH"):
@@ -301,38 +261,6 @@ def slurm_problems(config: SlurmConfig, output_dir: str) -> Iterator[str]:
                     f"{key}: {name} looks like a secret, which the script and the run's files would show;"
                     " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
                 )
-
-
-def cluster_problems(config: SlurmConfig, known: dict[str, Partition]) -> Iterator[str]:
-    """What the cluster's partitions cannot give; Slurm would queue most of it for ever."""
-    max_runtime_s = config.max_runtime_s
-    for section, nodes in _components(config):
-        partition = known.get(nodes.partition or "")
-        if partition is None:
-            what = "default partition; name one of sinfo's"
-            if nodes.partition:
-                names = sorted(name for name in known if name)
-                hint = nearest(nodes.partition, names, f"partitions: {', '.join(names)}")
-                what = f"partition {nodes.partition!r}{hint}"
-            yield f"{section}.partition: this cluster has no {what}"
-            continue
-        name, limit = f"partition {partition.name}", partition.limit_s
-        if not partition.up:
-            yield f"{section}.partition: {name} is not up; ask your administrators, or choose another"
-        if nodes.nodes > partition.nodes:
-            yield f"{section}.nodes: {nodes.nodes}, but {name} has only {partition.nodes}"
-        if nodes.cpus and nodes.cpus > partition.cpus:
-            yield f"{section}.cpus: {nodes.cpus}, but nodes of {name} have at most {partition.cpus}"
-        if isinstance(nodes, SlurmGpuNodesConfig) and nodes.gpus > partition.gpus:
-            if partition.gpus:
-                yield f"{section}.gpus: {nodes.gpus}, but nodes of {name} have at most {partition.gpus}"
-            else:
-                yield f"{section}.partition: nodes of {name} have no GPUs; training needs them"
-        if max_runtime_s and limit is not None and max_runtime_s > limit:
-            yield (
-                f"slurm.max_runtime_s: {max_runtime_s}, but {name} allows at most {limit} ({clock(limit)});"
-                " set that: the job requeues itself at its limit and resumes (slurm.restarts)"
-            )
 
 
 def _components(config: SlurmConfig) -> list[tuple[str, SlurmNodesConfig]]:

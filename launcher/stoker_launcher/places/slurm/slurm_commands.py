@@ -1,4 +1,4 @@
-"""Laptop: Slurm's commands, each with a deadline, and what they say of partitions and jobs."""
+"""Laptop: Slurm's commands, each with a deadline, and what they say of jobs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,13 @@ from stoker_launcher.places.remote import UnansweredError
 
 TIMEOUT_S = 60
 ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "LAUNCH_FAILED",
-    "REVOKED",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"),
+    *("BOOT_FAIL", "DEADLINE", "LAUNCH_FAILED", "REVOKED"),
 )
 """States in which a job does not continue, as far as Slurm itself is concerned."""
 _HELD = ("SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 _GONE = ("Invalid job id", "already completing or completed", "Job/step already")
-
-
-@dataclass(frozen=True)
-class Partition:
-    name: str
-    up: bool
-    limit_s: int | None
-    """The longest time limit; None: unlimited."""
-    nodes: int
-    cpus: int
-    """CPUs of its largest node."""
-    gpus: int
-    """GPUs of the node with most."""
 
 
 @dataclass(frozen=True)
@@ -85,37 +63,6 @@ def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool
     return done.stdout
 
 
-def partitions() -> dict[str, Partition]:
-    """The cluster's partitions; the default one also as ""."""
-    found: dict[str, Partition] = {}
-    for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%G").splitlines():
-        name, up, limit, nodes, cpus, gres = line.split("|")
-        name, default = name.strip().removesuffix("*"), name.strip().endswith("*")
-        before = found.get(name, Partition(name, False, 0, 0, 0, 0))
-        # `gpu:a100:4(S:0-1),nvme:1` → 4
-        gpus = sum(map(int, re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)))
-        found[name] = Partition(
-            name,
-            up.strip() == "up",
-            seconds_of(limit),
-            before.nodes + _number(nodes),
-            max(before.cpus, _number(cpus)),
-            max(before.gpus, gpus),
-        )
-        if default:
-            found[""] = found[name]
-    return found
-
-
-def seconds_of(limit: str) -> int | None:
-    """A time limit as Slurm prints it, `1-04:00:00`, in seconds; None: unlimited."""
-    parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit.strip())
-    if parts is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def state_of(job_id: str) -> State:
     """The state of a job, from the queue, else from what the controller or accounting remember."""
     rows = ask(
@@ -140,16 +87,9 @@ def job_fields(job_id: str) -> dict[str, str]:
 
 def accounted(job_id: str, field: str) -> str:
     """A field of a job from the accounting database; "" on clusters that have none."""
-    command = (
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        f"--jobs={job_id}",
-        f"--format={field}",
-    )
+    table = ("--noheader", "--parsable2", "--allocations")
     try:
-        lines = ask(*command).splitlines()
+        lines = ask("sacct", *table, f"--jobs={job_id}", f"--format={field}").splitlines()
     except UsageError:
         return ""
     return lines[0].strip() if lines else ""
@@ -176,8 +116,3 @@ def queued_in(folder: Path) -> str:
         if where.strip() == str(folder):
             return re.split(r"\D", job_id.strip())[0]
     raise UsageError(f"squeue: no job in {folder}")
-
-
-def _number(text: str) -> int:
-    digits = re.match(r"\s*(\d+)", text)
-    return int(digits[1]) if digits else 0
