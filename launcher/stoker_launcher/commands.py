@@ -147,16 +147,14 @@ def check_recipe(job: Job) -> None:
 
     A missing package only warns, as other hosts may have it.
     """
-    from stoker.recipe import Recipe, load_recipe
+    from stoker.recipe import Recipe
     from stoker.train.stopping import check_monitors
-    from stoker_launcher.job import examples_root
 
-    config, source = job.resolved.config, job.source_dir or examples_root()
     try:
-        recipe = load_recipe(config.recipe, config.params, source)
+        recipe = job.project.recipe
         if type(recipe).discover is Recipe.discover:
             # Otherwise its metrics may need parameters that are found in the data.
-            check_monitors(config, recipe, has_val=True)
+            check_monitors(job.resolved.config, recipe, has_val=True)
     except UsageError as error:
         if not isinstance(error.__cause__, ImportError) and "which is not installed" not in str(
             error
@@ -230,7 +228,7 @@ def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
-    from stoker_launcher.job import as_overrides, examples_root, recipe_folder
+    from stoker_launcher.job import as_overrides, project_of
 
     file, own = as_overrides(config, None)
     resolved = load(file, [*own, *overrides]) if config else None
@@ -249,11 +247,9 @@ def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> 
             default = f"{shown(redact(value, key))} ({', '.join(found)})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
-        from stoker.recipe import ALIASES, Recipe, load_object, typed_params
+        from stoker.recipe import typed_params
 
-        path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
-        source = source_dir or recipe_folder(resolved) or examples_root()
-        recipe = load_object(path, source, "recipe", offers=Recipe)
+        recipe = project_of(resolved, source_dir)[1].kind
         params = typed_params(recipe, resolved.config.params)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"

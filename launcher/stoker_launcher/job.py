@@ -33,7 +33,7 @@ from stoker.config.values import expanded_paths, typed
 from stoker.errors import UsageError, nearest
 from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE, TOKEN_FILE
-from stoker.recipe import ALIASES, Recipe, load_object, names_data
+from stoker.recipe import ALIASES, Recipe, load_object, load_recipe, names_data
 from stoker.scripts.script_checks import SCRIPT_FOLDER, no_such_script, refuse_foreign_keys
 from stoker.storage.filesystems import Entry, walk
 
@@ -60,10 +60,41 @@ Ignore = Callable[[str, list[str]], set[str]]
 
 
 @dataclass(frozen=True)
-class Job:
-    resolved: Resolved
+class Project:
+    """The folder of a job's code, found once, and the recipe in it, which is loaded once."""
+
+    config: Config
     source_dir: Path | None = None
     """The user's folder, staged next to `stoker`; None stages the examples."""
+
+    @property
+    def root(self) -> Path:
+        return self.source_dir or examples_root()
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """The recipe's class. Raises UsageError."""
+        path = ALIASES.get(self.config.recipe, self.config.recipe)
+        return load_object(path, self.root, "recipe", offers=Recipe)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.config.recipe, self.config.params, self.root)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Any]:
+        """The recipe's parameters with their types; empty for a script, and if it cannot be imported here."""
+        if self.config.script is None:
+            with contextlib.suppress(Exception):  # the hosts may have packages that this one lacks
+                fields = self.kind.model_fields.items()
+                return {info.alias or name: info.annotation for name, info in fields}
+        return {}
+
+
+@dataclass(frozen=True)
+class Job:
+    resolved: Resolved
+    project: Project
     data: dict[str, str] = field(default_factory=dict)
     """Parameters that are the path of a file or folder: parameter → absolute path."""
 
@@ -71,22 +102,14 @@ class Job:
     def name(self) -> str:
         return self.resolved.config.name
 
-    @functools.cached_property
-    def fields(self) -> dict[str, Any]:
-        """The recipe's parameters with their types; empty for a script, and if it cannot be imported here."""
-        config, source = self.resolved.config, self.source_dir or examples_root()
-        if config.script is not None:
-            return {}
-        with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
-            path = ALIASES.get(config.recipe, config.recipe)
-            cls = load_object(path, source, "recipe", offers=Recipe)
-            return {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
-        return {}
+    @property
+    def source_dir(self) -> Path | None:
+        return self.project.source_dir
 
     def is_path(self, name: str) -> bool:
         """Whether a parameter is a path: all of a script are, of a recipe `data` and fields of type `Path`."""
         script = self.resolved.config.script is not None
-        return script or name == "data" or names_data(name, self.fields.get(name))
+        return script or name == "data" or names_data(name, self.project.fields.get(name))
 
     def stage(
         self, folder: Path, data_at: dict[str, str] | None = None, *, installs: bool = True
@@ -124,7 +147,7 @@ class Job:
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
         if (secrets := secrets_json(staged.config)) is not None:
             write_private(folder / SECRETS_FILE, secrets.encode())
-        if commit := git_commit(self.source_dir or own):
+        if commit := git_commit(self.project.root):
             (folder / COMMIT_FILE).write_text(commit + "\n")
 
     def _stage_source(self, folder: Path) -> None:
@@ -211,46 +234,45 @@ def holds_recipe(folder: Path, recipe: str) -> bool:
     return bool(module) and ((folder / f"{module}.py").is_file() or (folder / module).is_dir())
 
 
-def recipe_folder(resolved: Resolved) -> Path | None:
-    if resolved.file is None or ":" not in resolved.config.recipe:
-        return None
-    folder = resolved.file.resolve().parent
-    return (
-        folder
-        if holds_recipe(folder, resolved.config.recipe) and folder != examples_root()
-        else None
-    )
+def project_of(resolved: Resolved, source_dir: Path | None = None) -> tuple[Resolved, Project]:
+    """A job's project, and the job with its script's path relative to it.
+
+    Without `source_dir`, it is the folder of the job's file if that contains the recipe or script.
+    """
+    config, key = resolved.config, "recipe" if resolved.config.script is None else "script"
+    if source_dir is not None and not source_dir.is_dir():
+        raise UsageError(f"--source-dir {source_dir}: no such folder")
+    if key == "script":
+        resolved, source_dir = located(resolved, source_dir)
+    elif source_dir is None and resolved.file is not None and ":" in config.recipe:
+        beside = resolved.file.resolve().parent
+        if holds_recipe(beside, config.recipe) and beside != examples_root():
+            source_dir = beside
+    if source_dir is not None:
+        source_dir = source_dir.resolve()
+        refuse_too_much(source_dir, getattr(config, key), ignoring(*outputs_of(config)), key)
+        hiding = HIDING[:1] if key == "script" else HIDING
+        if found := [name for name in hiding if (source_dir / name).exists()]:
+            shadows = "would shadow Stoker's own; rename it"
+            raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in found))
+    return resolved, Project(resolved.config, source_dir)
 
 
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """Check the job and find the data that it reads from this machine.
 
     Parameters that are paths (`Job.is_path`) become absolute for local runs; other places upload the data as
-    an input channel. Without `source_dir`, the folder of the job's file is staged if it contains the recipe
-    or script.
+    an input channel.
     """
-    config = resolved.config
-    if config.script is not None:
-        resolved, source_dir = located(resolved, source_dir)
-    elif (source_dir := source_dir or recipe_folder(resolved)) is not None and source_dir.is_dir():
-        refuse_too_much(source_dir, config.recipe, ignoring(*outputs_of(config)), "recipe")
-    if source_dir is not None:
-        source_dir = source_dir.resolve()
-        if not source_dir.is_dir():
-            raise UsageError(f"--source-dir {source_dir}: no such folder")
-        if hiding := [
-            name for name in HIDING[: 1 if config.script else None] if (source_dir / name).exists()
-        ]:
-            shadows = "would shadow Stoker's own; rename it"
-            raise UsageError(*(f"--source-dir {source_dir}: {name} {shadows}" for name in hiding))
-    prepare_data(resolved, source_dir)
-    job = Job(resolved, source_dir)
+    resolved, project = project_of(resolved, source_dir)
+    prepare_data(project)
+    job = Job(resolved, project)
     problems = []
     for name, value in resolved.config.params.items():
         text = isinstance(value, str) and bool(value.strip())
         if text and "://" not in value and job.is_path(name):
             try:
-                value = expanded_paths(typed(value, job.fields.get(name, str)))
+                value = expanded_paths(typed(value, project.fields.get(name, str)))
             except ValueError as error:
                 problems.append(f"params.{name}: {error}")
             if isinstance(value, str):
@@ -271,13 +293,11 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     return job
 
 
-def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
-    target = resolved.config.data.prepare
+def prepare_data(project: Project) -> None:
+    target = project.config.data.prepare
     if not target:
         return
-    from stoker.recipe import load_object
-
-    prepare = load_object(target, source_dir or examples_root(), "data.prepare")
+    prepare = load_object(target, project.root, "data.prepare")
     try:
         prepare()
     except Exception as error:
@@ -302,8 +322,6 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
     """
     refuse_foreign_keys(resolved)
     named = str(resolved.config.script)
-    if source_dir is not None and not source_dir.is_dir():
-        raise UsageError(f"--source-dir {source_dir}: no such folder")
     folders = [
         Path(),
         *filter(None, [source_dir or (resolved.file.parent if resolved.file else None)]),
@@ -326,18 +344,17 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
         raise UsageError(
             f"script: {named} is not Python: {getattr(error, 'msg', error)}{line}"
         ) from None
-    refuse_too_much(folder, named, ignoring(*outputs_of(resolved.config)))
     config = resolved.config.model_copy(update={"script": str(path.relative_to(folder))})
     return replace(resolved, config=config), folder
 
 
-def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
+def refuse_too_much(folder: Path, named: str, ignore: Ignore, key: str) -> None:
     size = files = 0
     for entry in walk(str(folder), hidden=True, ignore=ignore):
         files, size = files + entry.is_file, size + entry.size * entry.is_file
         if size > MOST_BYTES or files > MOST_FILES:
             raise UsageError(
-                f"{key}: {folder}, the folder of {script}, is staged with the job but holds more than"
+                f"{key}: {folder}, the folder of {named}, is staged with the job but holds more than"
                 f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; move the code to a separate folder (or"
                 " name one with --source-dir), and name data in params"
             )

@@ -20,11 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 from stoker import figures
 from stoker.config.loading import Resolved, load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
-from stoker.config.schema import Config, refuse_missing
+from stoker.config.schema import refuse_missing
 from stoker.errors import StokerError, UsageError
 from stoker.hosts.output import Copies
 from stoker.place import (
@@ -48,12 +48,12 @@ from stoker_launcher import run_directory
 from stoker_launcher.commands import check_recipe, refuse_unsupported
 from stoker_launcher.job import (
     Job,
+    Project,
     as_overrides,
     example_file,
     holds_recipe,
-    located,
     open_job,
-    recipe_folder,
+    project_of,
     write_private,
 )
 from stoker_launcher.places import place_named
@@ -203,8 +203,7 @@ def plan(
     found = resolve_resume(resume, place, load(given, words, ORIGIN).config)
     resolved, credentials, notes = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
-    script = located(resolved, folder)[1] if resolved.config.script is not None else None
-    with as_they_are_now(resolved.config, script or folder or recipe_folder(resolved)):
+    with as_they_are_now(project_of(resolved, folder)[1]):
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
@@ -339,42 +338,25 @@ def _own(run_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
-    """Import a job's modules anew in this block, as its own process will; the notebook's are back after it.
+def as_they_are_now(project: Project) -> Iterator[None]:
+    """Import a job's modules anew in this block, as its own process will; the notebook's are back after it."""
+    config, folder = project.config, project.source_dir
+    named = [name.partition(":")[0] for name in (config.recipe, config.data.prepare) if name]
+    top = {name.partition(".")[0] for name in named}
+    top |= {path.stem for path in folder.iterdir()} if folder is not None else set()
+    # Some packages cannot be imported twice.
+    top -= {"stoker", "stoker_launcher", "__main__", *sys.stdlib_module_names}
+    top -= metadata.packages_distributions().keys()
 
-    `folder`: the job's source, all of whose modules are meant; None: Stoker's own.
-    """
-    top = (
-        {path.stem for path in folder.iterdir()}
-        if folder is not None and folder.is_dir()
-        else set()
-    )
-    named = (name for name in (config.recipe, config.data.prepare) if name and ":" in name)
-    top |= {name.partition(":")[0].partition(".")[0] for name in named}
-    top -= {"stoker", "stoker_launcher", "__main__"}
-    # Also of environments below this one, as on Databricks: some packages cannot be imported twice.
-    installed = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}/|.*/(site|dist)-packages/")
+    def own() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in top}
 
-    def users() -> dict[str, ModuleType]:
-        found = {}
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in top:
-                at = getattr(module, "__file__", None) or next(
-                    iter(getattr(module, "__path__", ())), None
-                )
-                if at and not installed.match(at):
-                    found[name] = module
-        return found
-
-    before = users()
-    for name in before:
-        del sys.modules[name]
+    before = own()
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        for name in users():
-            del sys.modules[name]
+        own()
         sys.modules.update(before)
 
 

@@ -107,7 +107,7 @@ def entered(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes:
 
 def job_of(kind: type[Probe], output: Path) -> Job:
     job = open_job(load(None, ["name=probe", f"output_dir={output}"]))
-    return kind(job.resolved, job.source_dir, job.data)
+    return kind(job.resolved, job.project, job.data)
 
 
 class Followed(NamedTuple):
@@ -199,7 +199,7 @@ def test_wrong_addresses_and_a_relative_output_folder_are_refused(tmp_path: Path
         assert problem.startswith("--address"), problem
     with dashboard_of("2.99.1", platform.python_version()) as address:
         job = open_job(load(None, ["name=probe"]))
-        (problem,) = refused(address, tmp_path, Probe(job.resolved))
+        (problem,) = refused(address, tmp_path, Probe(job.resolved, job.project))
     assert problem.startswith("output_dir:")
 
 

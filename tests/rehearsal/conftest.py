@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsals import CHEAP, LINGER_S, Rehearse, Rehearsed, StandInJob, new_name, processes_left
+from rehearsals import CHEAP, LINGER_S, Rehearse, Rehearsed, new_name, processes_left, stand_in
 
 from stoker.config.loading import load
 from stoker_launcher.places import rehearsal
@@ -26,7 +26,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RehearsalRu
         resolved = load(
             None, [*CHEAP, f"output_dir={folder}", f"name={new_name()}", *given, *overrides]
         )
-        request = rehearsal.plan(StandInJob(resolved, None, data or {}))
+        request = rehearsal.plan(stand_in(resolved, data))
         return rehearsal.submit(request, show=False)
 
     return begin

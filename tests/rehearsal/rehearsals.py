@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker_launcher.job import Job
+from stoker.config.loading import Resolved
+from stoker_launcher.job import Job, Project
 from stoker_launcher.rehearsal.running import RehearsalRun
 
 HERE = Path(__file__).parent
@@ -61,6 +62,10 @@ class StandInJob(Job):
             shutil.copy2(HERE / "standin.py", folder / "stoker/entry" / name)
         with (folder / "stoker/hosts/forks/__init__.py").open("a") as forks:
             forks.write(RAY_ALONE)
+
+
+def stand_in(resolved: Resolved, data: dict[str, str] | None = None) -> StandInJob:
+    return StandInJob(resolved, Project(resolved.config), data or {})
 
 
 @dataclass

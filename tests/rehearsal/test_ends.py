@@ -53,12 +53,12 @@ def test_sigterm_while_waiting_for_hosts(rehearse: Rehearse) -> None:
 SUBMITS = """
 import sys
 sys.path.insert(0, "tests/rehearsal")
-from rehearsals import StandInJob
+from rehearsals import stand_in
 from stoker_launcher.places import rehearsal
 from rehearsals import LINGER_S
 from stoker.config.loading import load
 rehearsal.LINGER_S = LINGER_S
-sys.exit(rehearsal.submit(rehearsal.plan(StandInJob(load(None, sys.argv[1:]), None, {}))).wait())
+sys.exit(rehearsal.submit(rehearsal.plan(stand_in(load(None, sys.argv[1:])))).wait())
 """
 
 

@@ -21,7 +21,7 @@ from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
 from stoker_launcher.commands import check_recipe
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tests/recipes"
@@ -155,7 +155,8 @@ def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have()
         "params": {"data": ""},
         "checkpoint": {"monitor": "val/losss"},
     }
-    job = Job(Resolved(Config.model_validate(config), {}))
+    resolved = Resolved(Config.model_validate(config), {})
+    job = Job(resolved, Project(resolved.config))
     with pytest.raises(
         UsageError, match=r"checkpoint.monitor: no metric 'val/losss'; did you mean val/loss\?"
     ):

@@ -17,7 +17,7 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.console import closing_rows
 from stoker.events.summary import Summary
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 from stoker_launcher.places import rehearsal
 from stoker_launcher.rehearsal import running
 from stoker_launcher.rehearsal.plan import fault_of, plan, plan_hosts
@@ -27,7 +27,8 @@ from tests.waiting import until
 
 
 def job(*overrides: str, data: dict[str, str] | None = None) -> Job:
-    return Job(load(None, overrides), None, data or {})
+    resolved = load(None, overrides)
+    return Job(resolved, Project(resolved.config), data or {})
 
 
 def test_hosts_are_numbered_in_order_and_typed_by_group() -> None:

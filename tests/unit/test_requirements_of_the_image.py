@@ -19,7 +19,7 @@ import pytest
 
 from stoker.config.loading import load
 from stoker.hosts import requirements
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 from tests.fakes.answers import Answer, answering
 
 pytestmark = pytest.mark.long
@@ -242,7 +242,8 @@ def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path
     source.mkdir()
     (source / "requirements.txt").write_text("scikit-learn\n")
     (source / requirements.CONSTRAINTS).write_text("Pillow==11.0\n")
-    Job(load(None), source).stage(tmp_path / "code")
+    resolved = load(None)
+    Job(resolved, Project(resolved.config, source)).stage(tmp_path / "code")
     lines = (tmp_path / "code" / requirements.CONSTRAINTS).read_text().splitlines()
     assert f"timm=={metadata.version('timm')}" in lines
     assert f"scikit-learn=={metadata.version('scikit-learn')}" in lines

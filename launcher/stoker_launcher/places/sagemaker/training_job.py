@@ -16,8 +16,8 @@ from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
 from stoker.place import SERVICE_JOB_VARIABLE
-from stoker.recipe import load_recipe, metrics_by_name
-from stoker_launcher.job import COMMAND, DataUpload, Job, examples_root, find_data_uploads
+from stoker.recipe import metrics_by_name
+from stoker_launcher.job import COMMAND, DataUpload, Job, find_data_uploads
 from stoker_launcher.places.remote import (
     CloudRequest,
     HostGroup,
@@ -269,9 +269,7 @@ def metrics_of(job: Job) -> dict[str, str]:
     names: list[str] = []
     if config.script is None:
         with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
-            source = job.source_dir or examples_root()
-            recipe = load_recipe(config.recipe, config.params, source)
-            names = list(metrics_by_name(recipe))
+            names = list(metrics_by_name(job.project.recipe))
     for name in names[: MOST_METRICS - len(METRICS)]:
         if name.endswith("acc1"):
             found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"
@@ -392,7 +390,7 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     for name in config.sagemaker.channels:
         value = config.params.get(name)
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
-        known = name in config.params or name in job.fields
+        known = name in config.params or name in job.project.fields
         if known and not in_place:
             found[name] = f"{INPUT}/{name}"
     return found
