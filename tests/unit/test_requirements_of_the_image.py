@@ -103,21 +103,21 @@ def installed(python: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("wanted", "exit_code", "says"),
     [
-        ("torch==1.0", "torch==1.0 would replace the image's torch 2.15.0+cu130"),
+        ("torch==1.0", 2, "torch==1.0 would replace the image's torch 2.15.0+cu130"),
         (
-            "torch @ file:///torch.whl\ngoes_along",
+            *("torch @ file:///torch.whl\ngoes_along", 2),
             "torch @ file:///torch.whl would replace the image's torch",
         ),
-        ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stay"),
+        ("wantsold", 1, "wantsold 1.0 depends on torch<2"),
     ],
 )
 def test_a_requirement_that_would_replace_the_images_torch_is_refused(
-    tmp_path: Path, image: Path, index: Path, wanted: str, says: str
+    tmp_path: Path, image: Path, index: Path, wanted: str, exit_code: int, says: str
 ) -> None:
     code, failure = container(tmp_path, image, f"{wanted}\n", index)
-    assert (code, installed(image, "torch")) == (2, "2.15.0+cu130")
+    assert (code, installed(image, "torch")) == (exit_code, "2.15.0+cu130")
     assert says in failure and "\n" not in failure
 
 

@@ -186,14 +186,10 @@ def test_a_delta_table_as_it_was(delta: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["main.vision.digits", "uc://main.vision.digits"])
-def test_the_name_of_a_catalogs_table_is_refused_with_the_way_to_read_it(name: str) -> None:
+def test_the_name_of_a_catalogs_table_is_refused(name: str) -> None:
     for read in (read_delta, read_any):
-        with pytest.raises(UsageError, match=r"spark.table\('main.vision.digits'\).*'/Volumes/…'"):
+        with pytest.raises(UsageError, match=name):
             read(name, "train")
-    with pytest.raises(
-        UsageError, match="write /Volumes/main/vision/digits, the path that all hosts mount"
-    ):
-        read_delta("dbfs:/Volumes/main/vision/digits")
 
 
 def test_delta_is_told_from_a_heap_of_parquet_files(delta: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,8 @@ from stoker.config.redaction import redact
 from stoker.errors import StokerError
 
 INSTALL_TIMEOUT_S = 900
+MOST_OF_PIP = 900
+"""Characters of pip's words in a failure."""
 OLDEST_RAY, OLDEST_TORCH = "2.52", "2.6"
 """Ray's is the first release with token authentication."""
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -53,7 +54,8 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     missing, as written in the file.
     """
     file, staged = folder / "requirements.txt", folder / CONSTRAINTS
-    absent = unsatisfied(file.read_text(encoding="utf-8") if file.is_file() else "")
+    wanted = _requirements(file.read_text(encoding="utf-8") if file.is_file() else "")
+    absent = [line for line, requirement in wanted if not _satisfied(requirement)]
     if not absent:
         return []
     if not install:
@@ -61,38 +63,46 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
             f"requirements.txt: {', '.join(absent)} not installed for {sys.executable} on this host; install"
             " the job's requirements in the environment that its hosts use"
         )
-    wheels, pins = _beside(folder, "wheels"), image_pins()
-    for line, requirement in _requirements(file.read_text(encoding="utf-8")):
-        has = pins.get(name := canonical(requirement.name))
+    wheels, pip_conf, pins = _beside(folder, "wheels"), _beside(folder, "pip.conf"), image_pins()
+    for line, requirement in wanted:
+        has = pins.get(canonical(requirement.name))
         # pip lets a file of the same version replace the image's
         if has and (requirement.url or not _fits(requirement)):
-            raise _conflict(f"{line} would replace the image's {name} {has}")
-    lines = [f"{name}=={version}" for name, version in pins.items()]
-    if staged.is_file() and not wheels.exists():
-        given = _requirements(staged.read_text(encoding="utf-8"))
-        lines += [line for line, requirement in given if not installed(requirement.name)]
-    source = "wheels/" if wheels.exists() else "the package index"
-    what = f"requirements.txt: cannot install {', '.join(absent)} from {source}"
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="stoker-constraints-", suffix=".txt"
-    ) as constraints:
-        constraints.write("\n".join(lines) + "\n")
-        constraints.flush()
-        command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
-        command += ["-r", str(file)]
-        command += ["--no-index", "--find-links", str(wheels)] if wheels.exists() else []
-        environment = {
-            **os.environ,
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "PIP_ROOT_USER_ACTION": "ignore",
-        }
-        if (pip_conf := _beside(folder, "pip.conf")).exists():
-            environment["PIP_CONFIG_FILE"] = str(pip_conf)
-        if not wheels.exists():
-            environment |= _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))
+            raise ConflictError(
+                f"requirements.txt: {line} would replace the image's {requirement.name} {has}: what fits the"
+                " image's drivers and the other hosts is kept; require a version that works with it, or"
+                " choose another image"
+            )
+    constraints = [f"{name}=={version}" for name, version in pins.items()]
+    where, environment = ["--no-index", "--find-links", str(wheels)], dict(os.environ)
+    if not wheels.exists():
+        where, environment = (
+            [],
+            environment | _code_artifact(os.environ.get(REPOSITORY_VARIABLE, "")),
+        )
+        given = _requirements(staged.read_text(encoding="utf-8")) if staged.is_file() else []
+        constraints += [line for line, one in given if not installed(one.name)]
+    if pip_conf.exists():
+        environment["PIP_CONFIG_FILE"] = str(pip_conf)
+    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    what = f"requirements.txt: cannot install {', '.join(absent)} from"
+    what += " wheels/" if wheels.exists() else " the package index"
+    with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as pinned:
+        pinned.write("\n".join(constraints) + "\n")
+        pinned.flush()
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-input",
+            "--progress-bar=off",
+            *where,
+        ]
+        command += ["-r", str(file), "-c", pinned.name]
         try:
             done = subprocess.run(
-                [*command, "-c", constraints.name],
+                command,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -102,20 +112,9 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         except subprocess.TimeoutExpired:
             raise InstallError(f"{what}: pip took more than {INSTALL_TIMEOUT_S} s") from None
     if done.returncode:
-        if conflicts := _conflicts(command, environment, pins):
-            kept = ", ".join(f"{name} {version}" for name, version in pins.items())
-            raise _conflict(f"{'; '.join(conflicts)}, but the image's {kept} stay")
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        raise InstallError(redact(f"{what}: {(lines or ['pip failed'])[-1]}"))
+        raise InstallError(f"{what}: {redact(' '.join(done.stdout.split()))[-MOST_OF_PIP:]}")
     importlib.invalidate_caches()
     return absent
-
-
-def _conflict(what: str) -> ConflictError:
-    return ConflictError(
-        f"requirements.txt: {what}: what fits the image's drivers and the other hosts is kept; require a"
-        " version that works with it, or choose another image"
-    )
 
 
 def _beside(folder: Path, name: str) -> Path:
@@ -143,37 +142,17 @@ def _code_artifact(repository: str) -> dict[str, str]:
     }
 
 
-def _conflicts(command: list[str], environment: dict[str, str], pins: dict[str, str]) -> list[str]:
-    """Which packages ask for another version of what must stay, as pip's report says without constraints."""
-    if not pins:
-        return []
-    command = [*command, "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=environment
-        )
-        chosen = [each["metadata"] for each in json.loads(done.stdout)["install"]]
-    except (subprocess.TimeoutExpired, ValueError, KeyError):
-        return []  # it cannot be installed at all
-    return [
-        f"{package['name']} {package['version']} depends on {needed.name}{needed.specifier}"
-        for package in chosen
-        for needed in map(_parse, package.get("requires_dist", []))
-        if canonical(needed.name) in pins and _applies(needed) and not _fits(needed)
-    ]
-
-
 def unsatisfied(text: str) -> list[str]:
     """The lines of a requirements file that the installed packages do not satisfy.
 
     Skips options (`--index-url …`) and checks direct references (`name @ https://…`) by name only.
     `ray[data]` is satisfied only if what the extra needs is installed as well.
     """
-    return [
-        line
-        for line, r in _requirements(text)
-        if not all(_fits(each) for each in _closure([r], False))
-    ]
+    return [line for line, requirement in _requirements(text) if not _satisfied(requirement)]
+
+
+def _satisfied(requirement: Any) -> bool:
+    return all(map(_fits, _closure([requirement], whole=False)))
 
 
 def versions(text: str) -> dict[str, str]:
@@ -184,7 +163,7 @@ def versions(text: str) -> dict[str, str]:
     roots = [requirement for _, requirement in _requirements(text)] + [
         _parse(name) for name in OF_THE_IMAGE
     ]
-    found = {canonical(each.name): installed(each.name) for each in _closure(roots, True)}
+    found = {canonical(each.name): installed(each.name) for each in _closure(roots, whole=True)}
     return {name: version.partition("+")[0] for name, version in found.items() if version}
 
 
@@ -249,11 +228,8 @@ def image_pins() -> dict[str, str]:
 
 
 def at_least(version: str, oldest: str) -> bool:
-    """Whether a version such as `2.60.0.dev1` is `oldest`, given as `2.52`, or newer."""
-    parts = re.match(r"(\d+)\.(\d+)", version)
-    return parts is not None and [int(part) for part in parts.groups()] >= [
-        int(n) for n in oldest.split(".")
-    ]
+    """Whether a version, with its pre-releases, is `oldest` or newer."""
+    return bool(_parse(f"any>={oldest}.dev0").specifier.contains(version, prereleases=True))
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:

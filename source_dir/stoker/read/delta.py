@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 from stoker.errors import UsageError
 from stoker.read.arrow import Nulls
 from stoker.read.folders import is_delta_table, split_folder
-from stoker.read.parquet import Filters, ParquetSource, expression, for_statistics
+from stoker.read.parquet import Filters, ParquetSource, expression, filter_columns, for_statistics
 from stoker.read.sources import Source
-from stoker.storage.filesystems import filesystem_of, join
-
-CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")
+from stoker.storage.filesystems import endpoint_of_s3, filesystem_of, join
 
 
 class DeltaSource(ParquetSource):
@@ -45,67 +42,39 @@ def open_delta(
             f"{uri}: reading a Delta table needs the package deltalake; pip install 'stoker[delta]', or add"
             " deltalake to requirements.txt"
         ) from None
+    import pyarrow as pa
     from pyarrow.dataset import get_partition_keys
 
     filesystem, root = filesystem_of(uri)
     at = uri if "://" in uri and not uri.startswith("file://") else root
+    endpoint = endpoint_of_s3()
+    options = {"allow_http": "true"} | ({"endpoint_url": endpoint} if endpoint else {})
     try:
-        table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
+        table = deltalake.DeltaTable(at, version=version, storage_options=options)
         dataset = table.to_pyarrow_dataset()  # refuses tables with unsupported features
         partitions = table.metadata().partition_columns
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         which = "" if version is None else f" at version {version}"
         raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
-    if not dataset.files:
-        raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
-    constants = {}
-    for fragment in _fragments(dataset, partitions, filters):
-        keys = get_partition_keys(fragment.partition_expression)  # with columns that are all NULL
-        constants[_path_of(fragment.path, root)] = {name: keys[name] for name in partitions}
-    files = filesystem.get_file_info(sorted(constants))
-    types = {field.name: field.type for field in dataset.schema}
-    return DeltaSource(files, filesystem, columns, filters, constants, nulls, types)
-
-
-def _fragments(dataset: Any, partitions: list[str], filters: Filters | None) -> list[Any]:
-    """Files that may hold matching rows, by the partitions and statistics in the table's log; at least one,
-    so that the source reports that no row matches."""
     every = list(dataset.get_fragments())
-    try:
-        some = for_statistics(filters, [f for f in dataset.schema if f.name not in partitions])
-        return list(dataset.get_fragments(expression(some) if some else None)) or every[:1]
-    except Exception:
-        return every  # the source's own check reports what is wrong with the filters
-
-
-def _path_of(path: str, root: str) -> str:
-    """A path of the table's log, relative to the table or absolute, for pyarrow."""
-    if "://" in path:
-        return filesystem_of(path)[1]
-    return path if path.startswith("/") else join(root, path)
-
-
-def _storage_options() -> dict[str, str]:
-    """Allow plain http, which is refused by default, if the endpoint uses it."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-    options = {"endpoint_url": endpoint} if endpoint else {}
-    return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
-
-
-def refuse_catalog_name(table: str) -> None:
-    """Refuse the name of a table in a catalog, whose files only the catalog's own service hands out."""
-    if CATALOG_NAME.fullmatch(table) and not Path(table).exists():
-        name = table.removeprefix("uc://")
-        raise UsageError(
-            f"{table}: is the name of a Unity Catalog table, and read_delta reads folders; write it to a"
-            f" volume once: spark.table({name!r}).write.format('delta').save('/Volumes/…'), and name that"
-            " folder"
-        )
-    if table.startswith("dbfs:/Volumes/"):
-        raise UsageError(
-            f"{table}: write {table.removeprefix('dbfs:')}, the path that all hosts mount"
-        )
+    if not every:
+        raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
+    types = {field.name: field.type for field in dataset.schema}
+    fragments = every
+    if types.keys() >= {*filter_columns(filters)}:  # else the source's own check says what is wrong
+        judged = for_statistics(filters, [f for f in dataset.schema if f.name not in partitions])
+        with contextlib.suppress(pa.ArrowException):
+            fragments = list(dataset.get_fragments(expression(judged) if judged else None))
+    constants = {}
+    for fragment in fragments or every[:1]:  # of one at least, to say that no row matches
+        keys = get_partition_keys(fragment.partition_expression)  # with columns that are all NULL
+        path = fragment.path  # relative to the table or absolute
+        path = filesystem_of(path)[1] if "://" in path else path
+        path = path if path.startswith("/") or "://" in fragment.path else join(root, path)
+        constants[path] = {name: keys[name] for name in partitions}
+    files = filesystem.get_file_info(sorted(constants))
+    return DeltaSource(files, filesystem, columns, filters, constants, nulls, types)
 
 
 def read_delta(
@@ -132,7 +101,6 @@ def read_delta(
         UsageError: no such table, version or column, or the table needs an unsupported feature.
     """
     table = os.fspath(table)
-    refuse_catalog_name(table)
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.errors import UsageError
 from stoker.read.arrow import is_text
-from stoker.read.delta import read_delta, refuse_catalog_name
+from stoker.read.delta import read_delta
 from stoker.read.folders import (
     IMAGE_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -76,7 +76,6 @@ def read_any(
         UsageError: the folder is empty, or the split holds none of these formats, or several.
     """
     root = os.fspath(root)
-    refuse_catalog_name(root)
     if is_delta_table(root):
         return by_column(partial(read_delta, root), split, columns)
     if any(is_delta_table(join(root, name)) for name in SPLIT_NAMES[split]):

@@ -167,7 +167,7 @@ class CopyStore:
         with contextlib.suppress(OSError):
             self.remove(name)
         folder = f"{self.path}/{name}"
-        if "://" not in self.where:
+        if isinstance(self.filesystem, fs.LocalFileSystem):
             self.filesystem.create_dir(folder, recursive=True)
         for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
             if not (

@@ -35,37 +35,11 @@ OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
 """Where Databricks and Vertex AI mount object storage."""
 OBJECT_FUSE = ("gcsfuse", "mountpoint-s3", "s3fs", "goofys", "blobfuse", "rclone")
 """What mounts object storage elsewhere: begins the subtype or, without one, the source of a mount."""
-IMAGE_SUFFIXES = (
-    *(
-        ".jpg",
-        ".png",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".apng",
-        ".webp",
-        ".bmp",
-        ".dib",
-        ".tif",
-        ".tiff",
-    ),
-    *(
-        ".gif",
-        ".avif",
-        ".jp2",
-        ".j2k",
-        ".j2c",
-        ".jpc",
-        ".jpx",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".pnm",
-        ".tga",
-    ),
-    *(".pcx", ".qoi"),
+_IMAGES = (
+    ".jpg .png .jpeg .jpe .jfif .mpo .apng .webp .bmp .dib .tif .tiff .gif .avif .jp2 .j2k .j2c .jpc .jpx"
+    " .ppm .pgm .pbm .pnm .tga .pcx .qoi"
 )
+IMAGE_SUFFIXES = tuple(_IMAGES.split())
 _HIDDEN = re.compile(
     r"(^|/)(\.|(@eadir|#recycle|__macosx|\$recycle\.bin|system volume information|lost\+found)(/|$))",
     re.I,
