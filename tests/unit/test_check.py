@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import stoker
 from stoker.errors import UsageError
 from stoker.events.prices import price_list
-from stoker_launcher.advise.advice import Wanted, advise
+from stoker_launcher.advise.advice import Advice, Wanted, advise
 from stoker_launcher.advise.check.fetching import Fetching, observe_next_fetcher
 from stoker_launcher.advise.check.timeline import (
     Loader,
     Take,
     TimeShare,
     enough,
-    epoch_start,
     judged_steps,
     steady,
     steps_of,
@@ -36,7 +35,7 @@ from stoker_launcher.advise.check.verdict import (
     checked,
     fetched_of,
     headline,
-    help_here,
+    lines_of,
     measured,
 )
 from stoker_launcher.advise.check.watch import GpuClock, Watch, describe_loader
@@ -45,6 +44,8 @@ TRAINS = Loader(
     "train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60
 )
 IDLE = replace(TRAINS, batches=0, trained=0, optimizer_steps=0)
+WORKERS = replace(TRAINS, num_workers=2, prefetch=2)
+VALIDATES = Loader("train.py:30", "Images", 8, 0, 0, False, 5, batches=5)
 
 
 def epoch(
@@ -60,78 +61,63 @@ def share_of(takes: Sequence[Take], *loaders: Loader) -> TimeShare:
     return wait_share(judged_steps(steps_of(takes, loaders, 0), loaders[0]))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
-def test_the_share_is_the_time_in_next_against_the_whole_step(share: float) -> None:
-    found = share_of(epoch(50, 0.1 * share, 0.1 * (1 - share)))
-    assert found.value == pytest.approx(share, abs=1e-6) and found.spread < 0.001
+def zipped() -> list[Take]:
+    """20 ms for one loader and 30 ms for the other in each step of 100 ms."""
+    pairs = [
+        (Take(0, 0, i, at, at + 0.02), Take(1, 0, i, at + 0.02, at + 0.05)) for i, at in TENTHS
+    ]
+    return [take for pair in pairs for take in pair]
 
 
-def test_waiting_for_two_loaders_that_are_zipped_counts_together() -> None:
-    takes = []
-    for i in range(40):
-        start = 0.1 * i
-        takes += [Take(0, 0, i, start, start + 0.02), Take(1, 0, i, start + 0.02, start + 0.05)]
-    assert share_of(takes, TRAINS, replace(TRAINS)).value == pytest.approx(0.5)
+TENTHS = [(i, i / 10) for i in range(40)]
+PREFETCHED = [
+    Take(0, 0, 0, 0.0, 0.09),
+    *(Take(0, 0, i, 30 + i / 100, 30 + i / 100) for i in range(1, 5)),
+    *(Take(0, 0, i, 30 + (i - 4) / 10, 30.09 + (i - 4) / 10) for i in range(5, 60)),
+]
+"""Four batches were prefetched while the first step compiled for 30 s; then each is waited for."""
+SHORT = [take for n in range(12) for take in epoch(2, 0.3, 0.1, number=n, since=10.0 * n)]
+"""Of 21 steps, ten begin an epoch, and wait for the start of the workers as well."""
 
 
-def test_validations_and_what_lies_between_epochs_are_no_steps() -> None:
+def validated() -> list[Take]:
+    """A validation after 20 steps, and 50 s between two epochs: neither is part of a step."""
     first = epoch(40, 0.05, 0.05)
-    second = epoch(30, 0.05, 0.05, number=1, since=first[-1].got + 50)
     asked = first[20].asked
     inside = [Take(1, 0, i, asked - 0.01 + i / 1000, asked - 0.009 + i / 1000) for i in range(5)]
-    validates = Loader("train.py:30", "Images", 8, 0, 0, False, 5, batches=5)
-    takes = sorted([*first, *second, *inside], key=lambda take: take.asked)
-    steps = steps_of(takes, [TRAINS, validates], 0)
-    assert [s.number for s in steps if not s.epoch] == [i for i in range(40) if i != 19]
-    assert len(steps) == 69 and max(step.whole for step in steps) < 0.11
-    assert wait_share(steps).value == pytest.approx(0.5)
+    second = epoch(30, 0.05, 0.05, number=1, since=first[-1].got + 50)
+    return sorted([*first, *second, *inside], key=lambda take: take.asked)
 
 
-class TestWarmUp:
-    """Four batches were prefetched while the first step compiled for 30 s; then each is waited for."""
+@pytest.mark.parametrize(
+    ("takes", "loaders", "share"),
+    [
+        *((epoch(50, 0.1 * share, 0.1 * (1 - share)), [TRAINS], share) for share in (0, 0.2, 0.9)),
+        (zipped(), [TRAINS, replace(TRAINS)], 0.5),
+        (validated(), [TRAINS, VALIDATES], 0.5),
+        (PREFETCHED, [WORKERS], 0.9),
+        (SHORT, [replace(WORKERS, starts=[0.4] * 12)], (6.3 + 4) / (8.4 + 4)),
+    ],
+)
+def test_the_share_is_the_time_in_next_against_the_whole_step(
+    takes: list[Take], loaders: list[Loader], share: float
+) -> None:
+    assert share_of(takes, *loaders).value == pytest.approx(share, abs=0.001)
 
-    loader = replace(TRAINS, num_workers=2, prefetch=2)
-    takes = (
-        Take(0, 0, 0, 0.0, 0.09),
-        *(Take(0, 0, i, 30 + i / 100, 30 + i / 100) for i in range(1, 5)),
-        *(Take(0, 0, i, 30 + (i - 4) / 10, 30.09 + (i - 4) / 10) for i in range(5, 60)),
-    )
-    steps = tuple(steps_of(takes, [loader], 0))
 
-    def test_steps_that_what_was_prefetched_hides_are_left_out(self) -> None:
-        kept = steady(self.steps, self.loader)
-        assert kept[0].number == 7 and wait_share(kept).value == pytest.approx(0.9, abs=0.001)
-        assert wait_share(self.steps).value < 0.2, "counted with them it would look well fed"
-
-    def test_later_epochs_leave_out_one_batch_per_worker(self) -> None:
-        steps = steps_of(
-            [*self.takes, *epoch(20, 0.09, 0.01, number=1, since=100)], [self.loader], 0
-        )
-        assert next(s.number for s in steady(steps, self.loader) if s.epoch == 1) == 2
-
-    def test_epochs_too_short_for_a_steady_step_count_whole(self) -> None:
-        loader = replace(self.loader, starts=[0.4] * 12)
-        takes = [take for n in range(12) for take in epoch(2, 0.3, 0.1, number=n, since=10.0 * n)]
-        steps = steps_of(takes, [loader], 0)
-        assert steady(steps, loader) == [] and enough(steps, loader, None)
-        # Of 21 steps, ten begin an epoch, and wait for the start of the workers as well.
-        whole = (21 * 0.3 + 10 * 0.4) / (21 * 0.4 + 10 * 0.4)
-        assert wait_share(judged_steps(steps, loader)).value == pytest.approx(whole)
-
-    def test_workers_that_deliver_all_at_once_count_in_whole_rounds(self) -> None:
-        """Eight workers, epochs of 12 batches: every eighth waits 0.8 s and the rest not at all."""
-        loader = replace(TRAINS, num_workers=8, prefetch=2)
-        takes, now = [], 0.0
-        for number in range(7 * 12):
-            got = now + (0.0 if number % 12 % 8 else 0.8)
-            takes.append(Take(0, number // 12, number % 12, now, got))
-            now = got + 0.1
-        assert steady(steps_of(takes, [loader], 0), loader) == []
-        longer = [
-            replace(take, epoch=0, number=n) for n, take in enumerate(takes) if take.number < 8
-        ]
-        found = steady(steps_of(longer, [loader], 0), loader)
-        assert len(found) % 8 == 0 and len(found) >= 24
+def test_only_steady_steps_and_whole_rounds_of_workers_count() -> None:
+    steps = steps_of(PREFETCHED, [WORKERS], 0)
+    assert steady(steps, WORKERS)[0].number == 7 and wait_share(steps).value < 0.2
+    later = steps_of([*PREFETCHED, *epoch(20, 0.09, 0.01, number=1, since=100)], [WORKERS], 0)
+    assert next(s.number for s in steady(later, WORKERS) if s.epoch == 1) == 2
+    # Eight workers deliver together: every eighth step waits 0.8 s, the rest not at all.
+    eight, takes, now = replace(TRAINS, num_workers=8, prefetch=2), list[Take](), 0.0
+    for number in range(60):
+        got = now + (0.0 if number % 8 else 0.8)
+        takes.append(Take(0, 0, number, now, got))
+        now = got + 0.1
+    found = steady(steps_of(takes, [eight], 0), eight)
+    assert len(found) == 40 and wait_share(found).value == pytest.approx(0.5)
 
 
 EVEN = steps_of(epoch(60, 0.05, 0.05), [TRAINS], 0)
@@ -221,12 +207,6 @@ def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
     assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
 
 
-def test_the_start_of_an_epoch_is_the_usual_one() -> None:
-    takes = [take for n in range(3) for take in epoch(3, 0.5, 0.1, number=n, since=10.0 * n)]
-    found = epoch_start(takes, replace(TRAINS, starts=[5.0, 1.0, 1.2]), 0)
-    assert found == pytest.approx((1.5 + 1.7) / 2), "the first one imports, too"
-
-
 def one(
     cpu: float,
     blocked: float = 0.0,
@@ -237,106 +217,72 @@ def one(
 ) -> Checked:
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
     cost = FetchCost(cpu, blocked, 8, 50)
-    loader = replace(TRAINS, num_workers=2, prefetch=2)
-    return Checked(
-        0, loader, 50, TimeShare(share, spread), step_s, 8, 8 * 150_528, None, cost, False
-    )
-
-
-def test_a_well_fed_script_needs_no_help() -> None:
-    fed = one(0.001, share=0.02)
-    assert headline(fed)[0].startswith("well fed: 2 % (± 1) of each step waits")
-    assert help_here(fed, 8, 0.5) == []
-
-
-def test_a_share_that_is_not_certain_is_no_verdict() -> None:
-    unsure = one(0.02, share=0.69, spread=0.29, step_s=0.1)
-    assert headline(unsure) == [
-        "too uncertain to judge: 40 to 98 % of each step waits for data (50 steps of 100 ms);"
-        " measure more: --steps 1000, with enough data or epochs for it"
-    ]
-    assert help_here(unsure, 8, 0.5) == [], "nor a promise of what would fix it"
-
-
-@pytest.mark.parametrize(
-    ("share", "spread", "said"),
-    [
-        (
-            0.75,
-            0.01,
-            "without waiting a step takes 25 ms: 320 samples/s instead of 80, 3.8 to 4.2 times as fast",
-        ),
-        (0.5, 0.001, ", 2.0 times as fast"),
-        (0.82, 0.13, ", 3.2 to 20 times as fast"),
-        (0.95, 0.06, ", at least 9.1 times as fast"),
-        (0.1, 0.12, ", 1.0 to 1.3 times as fast"),
-    ],
-)
-def test_the_promise_is_as_wide_as_the_uncertainty(share: float, spread: float, said: str) -> None:
-    assert headline(one(0.02, share=share, spread=spread, step_s=0.1))[1].endswith(said)
+    bytes_ = 8 * 150_528
+    return Checked(0, WORKERS, 50, TimeShare(share, spread), step_s, 8, bytes_, None, cost, False)
 
 
 CANNOT = "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up, and 2.0 of"
+FASTER = "without waiting a step takes 25 ms: 320 samples/s instead of 80, 3.8 to 4.2 times as fast"
+RESTARTS = "each epoch of 5 batches spends 1.6 s on starting workers, 80 % of its time: persistent"
 
 
 @pytest.mark.parametrize(
-    ("cost", "cpus", "idle", "said"),
+    ("script", "cpus", "idle", "said"),
     [
+        (one(0.001, share=0.02), 8, 0.5, "well fed: 2 % (± 1) of each step waits for data"),
+        (one(0.02, share=0.69, spread=0.29, step_s=0.1), 8, 0.5,
+         "too uncertain to judge: 40 to 98 % of each step waits for data (50 steps of 100 ms);"
+         " measure more: --steps 1000"),
+        (one(0.02, share=0.75, step_s=0.1), 8, 0.5, FASTER),
+        (one(0.02, share=0.5, spread=0.001), 8, 0.5, ", 2.0 times as fast"),
+        (one(0.02, share=0.82, spread=0.13), 8, 0.5, ", 3.2 to 20 times as fast"),
+        (one(0.02, share=0.95, spread=0.06), 8, 0.5, ", at least 9.1 times as fast"),
+        (one(0.02, share=0.1, spread=0.12), 8, 0.5, ", 1.0 to 1.3 times as fast"),
         # 8 samples of 20 ms on two workers take 80 ms; a step alone 40 ms.
-        ((0.02,), 16, 0.8, "num_workers=5 instead of 2 would fix this on this machine: 4.0 of its 16 CPUs"),
-        ((0.02,), 3, 0.9, f"{CANNOT} 3 are free; with those, 50 % of a step would still wait"),
-        ((0.02,), 16, 0.0, f"{CANNOT} 16 are free"),
-        ((0.001, 0.019), 2, 0.9, "num_workers=5 instead of 2 would fix this on this machine: 0.2 of its 2"),
-        ((0.004,), 2, 0.9, "2 workers should be enough for this cost of fetching"),
+        (one(0.02), 16, 0.8, "num_workers=5 instead of 2 would fix this on this machine: 4.0 of its 16 CPUs"),
+        (one(0.02), 3, 0.9, f"{CANNOT} 3 are free; with those, 50 % of a step would still wait"),
+        (one(0.02), 16, 0.0, f"{CANNOT} 16 are free"),
+        (one(0.001, 0.019), 2, 0.9, "num_workers=5 instead of 2 would fix this on this machine: 0.2 of its 2"),
+        (one(0.004), 2, 0.9, "2 workers should be enough for this cost of fetching"),
+        (replace(one(0.02), start_s=1.6, loader=replace(WORKERS, length=5, starts=[1, 1])), 8, 0.5, RESTARTS),
     ],
-    ids=["idle CPUs here", "too few CPUs", "busy CPUs", "workers that wait", "slow batches"],
 )  # fmt: skip
-def test_what_more_workers_would_do(
-    cost: tuple[float, ...], cpus: float, idle: float, said: str
+def test_the_verdict_and_what_would_help_here(
+    script: Checked, cpus: float, idle: float, said: str
 ) -> None:
-    (found,) = help_here(one(*cost), cpus, idle)
-    assert found.startswith(said)
+    seen = {"cpus": cpus, "idle": idle, "gpu": None, "ended": "enough"}
+    lines = lines_of([script], seen, None)
+    assert said in "\n".join(lines)
+    verdict = lines[0].partition(":")[0]
+    assert (verdict == "input-bound") == ("what would help on this machine" in lines)
 
 
-class TestHosts:
-    """The limits model on a script's figures: fetching a sample takes 20 ms of CPU, training it 1 ms."""
+def advised(script: Checked, rates: dict[str, float], gpu: str | None) -> Advice | None:
+    found = measured(script, rates, gpu)
+    hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
+    return advise(found, hosts, price_list()) if found else None
 
+
+def test_the_cpu_hosts_that_lift_the_wait() -> None:
+    """Fetching a sample takes 20 ms of CPU, training it 1 ms."""
     script = one(0.02, share=0.9)
-
-    @pytest.mark.parametrize("spread", [0.01, 0.12])
-    def test_the_cpu_hosts_that_lift_the_wait(self, spread: float) -> None:
-        found = measured(replace(self.script, share=TimeShare(0.9, spread)), {}, "NVIDIA A10G")
-        assert found is not None and found.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
-        hosts = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
-        best = advise(found, hosts, price_list()).best
-        assert (
-            best is not None
-            and best.cpu_hosts > 0
-            and 0 < best.low < best.samples_per_s < best.high
-        )
+    for spread in (0.01, 0.12):
+        advice = advised(replace(script, share=TimeShare(0.9, spread)), {}, "NVIDIA A10G")
+        assert advice is not None and advice.best is not None
+        best = advice.best
+        assert advice.measured.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
+        assert best.cpu_hosts > 0 and 0 < best.low < best.samples_per_s < best.high
         cpus = 4 * best.cpu_hosts * (2 if best.cpu_type == "ml.c5.2xlarge" else 1)
         # All of them at 95 % and the three that the GPU host has left.
         assert best.samples_per_s == pytest.approx(min(1000, (cpus + 3) * 0.95 / 0.02), rel=0.05)
-        assert best.samples_per_s > 3 * 1000 * 0.02
-
-    def test_time_that_a_worker_waits_occupies_its_place_on_a_host_as_well(self) -> None:
-        found = measured(one(0.001, 0.019, share=0.9), {}, None)
-        assert found is not None and found.cpu_s == pytest.approx(0.02)
-
-    def test_without_a_gpus_rate_no_hosts_are_recommended(self) -> None:
-        wanted = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge",))
-        given, unknown = (
-            measured(self.script, {"A10G": 400.0}, "NVIDIA A10G"),
-            measured(self.script, {}, None),
-        )
-        assert given is not None and given.gpu_samples_per_s == {"A10G": 400.0}
-        assert advise(given, wanted, price_list()).best is not None
-        assert unknown is not None
-        advice = advise(unknown, wanted, price_list())
-        assert advice.best is None and "--gpu-samples-per-s" in advice.lines[0]
-
-    def test_without_a_fetch_seen_no_hosts_are_made_up(self) -> None:
-        assert measured(replace(self.script, fetched=None), {}, None) is None
+    waits = advised(one(0.001, 0.019, share=0.9), {"A10G": 400.0}, "NVIDIA A10G")
+    assert waits is not None and waits.best is not None
+    assert waits.measured.gpu_samples_per_s == {"A10G": 400.0}
+    assert waits.measured.cpu_s == pytest.approx(0.02), "a worker that waits is occupied, too"
+    unknown = advised(script, {}, None)
+    assert unknown is not None and unknown.best is None
+    assert "--gpu-samples-per-s" in unknown.lines[0]
+    assert advised(replace(script, fetched=None), {}, None) is None, "nothing is made up"
 
 
 def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -195,117 +195,92 @@ def headline(one: Checked) -> list[str]:
             f"{percent} of the time is spent in the loader's next() ({of}); {one.caveat}, so whether training"
             " waits for them is not known"
         ]
+    waits = f"{percent} of each step waits for data ({of})"
     if not one.waits:
-        return [
-            f"well fed: {percent} of each step waits for data ({of}); training itself is the bottleneck"
-        ]
+        return [f"well fed: {waits}; training itself is the bottleneck"]
     now, then = one.samples_per_step / one.step_s, one.samples_per_step / max(one.compute_s, 1e-9)
+    ends = [1 / max(1 - part, 1e-9) for part in (share - spread, share + spread)]
+    least, most = (f"{max(end, 1):.{0 if end >= 10 else 1}f}" for end in ends)
+    times = f"at least {least}" if share + spread >= 1 else f"{least} to {most}"
     return [
-        f"input-bound: {percent} of each step waits for data ({of})",
+        f"input-bound: {waits}",
         f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
-        f" {now:,.0f}, {_times_as_fast(share, spread)} as fast",
+        f" {now:,.0f}, {least if least == most else times} times as fast",
     ]
 
 
-def _times_as_fast(share: float, spread: float) -> str:
-    """At both ends of the uncertainty."""
-    least = _factor(max(1 / (1 - share + spread), 1))
-    if share + spread >= 1:
-        return f"at least {least} times"
-    most = _factor(1 / (1 - share - spread))
-    return f"{least} times" if least == most else f"{least} to {most} times"
-
-
-def _factor(times: float) -> str:
-    return f"{times:.{0 if times >= 10 else 1}f}"
-
-
-def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
-    fetched = one.fetched if one.waits else None
-    workers = [_workers(one, fetched, cpus, idle)] if fetched and one.compute_s > 0 else []
-    return [*workers, *_restarts(one)]
-
-
-def _workers(one: Checked, fetched: FetchCost, cpus: float, idle: float | None) -> str:
+def help_here(one: Checked, cpus: float, idle: float | None) -> Iterator[str]:
+    """What would help on this machine."""
     batch, now = one.samples_per_step, one.loader.num_workers
-    needed = math.ceil(SLACK * fetched.whole_s * batch / one.compute_s)
-    cpus_needed = fetched.cpu_s * batch / one.compute_s
-    # One CPU is for the script itself; CPUs used by other work are not available.
-    used = fetched.cpu_s * batch / one.step_s
-    free = min(max(cpus - 1, 1), math.inf if idle is None else idle * cpus + used)
-    if cpus_needed > free:
-        late = 100 * (1 - free / cpus_needed)
-        return (
-            f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
-            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
-        )
-    if needed > now:
-        return (
-            f"num_workers={needed} instead of {now} would fix this on this machine:"
-            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch"
-        )
-    return (
-        f"{now} workers should be enough for this cost of fetching: some batches take much longer than"
-        " others, or their transfer to the script is slow; try a larger prefetch_factor"
-    )
-
-
-def _restarts(one: Checked) -> list[str]:
-    loader, start, length = one.loader, one.start_s or 0.0, one.loader.length
-    if not loader.num_workers or loader.persistent or one.whole_epochs or not length:
-        return []
-    share = start / (start + length * one.step_s)
+    if (fetched := one.fetched) is not None and one.waits and one.compute_s > 0:
+        needed = math.ceil(SLACK * fetched.whole_s * batch / one.compute_s)
+        cpus_needed = fetched.cpu_s * batch / one.compute_s
+        # One CPU is for the script itself; CPUs used by other work are not available.
+        used = fetched.cpu_s * batch / one.step_s
+        free = min(max(cpus - 1, 1), math.inf if idle is None else idle * cpus + used)
+        if cpus_needed > free:
+            late = 100 * (1 - free / cpus_needed)
+            yield (
+                f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
+                f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
+            )
+        elif needed > now:
+            yield (
+                f"num_workers={needed} instead of {now} would fix this on this machine:"
+                f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch"
+            )
+        else:
+            yield (
+                f"{now} workers should be enough for this cost of fetching: some batches take much longer than"
+                " others, or their transfer to the script is slow; try a larger prefetch_factor"
+            )
+    start, length = one.start_s or 0.0, one.loader.length
     # With one epoch of several lengths, the script ends its epochs itself, in one iterator.
-    if share < SLOW_START or (len(loader.starts) <= 1 and loader.batches > length):
-        return []
-    return [
-        f"each epoch of {length} batches spends {duration(start)} on starting workers,"
-        f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
-    ]
+    endless = len(one.loader.starts) <= 1 and one.loader.batches > (length or 0)
+    if not now or one.loader.persistent or one.whole_epochs or not length or endless:
+        return
+    if (share := start / (start + length * one.step_s)) >= SLOW_START:
+        yield (
+            f"each epoch of {length} batches spends {duration(start)} on starting workers,"
+            f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
+        )
 
 
 def lines_of(
     loaders: Sequence[Checked], seen: Mapping[str, Any], advice: Advice | None
 ) -> list[str]:
     """What the screen shows."""
-    first = loaders[0]
+    first, *others = loaders
     lines = [*headline(first), f"  {_loader_line(first)}"]
-    for other in loaders[1:]:
+    for other in others:
         waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
         lines.append(f"  also {_loader_line(other)}{waits}")
-    if (fetched := first.fetched) is None:
-        lines.append(
-            "CPU per sample: not measured; this loader does not fetch in torch's own workers"
-        )
-    else:
-        waiting = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network, a busy CPU)"
-        blocked = fetched.blocked_s > BLOCKED * fetched.whole_s
-        lines.append(f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms{waiting if blocked else ''}")
-    here = help_here(first, seen["cpus"], seen["idle"])
-    for title, texts in (
-        ("what would help on this machine", here),
-        ("CPU hosts", advice.lines if advice else []),
-    ):
+    cost = "not measured; this loader does not fetch in torch's own workers"
+    if fetched := first.fetched:
+        cost = f"{1000 * fetched.cpu_s:.2f} ms"
+        if fetched.blocked_s > BLOCKED * fetched.whole_s:
+            blocked = f"{1000 * fetched.blocked_s:.2f} ms"
+            cost += f", and {blocked} waiting (storage, network, a busy CPU)"
+    lines.append(f"CPU per sample: {cost}")
+    sections = {
+        "what would help on this machine": [*help_here(first, seen["cpus"], seen["idle"])],
+        "CPU hosts": advice.lines if advice else [],
+    }
+    for title, texts in sections.items():
         lines += [title, *(f"  {text}" for text in texts)] if texts else []
     return [*lines, *(f"  {note}" for note in notes(first, seen, advice))]
 
 
 def _loader_line(one: Checked) -> str:
+    size = f", {one.bytes_per_step / 1000:,.0f} kB" if one.bytes_per_step else ""
+    batches = f"batches of {one.samples_per_step:.0f} samples{size}"
     loader = one.loader
-    kilobytes = f", {one.bytes_per_step / 1000:,.0f} kB" if one.bytes_per_step else ""
-    return (
-        f"{loader.place}: {loader.dataset}, batches of {one.samples_per_step:.0f} samples{kilobytes},"
-        f" num_workers={loader.num_workers}"
-    )
+    return f"{loader.place}: {loader.dataset}, {batches}, num_workers={loader.num_workers}"
 
 
 def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> list[str]:
     gpu = seen["gpu"]
-    by = (
-        f"measured with CUDA events ({gpu})"
-        if gpu
-        else "time in next() relative to the time between calls"
-    )
+    by = f"with CUDA events ({gpu})" if gpu else "by the time in next() and between calls"
     said = {
         "the loader is the one iterated most": not first.loader.trains,
         "epochs are short, so the figures include worker start-up": first.whole_epochs,
@@ -316,7 +291,7 @@ def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> lis
         "batch_size=None: samples per batch are the rows of its first tensor": (
             not first.loader.batch_size
         ),
-        f"waiting: {by}": True,
+        f"waiting: measured {by}": True,
     }
     return [*(text for text, holds in said.items() if holds), *(advice.notes if advice else [])]
 
@@ -331,7 +306,7 @@ def as_json(
             for one in loaders
         ],
         "verdict": headline(loaders[0]),
-        "help": help_here(loaders[0], seen["cpus"], seen["idle"]),
+        "help": [*help_here(loaders[0], seen["cpus"], seen["idle"])],
         "candidates": [asdict(one) for one in advice.table] if advice else [],
         "recommended": asdict(advice.best) if advice and advice.best else None,
         "reasons": advice.lines if advice else [],

@@ -36,15 +36,19 @@ from stoker_launcher.advise.check.fetching import (
 from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 
 RESULT = "result.json"
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of torchrun."""
+LAUNCHED = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""Variables of torchrun, for one process."""
 OBSERVED, OPTIMIZERS = "torch.utils.data.dataloader", "torch.optim.optimizer"
 SIZED = 20
 UNTRAINED_S = 30.0
 """Without optimizer steps, a loader counts as the training loader after this time."""
 LOOK_S = 0.2
-IGNORED = 3
-"""How often a script may swallow the exception that ends it."""
 
 
 class Enough(BaseException):
@@ -95,10 +99,7 @@ class Watch:
         """Round in which the first batch of each loader was trained."""
         self.over = False
         self.next_look = time.monotonic()
-        self.own_s = 0.0
-        """Overhead of observing, excluded from steps."""
         self.process = os.getpid()
-        self.raised = 0
         self.cpu: list[tuple[float, float]] = []
         """CPU times at the first batch and at the end."""
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -152,9 +153,7 @@ class Watch:
     def take(self, number: int, following: Callable[[], Any]) -> Any:
         if self.nested():
             return following()
-        began = time.monotonic()
         self.look()
-        self.own_s += time.monotonic() - began
         asked, ended, self._thread.inside = self.now(), True, True
         try:
             data = following()
@@ -162,11 +161,9 @@ class Watch:
             return data
         finally:
             self._thread.inside = False
-            got, began = self.now(), time.monotonic()
-            self.note(number, asked, got, ended)
+            self.note(number, asked, self.now(), ended)
             if not ended:
                 self.size(self.loaders[number], data)
-            self.own_s += time.monotonic() - began
 
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
         torch: Any = sys.modules["torch"]
@@ -208,21 +205,17 @@ class Watch:
         torch: Any = sys.modules["torch"]
         if self.clock is None and torch.cuda.is_initialized():
             self.clock = GpuClock(torch)
-        return self.clock.mark() if self.clock else time.monotonic() - self.own_s
+        return self.clock.mark() if self.clock else time.monotonic()
 
     def look(self) -> None:
-        if self.over:
-            self.raised += 1
-            if self.raised > IGNORED:
-                os._exit(0)
-            raise Enough
+        if self.over:  # the script has swallowed the exception
+            os._exit(0)
         began = time.monotonic()
         if began < self.next_look:
             return
         seen = self.seen_enough()
         self.next_look = began + max(LOOK_S, 50 * (time.monotonic() - began))
         if seen:
-            self.raised = 1
             self.finish("enough")
             if threading.current_thread() is not threading.main_thread():
                 os._exit(0)  # an exception would end this thread only
@@ -294,12 +287,14 @@ def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
     if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
         with contextlib.suppress(Exception):  # a user's __len__ may raise
             length = len(loader)
+    own = {name: getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")}
+    workers, prefetch = (int(value or 0) for value in own.values())
     return Loader(
         place=places[0] if places else "?",
         dataset=type(dataset).__name__,
         batch_size=getattr(loader, "batch_size", None),
-        num_workers=int(getattr(loader, "num_workers", 0) or 0),
-        prefetch=int(getattr(loader, "prefetch_factor", 0) or 0),
+        num_workers=workers,
+        prefetch=prefetch,
         persistent=bool(getattr(loader, "persistent_workers", False)),
         length=length,
         ours=any(kind.__module__.startswith("stoker.") for kind in type(loader).__mro__),
@@ -357,19 +352,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def without_torchrun(error: BaseException) -> str:
-    """What to do about an error that comes from the variables of torchrun, which are not set."""
-    frames = traceback.walk_tb(error.__traceback__)
-    inside = any(
-        frame.f_globals.get("__name__", "").startswith("torch.distributed") for frame, _ in frames
-    )
-    missing = isinstance(error, KeyError) and error.args[:1] and error.args[0] in LAUNCHED
-    if {*LAUNCHED} <= {*os.environ} or not (inside or missing):
+def without_torchrun(said: str) -> str:
+    """What to do about an error that names a variable of torchrun which is not set."""
+    if all(name in os.environ or name not in said for name in LAUNCHED):
         return ""
-    values = zip(LAUNCHED, (0, 0, 1, "127.0.0.1", 29500), strict=True)
-    return (
-        f"; for a script of torchrun, run: {' '.join(f'{k}={v}' for k, v in values)} stoker check …"
-    )
+    values = " ".join(f"{name}={value}" for name, value in LAUNCHED.items())
+    return f"; for a script of torchrun, run: {values} stoker check …"
 
 
 def main(folder: str, steps: str, script: str, *arguments: str) -> int:
@@ -404,7 +392,7 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
         said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
-        watch.finish("failed", said + without_torchrun(error))
+        watch.finish("failed", said + without_torchrun(said))
         code = 1
     return code
 
