@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -97,22 +97,22 @@ def page_of(run: RunData) -> dict[str, Any]:
 
 def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     """Name, value and note of each."""
-    speed, records = summary.speed, summary.records
-    found: list[tuple[str, str, str]] = []
-    best, model = summary.metrics.best, summary.model_from or {}
+    speed, records, best = summary.speed, summary.records, summary.metrics.best
+    found, model = list[tuple[str, str, str]](), summary.model_from or {}
     values = {**best, **{n: v for n, v in summary.metrics.last.items() if n not in best}}
     names = dict.fromkeys([model.get("metric"), *best, *values])
     for name in [n for n in names if n in values and n.startswith(("val/", "train/loss"))][:2]:
-        value, kind = values[name], "best" if name in best else "last"
-        chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
-        if chose and (own := model.get("value", value)) != value:  # the best checkpoint was damaged
-            chose += f", {charts.figure(own)}"
-        found.append((name, charts.figure(value), f"{kind}{chose}"))
+        note = "best" if name in best else "last"
+        if name == model.get("metric"):
+            note += f", the model: epoch {model['epoch']}"
+            if (own := model.get("value", values[name])) != values[name]:  # the best was damaged
+                note += f", {figure(own)}"
+        found.append((name, figure(values[name]), note))
     if speed.steady_samples_per_s:
-        found.append(("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
+        found.append(("samples/s", figure(speed.steady_samples_per_s), "after warm-up"))
         found.append(("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
     if speed.step_ms_p50:
-        found.append(("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
+        found.append(("step", figure(speed.step_ms_p50, "ms"), "median"))
     if (gpus := gpus_used(summary))[1]:
         found.append(("GPUs used", f"{gpus[0]} of {gpus[1]}", "in at least one sample"))
     if summary.seconds:
@@ -120,17 +120,13 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
         found.append(("time", duration(summary.seconds), steps))
     if records.read:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} left over"
-        if records.repeated:
-            note += f", {records.repeated:,} repeated"
+        note += f", {records.repeated:,} repeated" if records.repeated else ""
         found.append(("records trained", f"{records.trained:,}", note))
-    if summary.cost and summary.cost.get("usd") is not None:
-        per = number(summary.cost.get("usd_per_million_samples"))
-        note = (
-            f"estimated, prices of {summary.cost.get('prices_as_of', '?')}{spot_note(summary.cost)}"
-        )
-        if per is not None:
+    if (cost := summary.cost) and cost.get("usd") is not None:
+        note = f"estimated, prices of {cost.get('prices_as_of', '?')}{spot_note(cost)}"
+        if (per := number(cost.get("usd_per_million_samples"))) is not None:
             note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
-        found.append(("cost", charts.usd(summary.cost["usd"]), note))
+        found.append(("cost", charts.usd(cost["usd"]), note))
     return found
 
 
@@ -142,14 +138,10 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
         tree = yaml.safe_load(run.config) or {}
     except yaml.YAMLError:
         return []
-    values = dict(leaves(tree if isinstance(tree, dict) else {}))
-    found = []
+    values, found = dict(leaves(tree if isinstance(tree, dict) else {})), []
     for key, origin in run.origins.items():
-        below = {
-            name.removeprefix(f"{key}."): v
-            for name, v in values.items()
-            if name.startswith(f"{key}.")
-        }
+        start = f"{key}."
+        below = {n.removeprefix(start): v for n, v in values.items() if n.startswith(start)}
         value = values.get(key, below or None)
         found.append((key, "–" if value is None else str(value), origin))
     return sorted(found)
@@ -158,6 +150,14 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
 Rows = list[list[str]]
 MOST_ROWS = 12
 SECONDS = "seconds since the start"
+MOST_MARKS, MOST_OTHER_MARKS = 12, 40
+TERMS = {
+    "compute": "compute",
+    "host_to_device": "copy to device",
+    "wait_production": "wait: preprocessing",
+    "wait_transfer": "wait: network",
+    "wait_collate": "wait: collating batches",
+}
 
 
 @dataclass(frozen=True)
@@ -172,35 +172,42 @@ class Panel:
     wide: bool = False
 
 
-def bar_panel(
-    title: str,
-    text: str,
-    bars: Sequence[Bar],
-    unit: str,
-    heads: list[str],
-    rows: Rows | None = None,
-) -> Panel:
-    """Bars with their values as a table, unless other rows are given."""
-    return Panel(title, charts.bars(title, text, bars, unit), text, heads, rows or values_of(bars))
-
-
-def values_of(bars: Sequence[Bar]) -> Rows:
-    return [[bar.name, "not measured" if bar.value is None else figure(bar.value)] for bar in bars]
-
-
-TERMS = {
-    "compute": "compute",
-    "host_to_device": "copy to device",
-    "wait_production": "wait: preprocessing",
-    "wait_transfer": "wait: network",
-    "wait_collate": "wait: collating batches",
-}
-MOST_MARKS, MOST_OTHER_MARKS = 12, 40
+Panels = Iterator[Panel]
 
 
 def panels_of(run: RunData) -> list[Panel]:
-    rest = (step_time, limits, throughput, waiting, chain, start, records)
-    return [*filter(None, [loss(run), *metrics(run), *(make(run) for make in rest)])]
+    kinds = (loss, metrics, step_time, limits, rates, chain, start, records)
+    return [panel for kind in kinds for panel in kind(run)]
+
+
+def bar_panel(
+    title: str, text: str, bars: list[Bar], unit: str, heads: list[str], rows: Rows | None = None
+) -> Panel:
+    """Bars with their values as a table, unless other rows are given."""
+    shown = [["not measured" if bar.value is None else figure(bar.value)] for bar in bars]
+    rows = rows or [[bar.name, *value] for bar, value in zip(bars, shown, strict=True)]
+    return Panel(title, charts.bars(title, text, bars, unit), text, heads, rows)
+
+
+def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
+    """Parts of a whole; small ones are in the table only."""
+    total = sum(every.values())
+    share = {name: 100 * value / total for name, value in every.items()}
+    bars = [Bar(name, every[name], f"{part:.0f} %") for name, part in share.items() if part >= 1]
+    rows = [[name, figure(every[name]), f"{part:.1f} %"] for name, part in share.items()]
+    return bar_panel(title, text, bars, unit, [head, unit, "share"], rows)
+
+
+def line_panel(
+    title: str, lines: dict[str, list[Point]], text: str, unit: str, x: str = "step", **options: Any
+) -> Panel:
+    """Lines, with the points of the first in the table."""
+    label = {"step": "global step", "s": SECONDS}[x]
+    svg = charts.line_chart(f"{title} against the {label}", text, lines, label, unit, **options)
+    first = next(iter(lines.values()))
+    thinned = first[:: max(1, len(first) // MOST_ROWS)]
+    rows = [[figure(at), figure(value)] for at, value in thinned]
+    return Panel(title, svg, text, [x, unit], rows)
 
 
 def _events(run: RunData) -> list[Moment]:
@@ -212,104 +219,78 @@ def _events(run: RunData) -> list[Moment]:
     return [(mark.seconds, mark.text) for mark in marks]
 
 
-def line_panel(
-    title: str,
-    lines: dict[str, list[Point]],
-    text: str,
-    unit: str,
-    x: str = "global step",
-    caption: str = "",
-    **options: Any,
-) -> Panel:
-    """Lines, with the points of the first in the table."""
-    svg = charts.line_chart(f"{title} against the {x}", text, lines, x, unit, **options)
-    first, head = next(iter(lines.values())), {"global step": "step", SECONDS: "s"}[x]
-    step = max(1, len(first) // MOST_ROWS)
-    rows = [[figure(at), figure(value)] for at, value in first[::step]]
-    return Panel(title, svg, caption or text, [head, unit], rows)
+def loss(run: RunData) -> Panels:
+    if not run.loss:
+        return
+    lines = {"step": run.loss}
+    for name in ("train/loss", "val/loss"):
+        if run.metrics.get(name):
+            lines[name.partition("/")[0]] = run.metrics[name]
+    last, (_, final) = [*lines][-1], [*lines.values()][-1][-1]
+    first, end = (figure(run.loss[at][1]) for at in (0, -1))
+    every = f": one in {run.steps_per_point} of all" if run.steps_per_point > 1 else ""
+    text = f"From {first} to {end} in {len(run.loss):,} logged steps{every}."
+    text = text if len(run.loss) > 1 else f"{first} in the only logged step."
+    text += f" {last.capitalize()} ends at {figure(final)}."
+    yield line_panel("Loss", lines, text, "loss", height=220)
 
 
-def throughput(run: RunData) -> Panel | None:
-    points, mean = run.samples_per_s, run.summary.speed.steady_samples_per_s
-    if not points:
-        return None
-    text = (
-        f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
-    )
-    text += f"; {figure(mean)} on average after warm-up." if mean else "."
-    lines = {"samples/s": points}
-    return line_panel("Throughput", lines, text, "samples/s", SECONDS, events=_events(run))
+def rates(run: RunData) -> Panels:
+    """Throughput and input wait, against the time."""
+    if points := run.samples_per_s:
+        mean, values = run.summary.speed.steady_samples_per_s, [y for _, y in points]
+        text = f"From {figure(min(values))} to {figure(max(values))} samples/s"
+        text += f"; {figure(mean)} on average after warm-up." if mean else "."
+        yield line_panel(
+            "Throughput", {"samples/s": points}, text, "samples/s", "s", events=_events(run)
+        )
+    if run.input_wait:
+        waited = f"{run.summary.speed.input_wait_pct:.0f} % of the training time"
+        text, lines = f"{waited} was spent waiting for data.", {"input wait": run.input_wait}
+        options = {"events": _events(run), "y_top": 100.0}
+        yield line_panel("Input wait", lines, text, "% of the time", "s", **options)
 
 
-def waiting(run: RunData) -> Panel | None:
-    if not run.input_wait:
-        return None
-    text = (
-        f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
-    )
-    lines, events = {"input wait": run.input_wait}, _events(run)
-    return line_panel(
-        "Input wait", lines, text, "% of the time", SECONDS, events=events, y_top=100.0
-    )
-
-
-def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
-    """Parts of a whole; small ones are in the table only."""
-    total = sum(every.values())
-    large = [(name, value) for name, value in every.items() if value >= 0.01 * total]
-    bars = [Bar(name, value, f"{100 * value / total:.0f} %") for name, value in large]
-    rows = [[name, figure(value), f"{100 * value / total:.1f} %"] for name, value in every.items()]
-    return bar_panel(title, text, bars, unit, [head, unit, "share"], rows)
-
-
-def step_time(run: RunData) -> Panel | None:
+def step_time(run: RunData) -> Panels:
     terms = run.summary.speed.step_terms_ms
     every = {text: float(terms.get(name, 0.0)) for name, text in TERMS.items()}
-    total = sum(every.values())
-    if total <= 0:
-        return None
-    largest = max(every, key=lambda name: every[name])
-    text = f"Mean step: {figure(total, 'ms')}; largest part: {largest}, {figure(every[largest], 'ms')}."
-    return parts_of("Step time breakdown", text, "part", every, "ms")
+    if (total := sum(every.values())) > 0:
+        most = max(every, key=lambda name: every[name])
+        part = f"{most}, {figure(every[most], 'ms')}"
+        text = f"Mean step: {figure(total, 'ms')}; largest part: {part}."
+        yield parts_of("Step time breakdown", text, "part", every, "ms")
 
 
-def start(run: RunData) -> Panel | None:
+def start(run: RunData) -> Panels:
     ends = sorted(run.summary.startup.items(), key=lambda phase: phase[1])
     if not ends or ends[-1][1] <= 0:
-        return None
+        return
     before = [0.0, *(at for _, at in ends)]
     every = {name: at - since for (name, at), since in zip(ends, before, strict=False)}
-    text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
-    if ends[-1][0] != "first step":
-        text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
-    return parts_of("Start-up", text, "phase", every, "s")
+    name, took = ends[-1][0], figure(ends[-1][1], "s")
+    text = f"The first step ended {took} after the start of the job's process."
+    text = text if name == "first step" else f"The last phase, {name}, ended after {took}."
+    yield parts_of("Start-up", text, "phase", every, "s")
 
 
-def records(run: RunData) -> Panel | None:
+def records(run: RunData) -> Panels:
     found = run.summary.records
     if not found.read:
-        return None
-    rows = [
-        Bar(found.verb, found.read),
-        Bar(
-            "trained",
-            found.trained,
-            f"{found.repeated:,} repeated" if found.repeated else "",
-            strong=True,
-        ),
-        Bar("quarantined", found.quarantined),
-        Bar("left over", found.remainder),
-    ]
-    text = f"{found.read:,} {found.verb} = {found.trained:,} trained + {found.quarantined:,} quarantined"
-    text += f" + {found.remainder:,} left over."
-    return bar_panel("Records in and out", text, rows, "", ["records", "number"])
+        return
+    again = f"{found.repeated:,} repeated" if found.repeated else ""
+    counts = {"quarantined": found.quarantined, "left over": found.remainder}
+    parts = [Bar(name, count) for name, count in counts.items()]
+    bars = [Bar(found.verb, found.read), Bar("trained", found.trained, again, strong=True), *parts]
+    text = f"{found.read:,} {found.verb} = {found.trained:,} trained"
+    text += f" + {found.quarantined:,} quarantined + {found.remainder:,} left over."
+    yield bar_panel("Records in and out", text, bars, "", ["records", "number"])
 
 
-def limits(run: RunData) -> Panel | None:
+def limits(run: RunData) -> Panels:
     summary = run.summary
     rate = summary.speed.steady_samples_per_s
     if not rate:
-        return None
+        return
     share = min(summary.speed.input_wait_pct / 100, 0.98)
     on_gpu = any(host.gpus for host in summary.cluster.hosts)
     training = "GPUs without input wait" if on_gpu else "training without input wait"
@@ -322,47 +303,26 @@ def limits(run: RunData) -> Panel | None:
     for part, name, value in could:
         binds = part == summary.bottleneck and near(summary, value)
         bars.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
-    title, unit = "Throughput limits", "samples/s"
-    caption = "What each part could carry alone. CPUs that also train reach less."
-    told = [
-        f"{b.name}: {'not measured' if b.value is None else figure(b.value, unit)}" for b in bars
-    ]
-    svg = charts.bars(title, "; ".join(told), bars, unit, cut_at=4)
-    return Panel(title, svg, caption, ["part", unit], values_of(bars))
+    text, unit = "What each part could carry alone. CPUs that also train reach less.", "samples/s"
+    panel = bar_panel("Throughput limits", text, bars, unit, ["part", unit])
+    described = "; ".join(": ".join(row) for row in panel.rows)
+    yield replace(panel, svg=charts.bars(panel.title, described, bars, unit, cut_at=4))
 
 
-def loss(run: RunData) -> Panel | None:
-    if not run.loss:
-        return None
-    lines = {"step": run.loss}
-    for name, short in (("train/loss", "train"), ("val/loss", "val")):
-        if run.metrics.get(name):
-            lines[short] = run.metrics[name]
-    last, (_, final) = [*lines][-1], [*lines.values()][-1][-1]
-    course = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
-    if run.steps_per_point > 1:
-        course = f"{course[:-1]}: one in {run.steps_per_point} of all."
-    text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
-    caption = f"{text} {last.capitalize()} ends at {figure(final)}."
-    return line_panel("Loss", lines, text, "loss", caption=caption, height=220)
-
-
-def chain(run: RunData) -> Panel | None:
-    stages = run.summary.chain
-    if not stages:
-        return None
-    total = sum(stage["cpu_ms_per_sample"] for stage in stages) or 1.0
-    bars, rows = [], []
-    for name, ms, out in (
-        (s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"])) for s in stages
-    ):
+def chain(run: RunData) -> Panels:
+    costs = {at: float(s["cpu_ms_per_sample"]) for at, s in enumerate(run.summary.chain)}
+    if not costs:
+        return
+    total, bars, rows = sum(costs.values()) or 1.0, [], []
+    for at, stage in enumerate(run.summary.chain):
+        name, ms, out = stage["stage"], costs[at], size(stage["bytes_out"])
         bars.append(Bar(name, ms, f"{out} out", strong=ms > 0.4 * total))
         rows.append([name, figure(ms), out])
-    dear = max(stages, key=lambda stage: stage["cpu_ms_per_sample"])
-    share = f"{100 * dear['cpu_ms_per_sample'] / total:.0f} %"
-    text = f"{figure(total, 'ms')} of CPU time per sample; {dear['stage']} takes {share} of it."
+    dear = max(costs, key=lambda at: costs[at])
+    share = f"{run.summary.chain[dear]['stage']} takes {100 * costs[dear] / total:.0f} % of it"
+    text = f"{figure(total, 'ms')} of CPU time per sample; {share}."
     heads = ["stage", "CPU ms per sample", "bytes out"]
-    return bar_panel("The chain, stage by stage", text, bars, "ms", heads, rows)
+    yield bar_panel("The chain, stage by stage", text, bars, "ms", heads, rows)
 
 
 MOST_METRICS, MOST_LISTED, MOST_CELLS = 12, 200, 5_000
@@ -370,59 +330,54 @@ MOST_METRICS, MOST_LISTED, MOST_CELLS = 12, 200, 5_000
 megabyte."""
 
 
-def metrics(run: RunData) -> list[Panel]:
+def metrics(run: RunData) -> Panels:
     """One chart per validation metric except the loss, or per metric that a script logs; then the tables."""
-    found, own = [], run.summary.script is not None
-    parts: dict[str, list[str]] = {}
-    for name, points in run.metrics.items():
-        if not own and (not name.startswith("val/") or name == "val/loss"):
-            continue
-        if not own and name.count("/") > 1:
+    own, parts = run.summary.script is not None, dict[str, list[str]]()
+    charted = list[str]()
+    for name in run.metrics:
+        if own or (name.startswith("val/") and name != "val/loss" and name.count("/") == 1):
+            charted.append(name)
+        elif name.startswith("val/") and name.count("/") > 1:
             parts.setdefault(name.rpartition("/")[0], []).append(name)
-            continue
-        percent = not own and all(0 <= y <= 1 for _, y in points)
-        shown = [(x, 100 * y) for x, y in points] if percent else points
-        unit = "%" if percent else ""
-        best = run.summary.metrics.best.get(name)
-        text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
+    for name in charted[:MOST_METRICS]:
+        points, best = run.metrics[name], run.summary.metrics.best.get(name)
+        factor, unit = (1, "") if own or not all(0 <= y <= 1 for _, y in points) else (100, "%")
+        shown = [(x, factor * y) for x, y in points]
+        text = f"Best {figure(factor * best, unit)}, " if best is not None else ""
         text += f"last {figure(shown[-1][1], unit)}."
-        lines = {name: shown}
-        found.append(line_panel(name, lines, text, unit or name, from_zero=False, height=220))
-    several = [by_part(run, name, names) for name, names in parts.items() if name not in run.tables]
-    found = found[:MOST_METRICS] + several[:MOST_METRICS]
+        yield line_panel(name, {name: shown}, text, unit or name, from_zero=False, height=220)
+    several = [name for name in parts if name not in run.tables]
+    yield from (by_part(run, name, parts[name]) for name in several[:MOST_METRICS])
     room = MOST_CELLS
     for name, table in run.tables.items():
         cells = min(len(table.rows), MOST_LISTED) * len(table.columns)
         if cells > room:
-            found.append(
-                Panel(name, None, "Too large for this page; see the event `table` in events.jsonl.")
-            )
+            text = "Too large for this page; see the event `table` in events.jsonl."
+            yield Panel(name, None, text)
         else:
             room -= cells
-            found.append(table_of(name, table))
-    return found
+            yield table_of(name, table)
+
+
+def _shown(value: float | None, form: Callable[[float], str] = figure) -> str:
+    return "–" if value is None else form(value)
 
 
 def by_part(run: RunData, name: str, names: list[str]) -> Panel:
     """The last values of a metric that has several, such as one per class; the lowest first."""
     last = {part: run.metrics[part][-1][1] for part in names}
-    best = {part: run.summary.metrics.best.get(part) for part in names}
-    order = sorted(names, key=lambda part: last[part])
-    label = len(name) + 1
-    bars = [Bar(part[label:], last[part]) for part in order]
+    order, best = sorted(names, key=lambda part: last[part]), run.summary.metrics.best
     text = f"From {figure(last[order[0]])} to {figure(last[order[-1]])} in the last epoch."
     if len(order) > MOST_ROWS:
         text += f" The chart shows the {MOST_ROWS} lowest of {len(order)}, the table all."
-    rows = [
-        [p[label:], figure(last[p]), "–" if best[p] is None else figure(best[p] or 0.0)]
-        for p in order
-    ]
+    rows = [[p[len(name) + 1 :], figure(last[p]), _shown(best.get(p))] for p in order]
+    bars = [Bar(row[0], last[part]) for part, row in zip(order, rows, strict=True)]
     return bar_panel(name, text, bars[:MOST_ROWS], "", ["", "last", "best"], rows)
 
 
 def table_of(name: str, table: MetricTable) -> Panel:
     rows = [
-        [row[:60], *("–" if (value := number(cell)) is None else figure(value) for cell in cells)]
+        [row[:60], *(_shown(number(cell)) for cell in cells)]
         for row, cells in zip(table.rows, table.cells, strict=True)
     ]
     text = "" if table.epoch is None else f"After epoch {table.epoch + 1}. "
@@ -432,36 +387,21 @@ def table_of(name: str, table: MetricTable) -> Panel:
     return Panel(name, None, text.strip(), heads, rows[:MOST_LISTED], wide=len(table.columns) > 8)
 
 
-def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    def cell(value: float | None, shown: Callable[[float], str]) -> str:
-        return "–" if value is None else shown(value)
+HEADS = "run,hosts,workers,status,samples/s,wait,time,best,cost,per 1M"
 
+
+def comparison(runs: Sequence[RunData]) -> list[Panel]:
     rows: Rows = []
     for place, run in enumerate(runs, 1):
-        row = figures_of(run.summary)
-        known, chose = run.summary.metrics.best, (run.summary.model_from or {}).get("metric")
+        row, known = figures_of(run.summary), run.summary.metrics.best
+        chose = (run.summary.model_from or {}).get("metric")
         others = (name for name in known if name.startswith("val/") and name != "val/loss")
-        best = next(
-            (f"{name} {figure(known[name])}" for name in (chose, *others) if name in known), "–"
-        )
-        speed = cell(row["samples_per_s"], figure), cell(row["input_wait_pct"], "{:.0f} %".format)
-        cost = [cell(row[name], charts.usd) for name in ("usd", "usd_per_million_samples")]
+        best = [f"{name} {figure(known[name])}" for name in (chose, *others) if name in known]
         about = [str(place), run.name, row["hosts"], str(row["train_workers"]), row["status"]]
-        rows.append([*about, *speed, figure(row["seconds"], "s"), best, *cost])
-    heads = [
-        "",
-        "run",
-        "hosts",
-        "workers",
-        "status",
-        "samples/s",
-        "wait",
-        "time",
-        "best",
-        "cost",
-        "per 1M",
-    ]
-    caption = (
+        speed = [_shown(row["samples_per_s"]), _shown(row["input_wait_pct"], "{:.0f} %".format)]
+        cost = [_shown(row[name], charts.usd) for name in ("usd", "usd_per_million_samples")]
+        rows.append([*about, *speed, figure(row["seconds"], "s"), (best or ["–"])[0], *cost])
+    text = (
         "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
     )
-    return [Panel("Runs side by side", None, caption, heads, rows, wide=True)]
+    return [Panel("Runs side by side", None, text, ["", *HEADS.split(",")], rows, wide=True)]

@@ -1,7 +1,6 @@
 """Run sample records of a split through its chain in this process and inspect each stage.
 
-The records run twice: through the chain as chain workers run it, for its output, quarantine and cost; and
-stage by stage, for the effect of each stage.
+Each stage is watched, so stages that chain workers apply together run one by one here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import copy
 import hashlib
 import io
-import math
 import statistics
 import time
 from collections import Counter
@@ -65,8 +63,8 @@ class ColumnStatistics:
     """NumPy dtype name, or text, bytes or the Python class."""
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of arrays; lengths of text and bytes."""
-    low: float = math.inf
-    high: float = -math.inf
+    numbers: list[tuple[float, float]] = field(default_factory=list)
+    """Least and largest finite number of each value."""
     nans: int = 0
     """Number of values that contain NaN or infinity."""
     distinct: set[bytes] = field(default_factory=set)
@@ -76,27 +74,22 @@ class ColumnStatistics:
         import numpy as np
 
         self.values += 1
+        array = None if isinstance(value, bytes | str) else as_array(value)
         if value is None:
             self.nulls += 1
-            return
-        array = None if isinstance(value, bytes | str) else as_array(value)
-        if array is None or array.dtype == object:
+        elif array is None or array.dtype == object:
             self.kinds["text" if isinstance(value, str) else type(value).__name__] += 1
             if isinstance(value, bytes | str):
                 self.shapes.add((len(value),))
-            content: Any = value if isinstance(value, bytes) else repr(value).encode()
         else:
             self.kinds[array.dtype.name] += 1
             self.shapes.add(array.shape)
-            content = np.ascontiguousarray(array)
-            if array.size and array.dtype.kind in "biuf":
-                finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
-                self.nans += finite.size < array.size
-                if finite.size:
-                    self.low = min(self.low, float(finite.min()))
-                    self.high = max(self.high, float(finite.max()))
-        if len(self.distinct) < MOST_DISTINCT:
-            self.distinct.add(value_digest(content))
+            finite = array[np.isfinite(array)] if array.dtype.kind in "biuf" else array[:0]
+            self.nans += array.dtype.kind == "f" and finite.size < array.size
+            if finite.size:
+                self.numbers.append((float(finite.min()), float(finite.max())))
+        if len(self.distinct) < MOST_DISTINCT and value is not None:
+            self.distinct.add(digest_of(value))
 
     def shape_text(self) -> str:
         """`32×32×3`, or the smallest and the largest of several."""
@@ -110,9 +103,9 @@ class ColumnStatistics:
     def range_text(self) -> str:
         """Minimum and maximum of numbers; distinct count of other values."""
         texts = [f"{self.nans} with NaN/inf"] if self.nans else []
-        if self.low <= self.high:
-            high = f" … {self.high:.4g}" if self.low < self.high else ""
-            texts.insert(0, f"{self.low:.4g}{high}")
+        if self.numbers:
+            low, high = min(low for low, _ in self.numbers), max(high for _, high in self.numbers)
+            texts.insert(0, f"{low:.4g} … {high:.4g}" if low < high else f"{low:.4g}")
         elif not self.nans and len(self.distinct) < MOST_DISTINCT:
             texts.append(f"{len(self.distinct)} different")
         return ", ".join(texts)
@@ -122,7 +115,12 @@ def times(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "number"
 
 
-def value_digest(content: Any) -> bytes:
+def digest_of(value: Any) -> bytes:
+    array = as_array(value)
+    if array is None or array.dtype == object:
+        content = repr(value).encode()
+    else:
+        content = f"{array.dtype} {array.shape}".encode() + array.tobytes()
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
@@ -191,11 +189,16 @@ class Inspection:
 
 @dataclass
 class Watched:
+    """Applies a stage and notes what comes of it."""
+
     stage: Stage
     point: ChainPoint
     bad: dict[str, str]
     last: dict[str, Record]
     """Key → the record as of the last stage that it passed."""
+    digests: dict[str, bytes] = field(default_factory=dict)
+    """Of the first results by key; the last one counts: a first record that creates a generator is made
+    again."""
 
     def __call__(self, *given: Any) -> Any:
         began = time.perf_counter()
@@ -206,6 +209,9 @@ class Watched:
                 self.bad[given[0]["key"]] = f"{self.stage.name}: {where_raised(error)}"
             raise
         took = 1000 * (time.perf_counter() - began)
+        key = str(given[0].get("key"))
+        if len(self.digests) < COMPARED or key in self.digests:
+            self.digests[key] = b"".join(digest_of(out[name]) for name in sorted(out))
         if self.stage.per == "record":
             self.point.ms.append(took)
             self.point.take(out)
@@ -227,7 +233,10 @@ def look(data: Data, split: str, config: Config, count: int) -> Inspection:
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
-    seen.points += [ChainPoint(stage.name) for stage in chain.stages]
+    watched = [Watched(stage, ChainPoint(stage.name), seen.bad, {}) for stage in chain.stages]
+    seen.points += [watch.point for watch in watched]
+    chain = chain.of([replace(watch.stage, apply=watch) for watch in watched])
+    chain.with_keys = True
     records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
     ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
     while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):
@@ -237,75 +246,44 @@ def look(data: Data, split: str, config: Config, count: int) -> Inspection:
             break
         seen.points[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
         if not seen.examined:
-            seen.unstable = _unstable(chain, group[:COMPARED])
-        taken, last = [_take(record, seen) for record in group], dict[str, Record]()
+            seen.unstable = _unstable(data.chains[split], group[:COMPARED])
+        taken = [_take(record, seen) for record in group]
         shown = max(count - seen.examined, 0)
-        seen.examined += len(group)
-        stages = [
-            replace(stage, apply=Watched(stage, point, seen.bad, last))
-            for stage, point in zip(chain.stages, seen.points[1:], strict=True)
-        ]
-        _try(chain.of(stages), copy.deepcopy(group), seen)  # wrapped stages are not fused
         rows, report = _rows(chain, group, seen)
         reports.append(report)
+        seen.examined += len(group)
         for sample in taken:
-            sample.made, sample.so_far = rows.get(sample.key), last.get(sample.key)
+            passed = [watch.last[sample.key] for watch in watched if sample.key in watch.last]
+            sample.made, sample.so_far = rows.get(sample.key), passed[-1] if passed else None
+        for watch in watched:
+            watch.last.clear()
         seen.samples += taken[:shown]
-        failed += [sample for sample in taken[shown:] if sample.key in seen.bad][
-            : FAILED_SHOWN - len(failed)
-        ]
+        more = [sample for sample in taken[shown:] if sample.key in seen.bad]
+        failed += more[: FAILED_SHOWN - len(failed)]
     if not seen.examined:
         raise UsageError(f"peek: the {split} split has no records")
     _show_failed(seen, failed)
-    seen.images = _left_out([sample.read for sample in seen.samples], chain.stages)
+    seen.images = _left_out([sample.read for sample in seen.samples], data.chains[split].stages)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
-    if done := sum(report.records for report in reports):
-        cpu_s = sum(stage.cpu_s for report in reports for stage in report.costs.values())
-        seen.ms = 1000 * cpu_s / done + (seen.points[0].ms_per_record or 0)
-    bytes_out, rows_out = (
-        sum(getattr(report, name) for report in reports) for name in ("bytes_out", "rows")
-    )
-    seen.bytes_per_record = bytes_out / max(rows_out, 1)
+    if rows_out := sum(report.rows for report in reports):
+        seen.ms = sum(point.ms_per_record or 0.0 for point in seen.points)
+        seen.bytes_per_record = sum(report.bytes_out for report in reports) / rows_out
     return seen
 
 
 def _unstable(chain: Chain, records: list[Any]) -> str:
     """The first stage that gives another result when the same records run again; empty: none does."""
-
-    digests: dict[str, dict[str, bytes]] = {}
-
-    def noting(stage: Stage) -> Stage:
-        def apply(*given: Any) -> Any:
-            made = stage.apply(*given)
-            # The last one counts: a first record that creates a generator is made again.
-            digests.setdefault(stage.name, {})[str(given[0].get("key"))] = _digest(made)
-            return made
-
-        return replace(stage, apply=apply)
-
-    # One chain for both, since it knows in which state the generators of its stages were sent.
-    noted = chain.of([noting(stage) for stage in chain.stages])
-    runs, began = list[dict[str, Any]](), time.monotonic()
+    watched = [Watched(stage, ChainPoint(stage.name), {}, {}) for stage in chain.stages]
+    # One chain for both runs, since it knows in which state the generators of its stages were sent.
+    noted = chain.of([replace(watch.stage, apply=watch) for watch in watched])
+    runs, began = list[list[dict[str, bytes]]](), time.monotonic()
     while len(runs) < 2 and time.monotonic() - began < SECONDS:
-        digests.clear()
         with contextlib.suppress(ChainError, UsageError):  # shown where all records run
             noted.run(copy.deepcopy(records), 0)
-        runs.append(dict(digests))
-    return next((s.name for s in chain.stages if runs[0].get(s.name) != runs[-1].get(s.name)), "")
-
-
-def _digest(columns: dict[str, Any]) -> bytes:
-    import numpy as np
-
-    parts = []
-    for name, value in columns.items():
-        array = as_array(value)
-        if array is not None and array.dtype != object:
-            parts.append(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-        elif isinstance(value, np.ndarray | list | str | bytes):
-            parts.append(f"{name} {value!r}".encode())
-    return value_digest(b"\0".join(parts))
+        runs.append([dict(watch.digests) for watch in watched])
+    pairs = zip(watched, runs[0], runs[-1], strict=True)
+    return next((watch.stage.name for watch, first, last in pairs if first != last), "")
 
 
 def _left_out(records: list[Record], stages: list[Stage]) -> str:
@@ -365,32 +343,25 @@ def _take(record: Record | BadRecord, seen: Inspection) -> Sample:
     return Sample(record["key"], copy.deepcopy(record))
 
 
-def _try(chain: Chain, group: list[Any], seen: Inspection) -> tuple[dict[str, Any], BlockReport]:
-    """Run a group through a chain and record errors that would end a run."""
-    try:
-        return chain.run(iter(group), 0)
-    except (ChainError, UsageError) as error:
-        seen.refused = seen.refused or str(error)
-        return {}, BlockReport()
-
-
 def _rows(
     chain: Chain, group: list[Any], seen: Inspection
 ) -> tuple[dict[str, Record], BlockReport]:
-    """Key → output of the chain, and the report; adds the quarantined records."""
-    with_keys = copy.copy(chain)
-    with_keys.with_keys = True
-    columns, report = _try(with_keys, group, seen)
+    """Key → output of the chain, and the report; notes quarantined records, and what would end a run."""
+    try:
+        columns, report = chain.run(iter(group), 0)
+    except (ChainError, UsageError) as error:
+        seen.refused = seen.refused or str(error)
+        return {}, BlockReport()
     for bad in report.bad:
         seen.bad.setdefault(bad.key, bad.reason)
-    keys = map(str, columns.get(KEY_COLUMN, ()))
-    if chain.collate and columns:
-        rows = records_of(columns[RECORD_COLUMN])
-        made = [
-            {n.removesuffix(HWC_SUFFIX): v for n, v in row.items() if n != "key"} for row in rows
-        ]
-        return dict(zip(keys, made, strict=True)), report
-    return {key: row_of(columns, number) for number, key in enumerate(keys)}, report
+    keys = [str(key) for key in columns.get(KEY_COLUMN, ())]
+    if not chain.collate or not columns:
+        return {key: row_of(columns, number) for number, key in enumerate(keys)}, report
+    made = [
+        {name.removesuffix(HWC_SUFFIX): value for name, value in row.items() if name != "key"}
+        for row in records_of(columns[RECORD_COLUMN])
+    ]
+    return dict(zip(keys, made, strict=True)), report
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:
