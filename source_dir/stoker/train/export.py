@@ -18,8 +18,8 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,21 +52,16 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     What an export needs is tried with the very first batch, not after days of training.
     """
     kept: Example | None = worker.example
-    if (
-        worker.rank
-        or (kept is not None and split in ("train", kept.split))
-        or not count_records(batch)
-    ):
+    better = kept is None or (split == "val" and kept.split == "train")
+    if worker.rank or not better or not count_records(batch):
         return
     recipe = worker.recipe
     worker.example = export_example(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
-        refuse_absent(
-            recipe, [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
-        )
+        refuse_absent(recipe, batch)
         names = recipe.export_inputs()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            module = as_module(recipe, recipe.model().eval(), names, [])
+            module = as_module(recipe, recipe.model().eval())
             try:
                 module(*worker.example.take(names, TRACED_RECORDS))
             except Exception as error:
@@ -76,7 +71,8 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
                 ) from error
 
 
-def refuse_absent(recipe: Recipe, columns: Collection[str]) -> None:
+def refuse_absent(recipe: Recipe, batch: Batch) -> None:
+    columns = [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
     absent = [name for name in recipe.export_inputs() if name not in columns]
     if absent:
         raise UsageError(
@@ -101,13 +97,9 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
         except Exception as error:
             text = f"export: no record could be read to compare with: {where_raised(error)}"
             worker.log(Note(text=text))
-    with contextlib.ExitStack() as stack:
-        draft = (
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-"))
-            if mounted
-            else None
-        )
-        write_forms(worker.recipe, wanted(worker.config), example, folder, tell, draft)
+    forms = wanted(worker.config)
+    with tempfile.TemporaryDirectory(prefix="stoker-export-") as elsewhere:
+        write_forms(worker.recipe, forms, example, folder, tell, elsewhere if mounted else None)
 
 
 def read_example(worker: Worker) -> Example | None:
@@ -127,137 +119,17 @@ def read_example(worker: Worker) -> Example | None:
     # Pickled and unpickled, as for chain workers, to import what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301 - this process wrote it
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
-    return (
-        export_example(worker.recipe, as_one_batch(chain.collate, columns, report), split)
-        if columns
-        else None
-    )
+    batch = as_one_batch(chain.collate, columns, report) if columns else {}
+    return export_example(worker.recipe, batch, split) if batch else None
 
 
 def export_example(recipe: Recipe, batch: Batch, split: Split) -> Example:
-    there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
+    inputs = {name: batch.get(name) for name in recipe.export_inputs()}
+    rows = {n: value[:EXAMPLE_RECORDS] for n, value in inputs.items() if torch.is_tensor(value)}
     # Copies, because the feed may reuse its buffers.
     contiguous = torch.contiguous_format
-    return Example(
-        {n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split
-    )
-
-
-def write_forms(
-    recipe: Recipe,
-    forms: list[str],
-    example: Example | None,
-    folder: Path,
-    tell: Callable[[dict[str, Any]], Any],
-    elsewhere: str | None = None,
-) -> None:
-    """Each file appears in `folder` only after the comparison; a failure does not affect other formats."""
-    draft = Path(elsewhere or folder) / ".draft"
-    place = shutil.copyfile if elsewhere else os.replace
-    results = []
-    exports: Exports | None = None
-    for form in forms:
-        started = time.perf_counter()
-        result: dict[str, Any] = {
-            "format": form,
-            "path": FILES[form],
-            "max_abs_diff": None,
-            "error": None,
-        }
-        try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            ready = exports or export_reference(recipe, forms, example, folder)
-            if isinstance(ready, str):
-                result["note"] = ready
-            else:
-                exports = ready
-                result |= {
-                    "batch_sizes": exports.sizes,
-                    "max_abs_diff": write_one(exports, form, draft),
-                }
-            for path in draft.iterdir():
-                place(path, folder / path.name)
-            result["bytes"] = (folder / FILES[form]).stat().st_size
-        except Exception as error:
-            cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
-            result["error"] = f"{FILES[form]}: {cause}"[:600]
-        result["seconds"] = round(time.perf_counter() - started, 3)
-        results.append(result)
-        tell(result)
-    shutil.rmtree(draft, ignore_errors=True)
-    describe_export(folder, exports, results)
-
-
-def export_reference(
-    recipe: Recipe, forms: list[str], example: Example | None, folder: Path
-) -> Exports | str:
-    """The reference model and its outputs; if only safetensors is wanted, else why the recipe cannot predict.
-
-    The weights have then been loaded into a new model, which is all that can be checked.
-    """
-    model = fresh_model(recipe, folder / FILES["safetensors"])
-    try:
-        if example is None:
-            raise UsageError("there was no record to compare with")
-        refuse_absent(recipe, example.batch)
-        names = recipe.export_inputs()
-        exports = Exports(
-            recipe,
-            folder,
-            names,
-            example,
-            sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)],
-        )
-        exports.reference = as_module(recipe, model, names, exports.outputs)
-        with torch.no_grad():
-            for size in exports.sizes:
-                exports.answers[size] = flat(exports.reference(*example.take(names, size)))
-    except Exception as error:
-        if forms != ["safetensors"]:
-            raise
-        if type(recipe).predict is Recipe.predict:
-            return "weights compared; to compare outputs, too, define predict() and export_inputs()"
-        cause = str(error) if isinstance(error, UsageError) else where_raised(error)
-        return f"weights compared, but not outputs, because predict() failed: {cause}"
-    return exports
-
-
-def describe_export(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
-    about = json.loads((folder / "model.json").read_text())
-    if exports is not None and exports.answers:
-        size = exports.sizes[-1]
-        given = exports.example.take(exports.names, size)
-        about["inputs"] = [
-            _spec(name, value) for name, value in zip(exports.names, given, strict=True)
-        ]
-        answers = exports.answers[size]
-        about["outputs"] = [
-            _spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)
-        ]
-        before = exports.reference.before
-        nothing = isinstance(before, OnDevice) and before.function is None
-        about["includes"] = "" if nothing else 'the recipe\'s on_device("val")'
-    forms = [result["format"] for result in results]
-    others = [each for each in about.get("exports", ()) if each["format"] not in forms]
-    about["exports"] = [*others, *results]
-    (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
-
-
-def exports_of(folder: Path) -> dict[str, Any]:
-    """What `describe_export` has written in a model's folder."""
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / "model.json").read_text())
-        return {
-            key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about
-        }
-    return {}
-
-
-def _spec(name: str, tensor: Any) -> dict[str, Any]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"name": name, "dtype": dtype, "shape": ["batch", *tensor.shape[1:]]}
+    copies = {n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}
+    return Example(copies, split)
 
 
 TRACED_RECORDS = 2
@@ -281,47 +153,208 @@ class Example:
 
     def take(self, names: list[str], records: int) -> tuple[Any, ...]:
         """Columns by name, cut or repeated to the given number of records."""
-        there = count_records(self.batch)
-        rows = torch.arange(records) % there
+        rows = torch.arange(records) % count_records(self.batch)
         return tuple(self.batch[name][rows] for name in names)
 
 
-@dataclass
-class Exports:
-    recipe: Recipe
-    folder: Path
-    names: list[str]
-    example: Example
-    sizes: list[int]
-    reference: Any = None
-    outputs: list[str] = field(default_factory=list)
-    answers: dict[int, list[Any]] = field(default_factory=dict)
+def write_forms(
+    recipe: Recipe,
+    forms: list[str],
+    example: Example | None,
+    folder: Path,
+    tell: Callable[[dict[str, Any]], Any],
+    elsewhere: str | None = None,
+) -> None:
+    """Each file appears in `folder` only after the comparison; a failure does not affect other formats."""
+    draft = Path(elsewhere or folder) / ".draft"
+    place = shutil.copyfile if elsewhere else os.replace
+    results: list[dict[str, Any]] = []
+    model: ExportModel | None = None
+    for form in forms:
+        started, file = time.perf_counter(), FILES[form]
+        result: dict[str, Any] = {
+            "format": form,
+            "path": file,
+            "max_abs_diff": None,
+            "error": None,
+        }
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            model = model or ExportModel(recipe, folder)
+            if not model.compared(example) and form == "safetensors":
+                result["note"] = model.why_not
+            else:
+                result |= {
+                    "batch_sizes": [*model.answers],
+                    "max_abs_diff": model.write(form, draft),
+                }
+            for path in draft.iterdir():
+                place(path, folder / path.name)
+            result["bytes"] = (folder / file).stat().st_size
+        except Exception as error:
+            cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
+            result["error"] = f"{file}: {cause}"[:600]
+        result["seconds"] = round(time.perf_counter() - started, 3)
+        results.append(result)
+        tell(result)
+    shutil.rmtree(draft, ignore_errors=True)
+    about = json.loads((folder / "model.json").read_text())
+    others = [each for each in about.get("exports", ()) if each["format"] not in forms]
+    about |= (model.description() if model else {}) | {"exports": [*others, *results]}
+    (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
 
-    @property
-    def traced(self) -> tuple[Any, ...]:
-        return self.example.take(self.names, TRACED_RECORDS)
 
-    @cached_property
-    def program(self) -> Any:
-        free = [{0: torch.export.Dim.DYNAMIC} for _ in self.names]
-        return torch.export.export(self.reference, self.traced, dynamic_shapes=free)
+def exports_of(folder: Path) -> dict[str, Any]:
+    """What `write_forms` has added to the description of a model."""
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((folder / "model.json").read_text())
+        return {
+            key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about
+        }
+    return {}
 
 
 class MismatchError(Exception):
     """The outputs of an exported file differ from the model's."""
 
 
-def fresh_model(recipe: Recipe, weights: Path) -> Any:
-    from safetensors.torch import load_file
+class ExportModel:
+    """The saved weights in a new model, and its answers to the example, with which each file is compared."""
 
-    model = recipe.model()
-    model.load_state_dict(load_file(weights))
-    return model.eval()
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        self.inputs, self.outputs = recipe.export_inputs(), list[str]()
+        self.module = self.fresh(self.outputs)
+        self.answers: dict[int, list[Any]] = {}
+        """By batch size."""
+        self.why_not = ""
+        """Why there are none."""
+
+    def fresh(self, outputs: list[str] | None = None) -> Any:
+        from safetensors.torch import load_file
+
+        model = self.recipe.model()
+        model.load_state_dict(load_file(self.folder / FILES["safetensors"]))
+        return as_module(self.recipe, model.eval(), outputs)
+
+    def compared(self, example: Example | None) -> bool:
+        """Whether there are outputs to compare with; the weights are, as they have been loaded."""
+        if self.answers or self.why_not:
+            return not self.why_not
+        try:
+            if example is None:
+                raise UsageError("there was no record to compare with")
+            refuse_absent(self.recipe, example.batch)
+            self.example = example
+            sizes = [1, max(count_records(example.batch), TRACED_RECORDS + 1)]
+            with torch.no_grad():
+                self.answers = {size: self.answer(self.module, size) for size in sizes}
+        except Exception as error:
+            self.error = error
+            cause = str(error) if isinstance(error, UsageError) else where_raised(error)
+            self.why_not = f"weights compared, but not outputs, because predict() failed: {cause}"
+            if type(self.recipe).predict is Recipe.predict:
+                self.why_not = "weights compared; to compare outputs, too, define predict() and export_inputs()"
+        return not self.why_not
+
+    def answer(self, module: Callable[..., Any], records: int) -> list[Any]:
+        answer = module(*self.example.take(self.inputs, records))
+        return list(answer) if isinstance(answer, tuple | list) else [answer]
+
+    def description(self) -> dict[str, Any]:
+        if not self.answers:
+            return {}
+        size, answers = [*self.answers.items()][-1]
+        given = self.example.take(self.inputs, size)
+        before = self.module.before
+        nothing = isinstance(before, OnDevice) and before.function is None
+        return {
+            "inputs": [*map(_spec, self.inputs, given)],
+            "outputs": [*map(_spec, self.outputs, answers)],
+            "includes": "" if nothing else 'the recipe\'s on_device("val")',
+        }
+
+    def write(self, form: str, draft: Path) -> float:
+        """Write a file, load it and compare its outputs: the largest difference."""
+        if self.why_not:
+            raise self.error
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # deprecations that the user cannot act on
+            loaded = getattr(self, f"_{form}")(draft / FILES[form])
+            return max(self._difference(loaded, size) for size in self.answers)
+
+    def _difference(self, loaded: Callable[..., Any], size: int) -> float:
+        worst, answers = 0.0, self.answer(loaded, size)
+        for name, expected, given in zip(self.outputs, self.answers[size], answers, strict=True):
+            got = torch.as_tensor(given)
+            if got.shape != expected.shape:
+                raise MismatchError(
+                    f"{name} of a batch of {size} has the shape {tuple(got.shape)}, not"
+                    f" {tuple(expected.shape)}"
+                )
+            difference = float((got.double() - expected.double()).abs().max())
+            scale = float(expected.double().abs().max())
+            # Written so that NaN fails the comparison, too.
+            if not difference <= TOLERANCE * max(scale, 1e-6) or not math.isfinite(scale):
+                raise MismatchError(
+                    f"{name} of a batch of {size} differs from the model's by {difference:.3g}"
+                    f" (largest output {scale:.3g}, tolerance {TOLERANCE:g} of it)"
+                )
+            worst = max(worst, difference)
+        return worst
+
+    @property
+    def _traced(self) -> tuple[Any, ...]:
+        return self.example.take(self.inputs, TRACED_RECORDS)
+
+    @cached_property
+    def _program(self) -> Any:
+        free = [{0: torch.export.Dim.DYNAMIC} for _ in self.inputs]
+        return torch.export.export(self.module, self._traced, dynamic_shapes=free)
+
+    def _safetensors(self, _: Path) -> Any:
+        """The file exists already; load it into a second new model."""
+        return self.fresh()
+
+    def _torch_export(self, path: Path) -> Any:
+        torch.export.save(self._program, path)
+        return torch.export.load(path).module()
+
+    def _onnx(self, path: Path) -> Any:
+        import onnxruntime
+
+        model: Any = torch.onnx.export(
+            self._program,
+            self._traced,
+            dynamo=True,
+            input_names=self.inputs,
+            output_names=self.outputs,
+            dynamic_shapes=[{0: "batch"} for _ in self.inputs],
+            verbose=False,
+        )
+        # The format is limited to 2 GiB per file; larger weights go into a second file.
+        large = (self.folder / FILES["safetensors"]).stat().st_size > 1.5 * 2**30
+        model.save(path, external_data=large)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda *columns: session.run(
+            None, {name: each.numpy() for name, each in zip(self.inputs, columns, strict=True)}
+        )
+
+    def _torchscript(self, path: Path) -> Any:
+        torch.jit.trace(self.module, self._traced).save(str(path))  # type: ignore[no-untyped-call]
+        return torch.jit.load(str(path))  # type: ignore[no-untyped-call]
 
 
-def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) -> Any:
-    """`on_device("val")` and `predict` as one module from columns to tensors."""
-    before = on_device(recipe, "val")
+def _spec(name: str, tensor: Any) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": ["batch", *tensor.shape[1:]]}
+
+
+def as_module(recipe: Recipe, model: Any, outputs: list[str] | None = None) -> Any:
+    """`on_device("val")` and `predict` as one module from columns to tensors; names these in `outputs`."""
+    names, before = recipe.export_inputs(), on_device(recipe, "val")
+    found = [] if outputs is None else outputs
 
     class Exported(nn.Module):
         def __init__(self) -> None:
@@ -334,10 +367,10 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
         batch: Batch = module.before(dict(zip(names, columns, strict=True)))
         answer = recipe.predict(module.model, batch)
         if isinstance(answer, dict):
-            outputs[:] = list(answer)
+            found[:] = list(answer)
             return tuple(answer.values())
         many = isinstance(answer, tuple | list)
-        outputs[:] = [f"output_{i}" for i in range(len(answer))] if many else ["output"]
+        found[:] = [f"output_{i}" for i in range(len(answer))] if many else ["output"]
         return tuple(answer) if many else answer
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -347,80 +380,3 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
     )
     module.forward = forward
     return module.eval()
-
-
-def write_one(exports: Exports, form: str, draft: Path) -> float:
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # deprecations that the user cannot act on
-        loaded = WRITERS[form](exports, draft / FILES[form])
-        return max(max_difference(exports, loaded, size) for size in exports.sizes)
-
-
-def max_difference(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
-    worst = 0.0
-    answers = flat(loaded(*exports.example.take(exports.names, size)))
-    for name, expected, given in zip(exports.outputs, exports.answers[size], answers, strict=True):
-        got = torch.as_tensor(given)
-        if got.shape != expected.shape:
-            raise MismatchError(
-                f"{name} of a batch of {size} has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
-            )
-        difference = float((got.double() - expected.double()).abs().max())
-        scale = float(expected.double().abs().max())
-        # Written so that NaN fails the comparison, too.
-        if not difference <= TOLERANCE * max(scale, 1e-6) or not math.isfinite(scale):
-            raise MismatchError(
-                f"{name} of a batch of {size} differs from the model's by {difference:.3g}"
-                f" (largest output {scale:.3g}, tolerance {TOLERANCE:g} of it)"
-            )
-        worst = max(worst, difference)
-    return worst
-
-
-def flat(answer: Any) -> list[Any]:
-    return list(answer) if isinstance(answer, tuple | list) else [answer]
-
-
-def write_safetensors(exports: Exports, path: Path) -> Any:
-    """The file exists already; load it into a second new model."""
-    recipe = exports.recipe
-    return as_module(recipe, fresh_model(recipe, exports.folder / path.name), exports.names, [])
-
-
-def write_torch_export(exports: Exports, path: Path) -> Any:
-    torch.export.save(exports.program, path)
-    return torch.export.load(path).module()
-
-
-def write_onnx(exports: Exports, path: Path) -> Any:
-    import onnxruntime
-
-    model: Any = torch.onnx.export(
-        exports.program,
-        exports.traced,
-        dynamo=True,
-        input_names=exports.names,
-        output_names=exports.outputs,
-        dynamic_shapes=[{0: "batch"} for _ in exports.names],
-        verbose=False,
-    )
-    # The format is limited to 2 GiB per file; larger weights go into a second file.
-    large = (exports.folder / FILES["safetensors"]).stat().st_size > 1.5 * 2**30
-    model.save(path, external_data=large)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda *columns: session.run(
-        None, {name: column.numpy() for name, column in zip(exports.names, columns, strict=True)}
-    )
-
-
-def write_torchscript(exports: Exports, path: Path) -> Any:
-    torch.jit.trace(exports.reference, exports.traced).save(str(path))  # type: ignore[no-untyped-call]
-    return torch.jit.load(str(path))  # type: ignore[no-untyped-call]
-
-
-WRITERS: dict[str, Callable[[Exports, Path], Any]] = {
-    "safetensors": write_safetensors,
-    "torch_export": write_torch_export,
-    "onnx": write_onnx,
-    "torchscript": write_torchscript,
-}
