@@ -64,7 +64,7 @@ def recipe(batches: int) -> Iterator[int]:
     start = DataCursor(epoch=0, plan=passes.identity("f"))
     shared = on_one_host()
     attempt = RecipeAttempt(0, 1, passes, {"train": records}, start, shared)
-    with attempt.changed:
+    with attempt.shared.changed:
         planner = attempt.planner = Planner(attempt)
     pass_ = attempt.open["train", 0]
     while not planner.passes or not planner.passes[0].listed():
@@ -92,7 +92,7 @@ def loader(batches: int) -> Iterator[int]:
     """A loader's pass to its end; yields after each batch."""
     shared = on_one_host()
     attempt = LoaderAttempt(0, shared, {})
-    with attempt.changed:
+    with attempt.shared.changed:
         attempt.open("k", "s", 0, 60.0)
         pass_ = attempt.passes["k"]
         for first in range(0, batches, AHEAD):

@@ -56,7 +56,7 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> RecipeAtt
     shared = ServiceState(lambda *_, **__: None, 2**60, {"train": ChainCosts()})
     shared.pool = hosts
     attempt = RecipeAttempt(0, WORKERS, passes, {"train": source.count()}, start(passes), shared)
-    with attempt.changed:
+    with attempt.shared.changed:
         attempt.planner = Planner(attempt)
     return attempt
 

@@ -248,7 +248,7 @@ def inside(train: Train, look: Callable[[Any], Any]) -> Any:
     import ray
 
     def call(service: Any) -> Any:
-        with service.changed:
+        with service.shared.changed:
             return look(service)
 
     return ray.get(train.coordinator.__ray_call__.remote(call), timeout=120)
@@ -259,7 +259,7 @@ def at_work(train: Train) -> set[str]:
     found: set[str] = inside(
         train,
         lambda service: {
-            *service.pool.hosts,
+            *service.shared.pool.hosts,
             *(item.node for item in service.attempt.planner.active.values()),
         },
     )

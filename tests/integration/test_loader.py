@@ -341,7 +341,7 @@ def wait_until_closed(loader: DataLoader) -> Any:
     service = ray.get_actor(service_name(), namespace="stoker")
 
     def used(service: Any) -> set[str]:
-        with service.changed:
+        with service.shared.changed:
             found: set[str] = service._used()
             return found
 

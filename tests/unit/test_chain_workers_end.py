@@ -71,7 +71,7 @@ def head(monkeypatch: pytest.MonkeyPatch, draining: set[str]) -> Coordinator:
     made = Coordinator(passes, {"train": None}, passes.identity("f"), **given)
     monkeypatch.setattr(made, "start_engine", lambda me: None)
     monkeypatch.setattr(made, "_rescue", lambda nodes: None)
-    made._last_host, made._rescuer = 0.0, threading.Thread()
+    made._rescuer = threading.Thread()
     made.begin(None, 0, 1, 0)
     return made
 
@@ -139,7 +139,7 @@ def test_nobody_is_late_by_what_nobody_could_do_while_the_machine_stood_still(
     Worker(head, "A").claim()
     waits = Worker(head, "B")
     assert head._look_once([node("A"), node("B")], now + 5000) == []
-    assert waits.me.worker in head.workers and not head.pool.avoided
+    assert waits.me.worker in head.hosts.workers and not head.shared.pool.avoided
     found = [
         head._look_once([node("A"), node("B")], now + 5000 + second) for second in range(1, 400)
     ]

@@ -78,7 +78,7 @@ def at(claim: Claim | None) -> tuple[int, int]:
 def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
     """A training pass that was left fills the room for batches; validation goes on."""
     head, found = TwoHosts(budget=300, trains=False), list[str]()
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         head.open("train", 0, of="train")
         val = head.open("val", 0, of="val")
         for _ in range(9):
@@ -93,7 +93,7 @@ def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -
 
 def test_batches_are_made_in_their_order_though_calls_of_a_script_overtake_each_other() -> None:
     head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         head.attempt.open("train", "s", 0, 60.0)
         for numbers in ((4, 5), (0, 1), (2, 3)):
             head.attempt.submit("train", [(n, Shard(f"batch {n}"), 0) for n in numbers], 6)
@@ -132,7 +132,7 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
 @pytest.mark.parametrize("streams", [(0, 0), (1, 1), (1, 0), (0, 1)])
 def test_scripts_that_share_a_chain_worker_get_batches_alike(streams: tuple[int, int]) -> None:
     head, taken = TwoHosts(budget=10**9, trains=False), [0, 0]
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         passes = [head.open(f"{number}", count) for number, count in enumerate(streams)]
         while sum(taken) < 40:
             claim, go_on = head.given("a"), True
@@ -158,7 +158,7 @@ def began(monkeypatch: pytest.MonkeyPatch) -> float:
 
 def test_each_pass_has_the_deadline_of_its_loader(began: float) -> None:
     head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         patient, hasty = head.open("patient", 0, 600.0), head.open("hasty", 0, 40.0)
         assert head.given("a") and head.given("b")
         head.planner.look(began + 50)
@@ -173,7 +173,7 @@ def test_each_pass_has_the_deadline_of_its_loader(began: float) -> None:
 def test_a_stream_may_pause_for_half_as_long_as_its_loader_waits() -> None:
     """One that hangs is then read elsewhere, before its pass is given up."""
     head, began = TwoHosts(budget=10**9, trains=False), time.monotonic()
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         stream = head.open("stream", 1, 600.0)
         claim = head.given("a")
         assert [head.made("a", claim, nth) for nth in range(3)] == [True] * 3
@@ -187,7 +187,7 @@ def test_a_stream_may_pause_for_half_as_long_as_its_loader_waits() -> None:
 
 def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves(began: float) -> None:
     head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         train = head.open("train", 2)
         claim = head.given("a")
         head.given("b")
@@ -208,7 +208,7 @@ def test_reading_a_stream_again_up_to_its_place_takes_as_long_as_it_moves(began:
 def test_batches_that_hang_are_named_with_host_and_index(began: float) -> None:
     """The second time, each index is told as it begins; a script that has waited too long asks."""
     head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         train = head.open("train", 0, 60.0)
         head.planner.recovery.patience.took("s", "a", 0.1)
         head.planner.recovery.patience.took("s", "b", 0.1)
@@ -225,7 +225,7 @@ def test_batches_that_hang_are_named_with_host_and_index(began: float) -> None:
 def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work() -> None:
     """Enough is ready, so the training host has stopped helping; its stream is the one waited for."""
     head = TwoHosts(budget=1000, trains=True)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         train = head.open("train", 2)
         for worker in "ab":
             claim = head.given(worker)
@@ -242,7 +242,7 @@ def test_a_stream_goes_on_where_it_is_read_although_its_host_gets_no_other_work(
 
 def test_a_stream_that_another_worker_has_taken_over_stays_with_that_one_in_the_next_pass() -> None:
     head = TwoHosts(budget=10**9, trains=False)
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         head.open("first", 1)
         claim = head.given("a")
         head.made("a", claim, 0)

@@ -96,7 +96,7 @@ class Head:
             deliver(stream, block)
 
         self.attempt.deliver = note  # type: ignore[method-assign]
-        with self.attempt.changed:  # listing notifies those that wait for work
+        with self.attempt.shared.changed:  # listing notifies those that wait for work
             self.planner = self.attempt.planner = Planner(self.attempt, before)
         self.stream = self.attempt.open["train", 0]
 
@@ -133,7 +133,7 @@ class Worker:
         self.made: list[tuple[int, int]] = []
 
     def ask(self) -> bool:
-        with self.head.attempt.changed:
+        with self.head.attempt.shared.changed:
             self.claim = self.head.planner.claim(self.me)
         self.todo = []
         for work in self.claim.work if self.claim else ():
@@ -170,7 +170,7 @@ class Worker:
 
 
 def look(head: Head) -> None:
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         head.planner.look(time.monotonic())
 
 
@@ -411,7 +411,7 @@ def test_the_file_of_a_block_that_was_copied_elsewhere_is_not_used_again_while_s
 def test_a_block_made_again_is_compared_with_the_lost_one(ids: int, digest: int, said: str) -> None:
     head = Head([2], "exact", 2, 10_000)
     notes: list[Any] = []
-    head.attempt.event = notes.append
+    head.shared.event = notes.append
     look(head)
     first, other = Worker(head, "h1"), Worker(head, "h0")
     for worker, made in (
@@ -466,7 +466,7 @@ def test_a_process_that_works_on_for_a_pass_given_up_is_ended_unless_it_has_copi
     look(head)
     assert worker.ask()
     monkeypatch.setattr(head.attempt, "bound", lambda: {worker.me.worker} if bound else set())
-    with head.attempt.changed:
+    with head.attempt.shared.changed:
         head.planner.abandon(head.planner.active[worker.me.worker].pass_)
         assert head.planner.look(time.monotonic()) == []
         assert head.planner.look(time.monotonic() + 60) == ([] if bound else [worker.me.worker])

@@ -339,7 +339,7 @@ def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they
     for epoch, rank in ((2, 0), (2, 1), (3, 0)):
         given = [[7, rank, 0, 0, 5, 0, 8]]
         coordinator.event(kinds.RowsGiven(epoch=epoch, before=4, given=given))
-    assert coordinator.training == {1: "n"} and coordinator.published() == "c"
+    assert coordinator.hosts.training == {1: "n"} and coordinator.published() == "c"
     events = coordinator.drain()
     assert all(event["time"] >= began for event in events)
     assert [{name: event[name] for name in event if name != "time"} for event in events] == [

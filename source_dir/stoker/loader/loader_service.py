@@ -39,8 +39,8 @@ from stoker.protocol import (
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.chain_worker import MOST_LOADED, LastBlock
 from stoker.serve.items import HeldBytes, ReadyBlock
-from stoker.serve.passes import Attempt, Pass, ServiceState
-from stoker.serve.planner import Planner
+from stoker.serve.passes import Pass, ServiceState
+from stoker.serve.planner import PlannedAttempt, Planner
 from stoker.serve.service import DataService, start_service
 from stoker.serve.suspects import Suspects
 from stoker.session import CPU_HOSTS_VARIABLE, append
@@ -141,7 +141,7 @@ class LoaderPass(Pass):
             self.readers |= {each.number: worker for each in shards}
 
 
-class LoaderAttempt(Attempt):
+class LoaderAttempt(PlannedAttempt):
     """Ends when work fails for good; the next pass starts another attempt.
 
     `copies`, with `persistent_workers`: by split, the chain worker with each stream's copy of the dataset.
@@ -179,9 +179,9 @@ class LoaderAttempt(Attempt):
     def stalled(self, pass_: Pass, reason: str) -> None:
         """As the base's, but this pass alone fails: others may have longer deadlines."""
         mine = cast(LoaderPass, pass_)
-        with self.changed:
+        with self.shared.changed:
             mine.failed[mine.next] = self._named(reason)
-            self.ready.notify_all()
+            self.shared.ready.notify_all()
 
     def _named(self, reason: str) -> str:
         for each in self.passes.values():
@@ -209,12 +209,12 @@ class LoaderAttempt(Attempt):
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         if (pass_ := self.passes.get(key)) is not None:
             pass_.submit(shards, total)
-            self.has_work.notify(max(len(shards), 1))
+            self.shared.has_work.notify(max(len(shards), 1))
 
     def close(self, key: str) -> None:
         if (pass_ := self.passes.pop(key, None)) is not None:
             self.planner.abandon(pass_)
-            self.changed.notify_all()
+            self.shared.changed.notify_all()
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         report, mine = block.report, cast(LoaderPass, pass_)
@@ -223,12 +223,12 @@ class LoaderAttempt(Attempt):
             mine.failed[place] = report.bad[0].reason
         elif report.rows:
             mine.ready[place] = block
-        self.changed.notify_all()
+        self.shared.changed.notify_all()
         if place == mine.next:
-            self.ready.notify_all()
+            self.shared.ready.notify_all()
 
     def produced(self, pass_: Pass) -> None:
-        self.ready.notify_all()
+        self.shared.ready.notify_all()
 
 
 class LoaderService(DataService):
@@ -265,7 +265,7 @@ class LoaderService(DataService):
         idle, known = now - self._busy > IDLE_S, self.attempt.idle
         self.attempt.idle = idle
         # Requested hosts are let go first.
-        return idle and known and not self.elastic.closing & self.pool.staffed
+        return idle and known and not self.hosts.elastic.closing & self.shared.pool.staffed
 
     def event(self, event: Event) -> None:
         if isinstance(event, Note):
@@ -291,7 +291,7 @@ class LoaderService(DataService):
     def register(self, name: str, setup: Any) -> None:
         """Called by scripts: register a loader; its Setup outlives the script, as others may share it."""
         kept = ray.put(setup)
-        with self.changed:
+        with self.shared.changed:
             self.setups[name] = kept
             used = self._used()
             for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
@@ -299,9 +299,9 @@ class LoaderService(DataService):
 
     def _drop(self, name: str) -> None:
         self.setups.pop(name, None)
-        working = {each.by.node for each in self.workers.values()}
-        for node in {self.node, *self.agents.nodes, *working}:
-            self.holdings.discard(node, name)
+        working = {each.by.node for each in self.hosts.workers.values()}
+        for node in {self.node, *self.hosts.agents.nodes, *working}:
+            self.shared.holdings.discard(node, name)
 
     def _setup(self, split: str, loaded: list[str]) -> SplitSetup | None:
         setup, passes = super()._setup(split, loaded), self.attempt.passes if self.attempt else {}
@@ -312,7 +312,7 @@ class LoaderService(DataService):
         return {each.plan.split for each in self.attempt.passes.values()} if self.attempt else set()
 
     def forget(self, split: str) -> None:
-        with self.changed:
+        with self.shared.changed:
             self._copies.pop(split, None)
 
     def _used(self) -> set[str]:
@@ -324,13 +324,13 @@ class LoaderService(DataService):
 
     def enter(self, me: Any, node: str, job: str) -> None:
         """Called by scripts first: registers the job whose end terminates this detached actor."""
-        with self.changed:
+        with self.shared.changed:
             # Until this actor is killed: the script then starts another one.
-            self.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
+            self.shared.changed.wait_for(lambda: not self._over, ENDS_WITHIN_S)
             if not self._jobs:
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
             self._jobs.add(job)
-            self.training[job] = node
+            self.hosts.training[job] = node
         self.start_engine(me)
 
     def open(
@@ -361,7 +361,7 @@ class LoaderService(DataService):
             where: packed: where and how the script runs.
             shards: its first work; this and `total` as in `submit`.
         """
-        with self.changed:
+        with self.shared.changed:
             if not self._knows(split.partition("/")[0], loader):
                 return None
             if key in self._closed:
@@ -400,38 +400,38 @@ class LoaderService(DataService):
             ended: set[str] = set()
             with suppress(Exception):  # Ray's control store may be restarting
                 ended = ray_compat.ended_jobs() or set()
-            with self.changed:
+            with self.shared.changed:
                 for key in [key for key, job in self._job_of.items() if job in ended]:
                     self.close(key)
                 self._jobs -= ended
-                self.training = {
-                    job: node for job, node in self.training.items() if job not in ended
+                self.hosts.training = {
+                    job: node for job, node in self.hosts.training.items() if job not in ended
                 }
                 self._over = not self._jobs
         ray.kill(me)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        with self.changed:
+        with self.shared.changed:
             if self.attempt is not None:
                 self.attempt.submit(key, shards, total)
 
     def take(self, key: str, places: list[BlockPlace]) -> list[tuple[str, Any]]:
         """Called by scripts: blocks of these places that are ready, in order; waits a while for the first."""
         deadline = time.monotonic() + ANSWER_S
-        with self.changed:
+        with self.shared.changed:
             pass_ = self.attempt.passes.get(key) if self.attempt else None
             if pass_ is not None:
                 pass_.given.clear()  # the script has fetched what it was given before
             while True:
                 given = self._ready(key, places)
                 # A stream is continued by its reader alone.
-                self.has_work.notify_all() if pass_ and pass_.streams else self.has_work.notify(
+                self.shared.has_work.notify_all() if pass_ and pass_.streams else self.shared.has_work.notify(
                     len(places)
                 )
                 left = deadline - time.monotonic()
                 if given or left <= 0:
                     return given
-                self.ready.wait(left)
+                self.shared.ready.wait(left)
 
     def _ready(self, key: str, places: list[BlockPlace]) -> list[tuple[str, Any]]:
         attempt = self.attempt
@@ -459,38 +459,38 @@ class LoaderService(DataService):
         """Called by scripts every two seconds: the number of chain workers, notes since the last call, and
         seconds since a stream of the pass was read again up to its place."""
         now = time.monotonic()
-        with self.changed:
+        with self.shared.changed:
             before = self._progress.get(key, (now, PassProgress()))[1]
             batches, seconds, late_s = (a - b for a, b in zip(progress, before, strict=True))
             if batches > 0 and key in self._job_of:
                 self._progress[key] = now, progress
                 # Passes of several ranks, or of loaders within each other, run at the same time.
                 at_once = sum(now - at < RECENT_S for at, _ in self._progress.values())
-                if self.elastic.scaler is not None:
-                    self.elastic.scaler.stepped(batches, seconds / at_once, late_s / at_once)
+                if self.hosts.elastic.scaler is not None:
+                    self.hosts.elastic.scaler.stepped(batches, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
             pass_ = self.attempt.passes.get(key) if self.attempt else None
-            return self.pool.slots, notes, now - pass_.skipped if pass_ else math.inf
+            return self.shared.pool.slots, notes, now - pass_.skipped if pass_ else math.inf
 
     def under_way(self, key: str) -> str:
         """Called by scripts that have waited too long."""
-        with self.changed:
+        with self.shared.changed:
             pass_ = self.attempt.passes.get(key) if self.attempt else None
             return self.attempt.under_way(pass_) if self.attempt and pass_ else ""
 
     def close(self, key: str) -> None:
-        with self.changed:
+        with self.shared.changed:
             if self._job_of.pop(key, None) is None:
                 self._closed.append(key)
             self._progress.pop(key, None)
             if self.attempt is not None:
                 self.attempt.close(key)
-            self.ready.notify_all()
+            self.shared.ready.notify_all()
 
     def claim(self, by: Process, loaded: list[str], last: LastBlock) -> Reply:
-        with self.changed:
-            self.ready.notify_all()
+        with self.shared.changed:
+            self.shared.ready.notify_all()
         return super().claim(by, loaded, last)
 
     def _made(self, by: Process, number: int, made: Made) -> bool:

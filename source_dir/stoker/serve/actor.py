@@ -50,17 +50,17 @@ class Coordinator(DataService):
 
     def new_attempt(self) -> int:
         """Train worker's call (rank 0), once per start: the number of this attempt, from 0."""
-        with self.changed:
+        with self.shared.changed:
             self.trainings += 1
             return self.trainings
 
     def published(self) -> str:
-        with self.changed:
+        with self.shared.changed:
             return self.last_checkpoint
 
     def saved(self, epoch: int, position: dict[str, Any]) -> None:
         """Train worker's call (rank 0): a restart would begin in this epoch, at this position."""
-        with self.changed:
+        with self.shared.changed:
             if self.attempt is not None:
                 self.restart = Beginning(
                     self.attempt.workers, epoch, DataCursor.model_validate(position)
@@ -79,7 +79,7 @@ class Coordinator(DataService):
         The driver begins the first attempt, so that data flows while train workers still start. Without
         effect if `attempt` is not newer than the current one.
         """
-        with self.changed:
+        with self.shared.changed:
             at = None if position is None else DataCursor.model_validate(position)
             self._begin(attempt, Beginning(workers, first_epoch, at))
         self.start_engine(me)
@@ -105,7 +105,7 @@ class Coordinator(DataService):
             start, note = start_at(beginning.position, start)
             if note:
                 self.event(kinds.Note(text=note))
-            self.suspects.of("train").update(start.deadly)
+            self.shared.suspects.of("train").update(start.deadly)
         except UsageError as error:
             problem = error
         self.attempt = RecipeAttempt(
@@ -122,8 +122,8 @@ class Coordinator(DataService):
             used.hand_over()
             used = None
         self.attempt.planner = Planner(self.attempt, used)
-        self.has_work.notify_all()
-        self.ready.notify_all()
+        self.shared.has_work.notify_all()
+        self.shared.ready.notify_all()
 
     def _current(self, number: int) -> RecipeAttempt:
         """The attempt of a train worker; raises why it is over."""
@@ -141,20 +141,20 @@ class Coordinator(DataService):
         `before`: the optimiser steps of the run before this pass.
         """
         asked = time.monotonic()
-        with self.changed:
+        with self.shared.changed:
             while True:
                 current = self._current(attempt)
                 pass_ = current.open.get((split, epoch))
                 if pass_ is not None and pass_.splitter.ready(step):
                     break
-                self.ready.wait(1.0)
+                self.shared.ready.wait(1.0)
             portion = pass_.portion(step, rank)
             if portion is not None and split == "train" and not self.by_row:
                 slices = [step, rank, *pass_.slices(step, rank)]
                 self.event(kinds.RowsGiven(epoch=epoch, before=before, given=[slices]))
             pass_.release()
             current.recovered(asked)
-            self.has_work.notify(2)
+            self.shared.has_work.notify(2)
             return portion
 
     def ahead(
@@ -170,7 +170,7 @@ class Coordinator(DataService):
     ) -> list[StepAssignment]:
         """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
-        with self.changed:
+        with self.shared.changed:
             self._asked = time.monotonic()
             if (pass_ := self._current(attempt).open.get((split, epoch))) is not None:
                 pass_.fetched[rank] = fetched
@@ -186,7 +186,7 @@ class Coordinator(DataService):
 
     def unasked_s(self) -> float:
         """Train worker's call: for how long none has asked for rows."""
-        with self.changed:
+        with self.shared.changed:
             return time.monotonic() - self._asked
 
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
@@ -195,11 +195,11 @@ class Coordinator(DataService):
         All ranks have used them; `id_sum` is that of their rows' ids, modulo 2**63. If the account of the
         epoch is closed: the start of the next one.
         """
-        with self.changed:
+        with self.shared.changed:
             pass_ = self._current(attempt).open.get(("train", epoch))
             new = fresh(epoch + 1, self.plan, self.by_row)
             place = new if pass_ is None else pass_.position(steps, id_sum)
-            deadly = dict(self.suspects.of("train"))
+            deadly = dict(self.shared.suspects.of("train"))
             return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
     def epoch_done(
@@ -210,22 +210,22 @@ class Coordinator(DataService):
         `steps`: if a limit ends training here, the steps of this attempt's pass that were used. Returns the
         counts; raises if records were lost.
         """
-        with self.changed:
+        with self.shared.changed:
             current = self._current(attempt)
             pass_ = current.open[split, epoch]
             while steps is not None and not pass_.splitter.ready(steps):
                 self._current(attempt)
-                self.ready.wait(1.0)
+                self.shared.ready.wait(1.0)
             cut_at = steps if steps is not None and pass_.splitter.has(steps) else None
             pass_.finished[rank] = used
             last = len(pass_.finished) == current.workers
             unused = pass_.unused() if last and cut_at is None else []
         if last:
             self._reconcile(current, pass_, unused, cut_at)
-        with self.changed:
+        with self.shared.changed:
             while not pass_.reconciled:
                 self._current(attempt)
-                self.ready.wait(1.0)
+                self.shared.ready.wait(1.0)
             return pass_.account.counts(pass_.total)
 
     def _reconcile(
@@ -237,16 +237,16 @@ class Coordinator(DataService):
         except DataError as error:
             attempt.fail(Failure.of(error))
             return
-        with self.changed:
+        with self.shared.changed:
             if not attempt.over:
                 attempt.reconcile(pass_, remaining, cut_at)
-                self.has_work.notify_all()
-                self.ready.notify_all()
+                self.shared.has_work.notify_all()
+                self.shared.ready.notify_all()
 
     def await_stop(self, attempt: int) -> str:
         """Train worker's call: the reason once a stop is requested; "" after AWAIT_S without a request."""
         deadline = time.monotonic() + AWAIT_S
-        with self.changed:
+        with self.shared.changed:
             while not self.stop_reason and time.monotonic() < deadline:
                 self._current(attempt)
                 self.shared.stopping.wait(deadline - time.monotonic())
@@ -257,7 +257,7 @@ class Coordinator(DataService):
 
         `begun`: the last step that the rank has begun; None: none yet. Returns None if none has.
         """
-        with self.changed:
+        with self.shared.changed:
             self._current(attempt).begun_steps[rank] = begun
             self.shared.stopping.notify_all()
             while len(steps := self._current(attempt).begun_steps) < self._current(attempt).workers:
@@ -265,7 +265,7 @@ class Coordinator(DataService):
             return max((step for step in steps.values() if step is not None), default=None)
 
     def request_stop(self, reason: str) -> None:
-        with self.changed:
+        with self.shared.changed:
             self.stop_reason = self.stop_reason or reason
             self.shared.stopping.notify_all()
             self.event(kinds.StopRequested(reason=reason))
@@ -273,22 +273,22 @@ class Coordinator(DataService):
     def log(self, event: Event, after: None = None) -> None:
         """Train worker's call. `after`: the result of its previous call, which so runs before this one."""
         del after
-        with self.changed:
+        with self.shared.changed:
             super().log(event)
             match event:
                 case kinds.CheckpointWritten():
                     self.last_checkpoint = event.path
                 case kinds.StepLogged():
-                    self.elastic.stepped(event)
+                    self.hosts.elastic.stepped(event)
                 case kinds.TrainWorkerLost() if self.restart is not None and self.trainings >= 0:
                     with contextlib.suppress(UsageError):  # it is the attempt's failure
                         # Data is ready when the train workers are.
                         self._begin(self.trainings + 1, self.restart, time.monotonic())
                 case kinds.TrainWorkerStarted():
-                    self.training[event.rank] = event.node
+                    self.hosts.training[event.rank] = event.node
 
     def collated(self, split: str, cpu_s: float, rows: int = 0, nbytes: int = 0) -> None:
-        with self.changed:
+        with self.shared.changed:
             self.chain[split].collate(cpu_s, rows, nbytes)
 
     def event(self, event: Event) -> None:
@@ -302,12 +302,12 @@ class Coordinator(DataService):
                 self.events.append(event)
 
     def drain(self) -> list[dict[str, Any]]:
-        with self.changed:
+        with self.shared.changed:
             events, self.events = self.events, []
         return [event.record() for event in events]
 
     def figures(self) -> dict[str, Any]:
-        with self.changed:
+        with self.shared.changed:
             return {
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_per_sample,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.config.schema import Config
 from stoker.errors import DataError, Failure, SchemaError
@@ -23,9 +23,6 @@ from stoker.serve.items import HeldBytes, Holdings, Numbers, ReadyBlock, Rest
 from stoker.serve.pool import CacheAffinity, Pool
 from stoker.serve.shards import DatasetSource, Setup, order_of
 from stoker.serve.suspects import Suspects
-
-if TYPE_CHECKING:
-    from stoker.serve.planner import Planner
 
 
 @dataclass
@@ -233,12 +230,10 @@ class Attempt(ABC):
 
     in_order = True
     """Whether a pass is begun only once enough of those before it is ready."""
-    planner: Planner | None = None
 
     def __init__(self, number: int, shared: ServiceState) -> None:
         self.number, self.shared = number, shared
-        self.event, self.suspects = shared.event, shared.suspects
-        self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
+        self.suspects = shared.suspects
         self.failure: Failure | None = None
         self._differing: set[str] = set()
         self.replaced = False
@@ -273,8 +268,8 @@ class Attempt(ABC):
         """Planner's call: a pass has delivered all its blocks."""
 
     def note(self, text: str) -> None:
-        with self.changed:
-            self.event(kinds.Note(text=text))
+        with self.shared.changed:
+            self.shared.event(kinds.Note(text=text))
 
     def differs(self, split: str, block: str) -> None:
         """A block that is made again has the same records as before, but other values; say so once."""
@@ -286,10 +281,10 @@ class Attempt(ABC):
             )
 
     def fail(self, failure: Failure) -> None:
-        with self.changed:
+        with self.shared.changed:
             self.failure = self.failure or failure
-            self.changed.notify_all()
-            self.ready.notify_all()
+            self.shared.changed.notify_all()
+            self.shared.ready.notify_all()
 
     def stalled(self, pass_: Pass, reason: str) -> None:
         """A pass has waited longer than its `stall_s`: raises if that ends this attempt."""

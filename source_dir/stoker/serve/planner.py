@@ -37,10 +37,8 @@ class Planner:
     """See the module; what the planner `before` has ready is used."""
 
     def __init__(self, attempt: Attempt, before: Planner | None = None) -> None:
-        self.attempt, shared = attempt, attempt.shared
-        self.pool, self.holdings, self.affinity = shared.pool, shared.holdings, shared.affinity
-        self.budget_bytes, self._numbers = shared.budget_bytes, shared.numbers
-        self.recovery = Recovery(attempt, self.pool)
+        self.attempt, self.shared = attempt, attempt.shared
+        self.recovery = Recovery(attempt, self.shared.pool)
         self.passes: list[Pass] = []
         """Passes that are being produced."""
         self.open: list[Pass] = []
@@ -57,7 +55,7 @@ class Planner:
         """Smoothed seconds per shard of a split."""
         self.early = HeldBytes()
         """Blocks reported but not delivered."""
-        self._preparing = Preparing(self.pool)
+        self._preparing = Preparing(self.shared.pool)
 
     def advance(self) -> None:
         """End passes that are complete and start the next ones; raises why one cannot be listed or ended."""
@@ -70,16 +68,16 @@ class Planner:
     def look(self, now: float) -> list[str]:
         """Called periodically: take back late work; the chain workers whose processes hang and must end."""
         self.advance()
-        self.pool.avoided = self.recovery.patience.avoided(now)
-        if self.affinity is not None:
-            self.affinity.hosts_are(self.pool.hosts)
-        self.pool.bound = self.attempt.bound()
+        self.shared.pool.avoided = self.recovery.patience.avoided(now)
+        if self.shared.affinity is not None:
+            self.shared.affinity.hosts_are(self.shared.pool.hosts)
+        self.shared.pool.bound = self.attempt.bound()
         overdue, hung = self.recovery.overdue(self.active, self.again, now)
         for worker in overdue:
             self._take_back(worker, 0.0)
         # Those that have copies of a dataset end only if its next pass waits too long.
         due = [worker for worker, at in self._abandoned.items() if now > at]
-        late = [worker for worker in due if worker not in self.pool.bound]
+        late = [worker for worker in due if worker not in self.shared.pool.bound]
         for worker in late:
             del self._abandoned[worker]
         return hung + late
@@ -94,7 +92,7 @@ class Planner:
         return None if item is None else self._given(item, by)
 
     def _given(self, item: Item, by: Process) -> Claim | None:
-        item.by, item.number, item.quiet_since = by, next(self._numbers), time.monotonic()
+        item.by, item.number, item.quiet_since = by, next(self.shared.numbers), time.monotonic()
         self.active[by.worker] = item
         if item.stop is None:
             item.pass_.begin(item.shards, by.worker)
@@ -129,7 +127,7 @@ class Planner:
     def upcoming(self, by: Process) -> Shard | None:
         """A chain worker starts its last shard: the one that it will probably get next."""
         item, pass_ = self.active.get(by.worker), next(self.startable(by.worker), None)
-        if item is None or pass_ is None or self.affinity is not None:
+        if item is None or pass_ is None or self.shared.affinity is not None:
             return None
         other = pass_.plan.split != item.pass_.plan.split
         return None if other else self._preparing.announce(self._near(pass_), by.worker).shard
@@ -137,10 +135,10 @@ class Planner:
     def _next(self, by: Process) -> Item | None:
         now = time.monotonic()
         for item in self.again:
-            if item.not_before <= now and self.pool.may_work(by.node, item.tried):
+            if item.not_before <= now and self.shared.pool.may_work(by.node, item.tried):
                 self.again.remove(item)
                 return item
-        may_work = self.pool.may_work(by.node)
+        may_work = self.shared.pool.may_work(by.node)
         for pass_ in self.startable(by.worker):
             if may_work or pass_.is_reader(by.worker):
                 return self._begin(pass_, by)
@@ -154,7 +152,7 @@ class Planner:
             passes.sort(key=lambda each: (each.rows_ahead + each.shards_under_way, each.served))
         for pass_ in passes:
             listed = self._listed(pass_)
-            offers = listed and pass_.offers(worker, self.pool.is_lost)
+            offers = listed and pass_.offers(worker, self.shared.pool.is_lost)
             if listed and (self._wanted(pass_) or (offers and pass_.waited_for)):
                 if offers:
                     yield pass_
@@ -196,32 +194,32 @@ class Planner:
             self._near(pass_),
             self.shard_s.get(pass_.plan.alike),
         )
-        most = 1 if pass_.streams else shards_per_item(pass_.left, self.pool.slots, shard_s)
-        if self.affinity is None:
+        most = 1 if pass_.streams else shards_per_item(pass_.left, self.shared.pool.slots, shard_s)
+        if self.shared.affinity is None:
             shards = self._preparing.take(work, by.worker, most)
         else:
             # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
-            far = 1 if pass_.rows_ahead < pass_.step_rows else 2 * self.pool.slots
+            far = 1 if pass_.rows_ahead < pass_.step_rows else 2 * self.shared.pool.slots
             look = min(far, LOOK_AHEAD) if pass_.plan.exact else LOOK_AHEAD
-            shards = self.affinity.take_work(split, work, by.node, most, look)
+            shards = self.shared.affinity.take_work(split, work, by.node, most, look)
         pass_.under_way += 1
-        pass_.served = next(self._numbers)
+        pass_.served = next(self.shared.numbers)
         pass_.shards_under_way += len(shards)
         return Item(pass_, self._name(split, shards), shards)
 
     def _near(self, pass_: Pass) -> deque[Work]:
         """The shards of a pass that the next item is chosen from: as many as anything here looks at."""
-        return pass_.near(LOOK_AHEAD + MOST_SHARDS + 2 * self.pool.slots)
+        return pass_.near(LOOK_AHEAD + MOST_SHARDS + 2 * self.shared.pool.slots)
 
     def _name(self, split: str, shards: list[Work]) -> str:
-        return f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
+        return f"{self.recovery.what(split, shards)} (task {next(self.shared.numbers)})"
 
     def _wanted(self, pass_: Pass) -> bool:
         short = (
             pass_.rows_ahead + pass_.shards_under_way * pass_.plan.block_records
             < 2 * pass_.step_rows
         )
-        return short or self._held_bytes() < self.budget_bytes
+        return short or self._held_bytes() < self.shared.budget_bytes
 
     @property
     def hungry(self) -> bool:
@@ -231,27 +229,27 @@ class Planner:
             ready += pass_.rows_ahead / pass_.step_rows
             if not pass_.ended:
                 break  # ready data of later passes does not help while this one is short
-        room = self._held_bytes() < self.budget_bytes / 2
+        room = self._held_bytes() < self.shared.budget_bytes / 2
         few = ready < STARVED_STEPS or (ready < HUNGRY_STEPS and room)
         return bool(self.passes) and few
 
     def _held_bytes(self) -> int:
         return in_budget(
-            [self.early, *(s.held for s in self.attempt.open_passes())], self.budget_bytes
+            [self.early, *(s.held for s in self.attempt.open_passes())], self.shared.budget_bytes
         )
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
         self._abandoned.pop(by.worker, None)
         item, report = self.active.get(by.worker), made.report
         if item is None or item.number != number:
-            self.holdings.discard(by.node, made.file)
+            self.shared.holdings.discard(by.node, made.file)
             return False
         pass_ = item.pass_
         if report.shard < 0:
             item.quiet_since = pass_.skipped = time.monotonic()
             return True
-        if self.affinity is not None:
-            self.affinity.used(by.node, made.cache_usage)
+        if self.shared.affinity is not None:
+            self.shared.affinity.used(by.node, made.cache_usage)
         self.recovery.patience.took(pass_.plan.alike, by.node, report.seconds)
         shard = next((each.shard for each in item.shards if each.number == report.shard), None)
         block = ReadyBlock(report, by.node, made.file, shard)
@@ -259,11 +257,11 @@ class Planner:
             self._remade(pass_, block)
         elif pass_.report(block):
             if report.rows:
-                self.holdings.keep(block)
+                self.shared.holdings.keep(block)
                 self.early.add(block)
             self._deliver(pass_, report.shard)
         else:
-            self.holdings.discard(by.node, made.file)
+            self.shared.holdings.discard(by.node, made.file)
         for passed in item.reported(report):
             self._close(pass_, passed)
         return self._goes_on(item)
@@ -274,8 +272,8 @@ class Planner:
             return True
         if pass_.streams and item.shards:
             return self._reads_on(item)
-        overfull = self._held_bytes() > OVERFULL * self.budget_bytes
-        leaves = item.node in self.pool.closing
+        overfull = self._held_bytes() > OVERFULL * self.shared.budget_bytes
+        leaves = item.node in self.shared.pool.closing
         if item.shards and (leaves or (overfull and not self._needed(item))):
             pass_.work.extendleft(reversed(self.hand_back(item.by.worker)))
             return False
@@ -283,8 +281,8 @@ class Planner:
 
     def _reads_on(self, item: Item) -> bool:
         """Whether a chain worker makes the next batch of its stream now, or what it asks for."""
-        pass_, worker, lost = item.pass_, item.by.worker, self.pool.is_lost
-        enough = item.node in self.pool.closing or pass_.far_ahead(item.shards[0].number)
+        pass_, worker, lost = item.pass_, item.by.worker, self.shared.pool.is_lost
+        enough = item.node in self.shared.pool.closing or pass_.far_ahead(item.shards[0].number)
         if not (
             enough or any(each.offers(worker, lost) and each.waited_for for each in self.passes)
         ):
@@ -408,7 +406,7 @@ class Planner:
         report = block.report
         known = self.lost.pop((pass_, report.shard, report.nth), None)
         if known is None:
-            self.holdings.discard(block.node, block.file)
+            self.shared.holdings.discard(block.node, block.file)
             return
         what = self._lost_block(pass_, known)
         if known.records != block.records:
@@ -416,7 +414,7 @@ class Planner:
             raise DataError(text, key="block.remade")
         if known.report.digest != report.digest:
             self.attempt.differs(pass_.plan.split, what)
-        self.holdings.move(known, block.node, block.file)
+        self.shared.holdings.move(known, block.node, block.file)
 
     def _refuse_not_remade(self, item: Item) -> None:
         for each in item.shards:
@@ -446,6 +444,10 @@ class Planner:
     def close(self, pass_: Pass) -> None:
         self.open = [each for each in self.open if each is not pass_]
         self.again = [item for item in self.again if item.pass_ is not pass_]
+
+
+class PlannedAttempt(Attempt):
+    planner: Planner | None = None
 
 
 PREPARED_S = 10.0

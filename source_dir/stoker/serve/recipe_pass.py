@@ -32,7 +32,8 @@ from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail, fresh, ids_of_rows
 from stoker.serve.items import HeldBytes, ReadyBlock
-from stoker.serve.passes import Attempt, Pass, Passes, ServiceState
+from stoker.serve.passes import Pass, Passes, ServiceState
+from stoker.serve.planner import PlannedAttempt
 
 PASSES_AHEAD = 2
 """How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
@@ -298,7 +299,7 @@ class Beginning(NamedTuple):
     position: DataCursor | None
 
 
-class RecipeAttempt(Attempt):
+class RecipeAttempt(PlannedAttempt):
     """One start of training: its passes, from production to reconciled accounts."""
 
     def __init__(
@@ -332,7 +333,7 @@ class RecipeAttempt(Attempt):
         if self.lost_at is not None:
             now = time.monotonic()
             seconds, data_s = round(now - self.lost_at, 3), round(now - asked, 3)
-            self.event(kinds.Recovered(seconds=seconds, data_s=data_s))
+            self.shared.event(kinds.Recovered(seconds=seconds, data_s=data_s))
             self.lost_at = None
 
     def _passes(self, start: DataCursor) -> Iterator[RecipePass]:
@@ -381,7 +382,7 @@ class RecipeAttempt(Attempt):
         """Close the account of a pass that every rank has used; a limit may have ended it after `cut_at`."""
         try:
             counts = pass_.reconcile(remaining) if cut_at is None else pass_.cut(cut_at)
-            self.event(kinds.RecordsCounted(**counts))
+            self.shared.event(kinds.RecordsCounted(**counts))
         except DataError as error:
             self.fail(error.failure)
             return
@@ -389,9 +390,9 @@ class RecipeAttempt(Attempt):
             return
         if (affinity := self.shared.affinity) is not None:
             figures = affinity.figures(*pass_.key, pass_.account.by_node)
-            self.event(kinds.CacheUsed(**figures))
+            self.shared.event(kinds.CacheUsed(**figures))
             if line := affinity.lacking(figures, self.passes.share or 1.0):
-                self.event(kinds.Note(text=line))
+                self.shared.event(kinds.Note(text=line))
         del self.open[pass_.key]
         if self.planner is not None:
             self.planner.close(pass_)
@@ -411,27 +412,27 @@ class RecipeAttempt(Attempt):
         return new
 
     def _listed(self) -> None:
-        with self.changed:
-            self.has_work.notify_all()
+        with self.shared.changed:
+            self.shared.has_work.notify_all()
 
     def _execute(self, pass_: Pass) -> None:
         """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
         try:
             for shard in self.passes.blocks(pass_.plan):
-                with self.changed:
+                with self.shared.changed:
                     pass_.work.append(shard)
-                    self.has_work.notify()
+                    self.shared.has_work.notify()
                     while not self.over and len(pass_.work) > BLOCKS_AHEAD * max(
                         self.shared.pool.slots, 1
                     ):
-                        self.changed.wait(1.0)
+                        self.shared.changed.wait(1.0)
                     if self.over:
                         return
         except Exception as error:
             self.fail(Failure.of(error))
-        with self.changed:
+        with self.shared.changed:
             pass_.listing = False
-            self.has_work.notify_all()
+            self.shared.has_work.notify_all()
 
     def replace(self) -> None:
         self.replaced = True
@@ -446,18 +447,18 @@ class RecipeAttempt(Attempt):
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         report, mine = block.report, self.open[pass_.key]
-        with self.changed:
+        with self.shared.changed:
             rows = mine.splitter.rows
             self.account(mine, block)
             if report.rows:
                 mine.arrived(block)
-            self.changed.notify_all()
+            self.shared.changed.notify_all()
             if rows // mine.splitter.step_rows != mine.splitter.rows // mine.splitter.step_rows:
-                self.ready.notify_all()
+                self.shared.ready.notify_all()
 
     def produced(self, pass_: Pass) -> None:
         mine = self.open[pass_.key]
-        with self.changed:
+        with self.shared.changed:
             mine.splitter.ended = True
             mine.account.check_budget(self.passes.config.data.bad_record_budget, mine.account.read)
             rows, split = mine.splitter.rows, mine.account.split
@@ -465,12 +466,12 @@ class RecipeAttempt(Attempt):
                 few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
                 text = f"the {split} split has {few if rows else 'no records'}"
                 raise DataError(text, key="data.remainder")
-            self.event(kinds.PassProduced(split=split, epoch=mine.account.epoch))
-            self.changed.notify_all()
-            self.ready.notify_all()
+            self.shared.event(kinds.PassProduced(split=split, epoch=mine.account.epoch))
+            self.shared.changed.notify_all()
+            self.shared.ready.notify_all()
 
     def repeats(self, split: str, task: str) -> None:
-        self.event(kinds.WorkRepeated(split=split, work=task))
+        self.shared.event(kinds.WorkRepeated(split=split, work=task))
 
     def refuse_deadly(self, split: str) -> None:
         """Check now, not when the block arrives: its other records may be just as bad."""
@@ -494,7 +495,7 @@ class RecipeAttempt(Attempt):
             block.counted = True
             self.shared.chain[split].take(report, block.node)
         for bad in report.bad:
-            self.event(
+            self.shared.event(
                 kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason)
             )
         pass_.account.check_budget(self.passes.config.data.bad_record_budget, pass_.total)

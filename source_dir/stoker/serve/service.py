@@ -12,10 +12,9 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from stoker.config.schema import Config
@@ -30,9 +29,10 @@ from stoker.serve.blocks.agents import Agents, rows_of
 from stoker.serve.blocks.client import Transport
 from stoker.serve.chain_worker import LastBlock, Leases
 from stoker.serve.items import ReadyBlock
-from stoker.serve.passes import Attempt, ServiceState
-from stoker.serve.planner import Planner
-from stoker.serve.pool import CacheAffinity, chain_hosts
+from stoker.serve.live_hosts import Hosts
+from stoker.serve.passes import ServiceState
+from stoker.serve.planner import PlannedAttempt, Planner
+from stoker.serve.pool import CacheAffinity
 from stoker.serve.scaling import Elastic
 from stoker.serve.shards import Setup
 
@@ -41,8 +41,6 @@ CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
 """How long a chain worker waits for work in one call, and between looks."""
 LATER_S = 0.5
 """When a chain worker asks again for which there is no room to wait."""
-SILENT_S = 60.0
-"""A chain worker without work that has not called for so long is gone."""
 PAUSE_S = 5.0
 """Looks that are further apart tell that this machine stood still."""
 MOVED_S = 5.0
@@ -55,19 +53,13 @@ UNUSED_ROWS_S = 120.0
 """Deadline for fetching a block here; it may have to be made again."""
 
 
-class ChainProcess(NamedTuple):
-    by: Process
-    handle: Any
-    seen: float
-
-
 class DataService(ABC):
     """See the module. Runs on `node`, with zero CPUs, and is called from many threads.
 
     At most `most_waiting` chain workers wait here for work at once, as each takes a thread.
     """
 
-    attempt: Attempt | None
+    attempt: PlannedAttempt | None
     executes_datasets = False
     """Whether recipes' own datasets are executed in this process."""
 
@@ -82,27 +74,21 @@ class DataService(ABC):
     ) -> None:
         self.config, self.node, self.chain, self.most_waiting = config, node, chain, most_waiting
         affinity = CacheAffinity(cache.kind) if cache else None
-        self.shared = shared = ServiceState(self.event, budget_bytes, chain, affinity)
-        self.changed, self.has_work, self.ready = shared.changed, shared.has_work, shared.ready
-        self.pool, self.holdings, self.suspects = shared.pool, shared.holdings, shared.suspects
+        self.shared = ServiceState(self.event, budget_bytes, chain, affinity)
         self.attempt = None
-        self.training: dict[int | str, str] = {}
-        """Node of each rank, or of each job of a script."""
-        self.elastic = Elastic(self.event, chain, config.cluster.cpu_hosts)
-        self.leases: Leases | None = None
         self.setups: dict[str, Any] = {}
-        self.workers: dict[str, ChainProcess] = {}
-        """Chain workers that hold a lease, by id."""
         self.over = False
         """Whether all leases end."""
-        self.agents = Agents(
+        agents = Agents(
             self.log,
             cache=cache,
             note=lambda text: self.log(Note(text=text)),
             emptied=self.emptied,
-            unused=self.holdings.unused,
+            unused=self.shared.holdings.unused,
             died=self.agent_died,
         )
+        elastic = Elastic(self.event, chain, config.cluster.cpu_hosts)
+        self.hosts = Hosts(self.shared.pool, elastic, agents)
         self._waiting = 0
         self._started = threading.Lock()
         self._look_now, self._looked = threading.Event(), math.inf
@@ -113,12 +99,12 @@ class DataService(ABC):
 
     def log(self, event: Event) -> None:
         """Consumer's call, also of threads here: an event of the run."""
-        with self.changed:
+        with self.shared.changed:
             self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
-        self.agents.own = me
-        if not self.pool.slots:  # chain workers are to start, now
+        self.hosts.agents.own = me
+        if not self.shared.pool.slots:  # chain workers are to start, now
             self._look_now.set()
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()
@@ -128,11 +114,11 @@ class DataService(ABC):
         return Transport(self.servers, self.moved, self.node, pinned=False, timeout_s=UNUSED_ROWS_S)
 
     def servers(self) -> Directory:
-        return self.agents.directory()
+        return self.hosts.agents.directory()
 
     def rows(self, *request: Any) -> tuple[dict[str, Any], int]:
         """Consumer's call, as of an agent."""
-        return rows_of(self.agents.folder, *request)
+        return rows_of(self.hosts.agents.folder, *request)
 
     def moved(self, part: BlockSlice, missing: bool) -> BlockSlice:
         """Consumer's call about rows that it could not fetch: where they are now; DataError if they are lost.
@@ -140,75 +126,62 @@ class DataService(ABC):
         Waits a moment for a lost block. `missing`: its host answers, but does not have it.
         """
         deadline = time.monotonic() + MOVED_S
-        with self.changed, self._ends_the_attempt():
-            while (block := self.holdings.find(part.block)) is not None:
+        with self.shared.changed, self._ends_the_attempt():
+            while (block := self.shared.holdings.find(part.block)) is not None:
                 planner = self._planner()
                 if planner is None:
                     break
                 if missing and block.file == part.block and not block.lost:
                     planner.lose([block])
-                    self.changed.notify_all()
+                    self.shared.changed.notify_all()
                 if not block.lost or time.monotonic() > deadline:
                     return block.part(part.start, part.stop)
-                self.changed.wait(0.5)
+                self.shared.changed.wait(0.5)
                 del block  # what nobody else needs must not stay because of this call
         failure = self.attempt.failure if self.attempt is not None else None
         raise (failure or Failure("Over", text="the work that a block belongs to is over")).error()
 
     def begin_lease(self, by: Process, handle: Any) -> None:
         """Chain worker's call: from now on, its process is this one."""
-        with self.changed, self._ends_the_attempt():
-            new = by.worker not in self.workers
-            self.workers[by.worker] = ChainProcess(by, handle, time.monotonic())
-            if new and self.leases is not None:
-                self.leases.entered(by.node)
+        with self.shared.changed, self._ends_the_attempt():
+            self.hosts.entered(by, handle)
             if (planner := self._planner()) is not None:
                 planner.begins(by)
 
     def claim(self, by: Process, loaded: list[str], last: LastBlock) -> Reply:
         """Chain worker's call: what to make, given the splits that it has open and the last block it made."""
         deadline = time.monotonic() + CLAIM_WAIT_S
-        with self.changed, self._ends_the_attempt():
-            self._seen(by)
+        with self.shared.changed, self._ends_the_attempt():
+            self.hosts.seen(by)
             if last is not None:
                 self._made(by, *last)
-            while self._knows_process(by) and not (self.over or by.worker in self.pool.leaving):
+            while self.hosts.knows(by) and not (self.over or by.worker in self.shared.pool.leaving):
                 planner = self._planner()
                 claim = planner.claim(by) if planner else None
                 many = self._waiting >= self.most_waiting
                 if claim is not None or many or time.monotonic() >= deadline:
                     wait_s = LATER_S if many and claim is None else 0.0
                     setup = self._setup(claim.plan.split, loaded) if claim is not None else None
-                    return Reply(claim, setup, unused=self.holdings.unused(by.node), wait_s=wait_s)
+                    return Reply(
+                        claim, setup, unused=self.shared.holdings.unused(by.node), wait_s=wait_s
+                    )
                 self._wait_for_work()
             if (planner := self._planner()) is not None:
                 planner.ended(by)
-            if self._knows_process(by):
-                del self.workers[by.worker]
-            if self.leases is not None:
-                self.leases.watch()
+            self.hosts.left(by)
             return Reply(go_on=False)
         return Reply(wait_s=LATER_S)
 
     def _wait_for_work(self) -> None:
         self._waiting += 1
         try:
-            self.has_work.wait(WORK_WAIT_S)
+            self.shared.has_work.wait(WORK_WAIT_S)
         finally:
             self._waiting -= 1
 
-    def _seen(self, by: Process) -> None:
-        if self._knows_process(by):
-            self.workers[by.worker] = self.workers[by.worker]._replace(seen=time.monotonic())
-
-    def _knows_process(self, by: Process) -> bool:
-        """Whether a chain worker's process is its present one: calls of one that has died arrive late."""
-        known = self.workers.get(by.worker)
-        return known is not None and known.by.token == by.token
-
     def upcoming(self, by: Process) -> Shard | None:
         """Chain worker's call: the shard to prepare while its last one is in use."""
-        with self.changed:
+        with self.shared.changed:
             planner = self._planner()
             return planner.upcoming(by) if planner else None
 
@@ -225,21 +198,21 @@ class DataService(ABC):
 
     def block_made(self, by: Process, number: int, made: Made) -> Reply:
         """Chain worker's call: a block that others follow."""
-        with self.changed:
-            self._seen(by)
+        with self.shared.changed:
+            self.hosts.seen(by)
             go_on = False
             with self._ends_the_attempt():
                 go_on = self._made(by, number, made)
-            return Reply(go_on=go_on, unused=self.holdings.unused(by.node))
+            return Reply(go_on=go_on, unused=self.shared.holdings.unused(by.node))
 
     def _made(self, by: Process, number: int, made: Made) -> bool:
         if (planner := self._planner()) is not None:
             return planner.reported(by, number, made)
-        self.holdings.discard(by.node, made.file)
+        self.shared.holdings.discard(by.node, made.file)
         return False
 
     def item_failed(self, by: Process, number: int, failure: Failure, retries: int) -> None:
-        with self.changed, self._ends_the_attempt():
+        with self.shared.changed, self._ends_the_attempt():
             if planner := self._planner():
                 planner.failed(by, number, failure, retries)
 
@@ -256,21 +229,20 @@ class DataService(ABC):
                 self.attempt.fail(Failure.of(error))
 
     def emptied(self) -> set[str]:
-        """Nodes of hosts that are about to leave and hold nothing that is needed."""
-        with self.changed:
-            closing = self.elastic.closing - self.pool.staffed
-            return closing and closing - {
-                block.node for block in self.holdings.all() if not block.lost
-            }
+        """As `Hosts.emptied`."""
+        with self.shared.changed:
+            return self.hosts.emptied(
+                lambda: {block.node for block in self.shared.holdings.all() if not block.lost}
+            )
 
     def agent_died(self, node: str) -> None:
-        with self.changed, self._ends_the_attempt():
+        with self.shared.changed, self._ends_the_attempt():
             self._lose(lambda block: block.node == node)
 
     def _lose(self, gone: Callable[[ReadyBlock], bool]) -> None:
         if (planner := self._planner()) is not None:
-            planner.lose([block for block in self.holdings.all() if gone(block)])
-            self.has_work.notify_all()
+            planner.lose([block for block in self.shared.holdings.all() if gone(block)])
+            self.shared.has_work.notify_all()
 
     def first_setups(self) -> dict[str, Setup]:
         return {}
@@ -281,17 +253,20 @@ class DataService(ABC):
 
         with self._ends_the_attempt():
             self.setups |= {split: ray.put(setup) for split, setup in self.first_setups().items()}
-        self.leases = leases = Leases(me, self.agents.run, self.pool, self._lease_failed)
-        self._last_host, self._rescuer = time.monotonic(), threading.Thread()
+        hosts, self._rescuer = self.hosts, threading.Thread()
+        hosts.leases = leases = Leases(me, hosts.agents.run, hosts.pool, self._lease_failed)
+        hosts.last_one = time.monotonic()
         while True:
             self._look_now.clear()
             with self._ends_the_attempt():
-                lost = self.agents.lost
+                lost = hosts.agents.lost
                 nodes = [n | {"Alive": n["Alive"] and n["NodeID"] not in lost} for n in ray.nodes()]
                 hung = self._look_once(nodes, time.monotonic())
-                self.elastic.send(time.monotonic())
+                hosts.elastic.send(time.monotonic())
                 if not self.over:
-                    leases.look(not self.executes_datasets, self._some_are_silent())
+                    with self.shared.changed:
+                        silent = hosts.some_are_silent()
+                    leases.look(not self.executes_datasets, silent)
                 for handle in hung:
                     ray.kill(handle, no_restart=False)  # Ray starts another process, which goes on
             self._look_now.wait(LOOK_EVERY_S)
@@ -299,26 +274,21 @@ class DataService(ABC):
     def _look_once(self, nodes: list[dict[str, Any]], now: float) -> list[Any]:
         """The handles of chain workers that hang."""
         alive, draining = {n["NodeID"] for n in nodes if n["Alive"]}, draining_nodes()
-        hosts = chain_hosts(self.config, self.node, nodes, Counter(self.training.values()))
-        self._last_host = now if any(host.slots for host in hosts) else self._last_host
-        with self.changed:
-            self._refuse_no_host(now - self._last_host)
+        hosts = self.hosts
+        with self.shared.changed:
             planner = self._planner()
             self._paused(max(now - self._looked - PAUSE_S, 0.0), planner)
             self._looked = now
-            bound = {self.pool.there.get(process, "") for process in self.pool.bound}
             ended = self.attempt is not None and self.attempt.all_produced
-            staying = self.elastic.split(hosts, draining, now, ended, bound)
             hungry = bool(planner and planner.hungry)
-            self.pool.update(staying, hungry, now, self.elastic.closing, self.is_idle(now))
-            self._forget_lost_workers(alive, now)
-            self.pool.workers_are(
-                {worker: each.by.node for worker, each in self.workers.items()}, now
-            )
+            hosts.split(self.config, self.node, nodes, draining, now, ended, hungry, self.is_idle)
+            self._refuse_no_host(now - hosts.last_one)
+            active = self.attempt.planner.active if self.attempt and self.attempt.planner else {}
+            hosts.forget_lost(alive, active, now)
             self._lose(lambda block: block.node not in alive)
             hung = planner.look(now) if planner else []
-            self.has_work.notify_all()
-            handles = [self.workers[worker].handle for worker in hung if worker in self.workers]
+            self.shared.has_work.notify_all()
+            handles = [hosts.workers[worker].handle for worker in hung if worker in hosts.workers]
         if draining and not self._rescuer.is_alive():
             self._rescuer = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
             self._rescuer.start()
@@ -328,27 +298,10 @@ class DataService(ABC):
         """This machine stood still, and perhaps others with it: nobody is late by what nobody could do."""
         if not seconds:
             return
-        self.workers = {
-            k: each._replace(seen=each.seen + seconds) for k, each in self.workers.items()
-        }
+        self.hosts.extend(seconds)
         for item in (*planner.active.values(), *planner.again) if planner else ():
             item.quiet_since += seconds
             item.stuck_since += seconds
-
-    def _some_are_silent(self) -> bool:
-        with self.changed:
-            return any(
-                time.monotonic() - each.seen > SILENT_S / 2 for each in self.workers.values()
-            )
-
-    def _forget_lost_workers(self, alive: set[str], now: float) -> None:
-        """Ray restarts those of a lost host elsewhere; they enter again there."""
-        active = self.attempt.planner.active if self.attempt and self.attempt.planner else {}
-        for worker, each in list(self.workers.items()):
-            at_work = worker in active or worker in self.pool.bound
-            silent = not at_work and now - each.seen > SILENT_S
-            if each.by.node not in alive or silent:
-                del self.workers[worker]
 
     def _lease_failed(self, error: BaseException) -> None:
         if not self.over and self.attempt is not None:
@@ -357,20 +310,20 @@ class DataService(ABC):
     def _rescue(self, draining: set[str]) -> None:
         """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""
         head = self.node
-        with self.changed:
+        with self.shared.changed:
             leaving = WeakSet(
-                block for block in self.holdings.all() if block.node in draining - {head}
+                block for block in self.shared.holdings.all() if block.node in draining - {head}
             )
         for block in leaving:
             # A host that is gone already has lost them, and they are made again.
             with contextlib.suppress(DataError, OSError):
                 rows, _, _, _ = self.transport.rows(block.part(0, block.report.rows))
-                file = self.agents.folder.write(rows)
-                with self.changed:
+                file = self.hosts.agents.folder.write(rows)
+                with self.shared.changed:
                     if block.lost or block.node == head:
-                        self.holdings.discard(head, file)
+                        self.shared.holdings.discard(head, file)
                     else:
-                        self.holdings.move(block, head, file)
+                        self.shared.holdings.move(block, head, file)
 
     def is_idle(self, now: float) -> bool:
         """Whether to end chain workers until a new attempt begins; a run needs them to its end."""
@@ -391,23 +344,23 @@ class DataService(ABC):
 
     def ray_data_stats(self) -> tuple[str, list[dict[str, Any]]]:
         """Driver's call at the end: Ray Data's statistics, as text and by operator. Ends all leases."""
-        with self.changed:
+        with self.shared.changed:
             self.over = True
-            self.has_work.notify_all()
-        if self.leases is None:
+            self.shared.has_work.notify_all()
+        if (leases := self.hosts.leases) is None:
             return "", []
-        self.leases.join(LEASES_END_S)
-        return self.leases.statistics()
+        leases.join(LEASES_END_S)
+        return leases.statistics()
 
     def record_begins(self, split: str, task: str, key: str) -> str:
         """Chain worker's call when it reports its records: why one must not be started; empty: it may."""
-        with self.changed:
+        with self.shared.changed:
             # A script's attempt has suspects of its own: each starts anew.
-            return (self.attempt or self).suspects.begins(task, split, key)
+            return (self.attempt or self.shared).suspects.begins(task, split, key)
 
     def task_does(self, split: str, task: str, what: str) -> None:
-        with self.changed:
-            (self.attempt or self).suspects.does(task, what)
+        with self.shared.changed:
+            (self.attempt or self.shared).suspects.does(task, what)
 
 
 def start_service(
