@@ -209,9 +209,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def package_root() -> Path:
-    import stoker
-
-    return Path(stoker.__file__).parent.parent
+    return Path(figures.__file__).parent.parent
 
 
 def examples_root() -> Path:

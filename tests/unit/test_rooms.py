@@ -48,13 +48,11 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: set[str]) -> set[str]:
-    """What a module imports at any time, but for what only the type checker sees."""
+    """What a module imports at any time, also what only the type checker sees."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
             if isinstance(child, ast.ImportFrom) and child.module:
                 names = {f"{child.module}.{alias.name}" for alias in child.names}
                 found.update(name if name in known else child.module for name in names)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stoker.read.parquet import ParquetSource
 
 PICKLED = "ray.data.arrow_pickled_object"
 TENSORS = ("ray.data.arrow_tensor", "ray.data.arrow_variable_shaped_tensor")
@@ -272,7 +271,7 @@ def in_statistics(
     return found
 
 
-def check_nulls(source: ParquetSource, columns: list[str]) -> None:
+def check_nulls(source: Any, columns: list[str]) -> None:
     problems, reads = [], 0
     files = list(zip(source.paths, source.footers, strict=True))
     rows = {path: footer.matching for path, footer in files}
