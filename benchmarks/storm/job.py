@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.jobs import ROOT
 from benchmarks.recipes.stormy import HURRY
 from stoker.config.loading import load
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 from stoker_launcher.places import rehearsal
 from stoker_launcher.rehearsal.running import RehearsalRun
 
@@ -119,7 +119,9 @@ class StormJob:
 
         file = self.folder / "job.yaml"
         file.write_text(yaml.safe_dump(sections))
-        return rehearsal.submit(rehearsal.plan(Job(load(file, []), RECIPES)), show=False)
+        resolved = load(file, [])
+        job = Job(resolved, Project(resolved.config, RECIPES))
+        return rehearsal.submit(rehearsal.plan(job), show=False)
 
 
 class Trace:

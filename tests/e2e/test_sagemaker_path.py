@@ -16,7 +16,7 @@ import boto3
 import pytest
 
 from stoker.config.loading import load
-from stoker_launcher.job import Job, open_job
+from stoker_launcher.job import Job, Project, open_job
 from stoker_launcher.places import rehearsal, sagemaker
 from stoker_launcher.places.sagemaker import aws
 from stoker_launcher.places.sagemaker.aws import split_uri
@@ -112,7 +112,9 @@ def rehearse(
         "sagemaker.environment={RAY_worker_niceness: '0'}"
     ]  # beside what else computes here
     resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=900"])
-    job = Downloaded(resolved, None, {name: str(path) for name, path in data.items()})
+    job = Downloaded(
+        resolved, Project(resolved.config), {name: str(path) for name, path in data.items()}
+    )
     object.__setattr__(job, "source", source)
     run = rehearsal.submit(rehearsal.plan(job), show=False)
     code = run.wait()

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from stoker.config.loading import load
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 from stoker_launcher.places import local
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
 from stoker_launcher.places import local
-from stoker_launcher.job import Job
+from stoker_launcher.job import Job, Project
 from stoker.config.loading import load
 
 JOB = '''
@@ -41,7 +41,8 @@ class Endless(Job):
         folder.mkdir(parents=True)
         (folder / "train.py").write_text(JOB)
 
-job = Endless(load(None, [f"output_dir={sys.argv[1]}", "name=endless"]), None, {})
+resolved = load(None, [f"output_dir={sys.argv[1]}", "name=endless"])
+job = Endless(resolved, Project(resolved.config))
 sys.exit(local.submit(local.plan(job)).wait())
 """
 
@@ -70,10 +71,15 @@ class Short(Job):
         (folder / "train.py").write_text("import time; time.sleep(1)")
 
 
+def short(folder: Path) -> Job:
+    resolved = load(None, [f"output_dir={folder}", "name=short"])
+    return Short(resolved, Project(resolved.config))
+
+
 @pytest.mark.long
 def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
     job, started = (
-        Short(load(None, [f"output_dir={tmp_path}", "name=short"]), None, {}),
+        short(tmp_path),
         list[local.LocalRun](),
     )
     thread = threading.Thread(target=lambda: started.append(local.submit(local.plan(job))))
@@ -83,7 +89,7 @@ def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
 
 
 def test_two_runs_that_were_planned_for_the_same_folder_get_one_each(tmp_path: Path) -> None:
-    job = Short(load(None, [f"output_dir={tmp_path}", "name=short"]), None, {})
+    job = short(tmp_path)
     request = local.plan(job)
     first, second = local.submit(request), local.submit(request)
     assert (first.run_dir, second.run_dir) == (request.run_dir, Path(f"{request.run_dir}-2"))

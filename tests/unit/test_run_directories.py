@@ -23,7 +23,7 @@ from stoker.hosts import run_lock
 from stoker.hosts.run_lock import PROCESS_FILE
 from stoker.place import ORIGINS_FILE
 from stoker_launcher import notebook, run_directory
-from stoker_launcher.job import Job, open_job
+from stoker_launcher.job import Job, Project, open_job
 from stoker_launcher.places import attach, local, place_named
 from tests.command_line import type_command
 from tests.waiting import until
@@ -231,7 +231,8 @@ def test_a_users_own_latest_stays(kind: object, capsys: pytest.CaptureFixture[st
     own = Path("runs/latest").resolve()
     own.parent.mkdir()
     kind(own)  # type: ignore[operator]
-    run = local.submit(local.plan(Short(load(None, ["name=tab"]), None, {})))
+    resolved = load(None, ["name=tab"])
+    run = local.submit(local.plan(Short(resolved, Project(resolved.config))))
     assert run.wait() == 0 and own.exists() and not own.is_symlink()
     assert (
         capsys.readouterr().err
