@@ -19,9 +19,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -472,27 +473,30 @@ def pack_source(folder: Path, archive: Path) -> None:
             tar.add(path, arcname=name)
 
 
-def measure(
-    job: Job, data_at: dict[str, str], instead: str, problems: list[str], limit: int = LIMIT_BYTES
-) -> tuple[int, int]:
-    """Stage the source once; number of files and bytes to upload. Adds to the problems.
+class Staged:
+    """A job's source as hosts get it, staged once: measured when the job is planned, then sent."""
 
-    `instead`: where data belongs that is too large for the source, for the message.
-    """
-    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-        folder = Path(scratch) / "code"
-        job.stage(folder, data_at)
-        found = files_below(folder)
-    problems += [
-        f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
-        for name, path, _ in found
-        if is_private(path)
-    ]
-    size = sum(about.size for _, _, about in found)
-    if size > limit:
-        largest = max(found, key=lambda item: item[2].size)[0]
-        problems.append(
-            f"--source-dir: {figures.size(size)} of source (largest: {largest}), more than"
-            f" {figures.size(limit)}; move data out and name it in {instead}"
-        )
-    return len(found), size
+    def __init__(self, job: Job, data_at: dict[str, str]) -> None:
+        scratch = tempfile.mkdtemp(prefix="stoker-")
+        weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+        self.folder = Path(scratch) / "code"
+        job.stage(self.folder, data_at)
+        self.found = files_below(self.folder)
+        self.bytes = sum(about.size for _, _, about in self.found)
+
+    def problems(self, instead: str, limit: int = LIMIT_BYTES) -> Iterator[str]:
+        """What must not be sent. `instead`: where data belongs that is too large for the source."""
+        for name, path, _ in self.found:
+            if is_private(path):
+                yield f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
+        if self.bytes > limit:
+            largest = max(self.found, key=lambda item: item[2].size)[0]
+            yield (
+                f"--source-dir: {figures.size(self.bytes)} of source (largest: {largest}), more than"
+                f" {figures.size(limit)}; move data out and name it in {instead}"
+            )
+
+    def with_token(self) -> Path:
+        """The folder, with a token of its own for the hosts of one job."""
+        write_private(self.folder / TOKEN_FILE, secrets.token_hex(32).encode())
+        return self.folder

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from stoker.errors import UsageError
+from stoker_launcher import job as launched
 from stoker_launcher import run_directory
+from stoker_launcher.job import Job
 from stoker_launcher.places import names
 from tests.clouds import WORDS
 from tests.command_line import type_command
@@ -130,6 +132,23 @@ def test_private_files_among_the_data_are_not_uploaded_either(
     (tmp_path / "data/deep/.env").unlink()
     code, errors, shown = type_command(words, capsys)
     assert (code, errors) == (0, []) and re.search(r"data +1 +1 B ", shown), shown
+
+
+@pytest.mark.parametrize("place", ["ray", "sagemaker", "vertex"])
+def test_a_submit_loads_the_recipe_once_and_stages_the_source_once(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = mock.Mock(wraps=Job.stage)
+    monkeypatch.setattr(Job, "stage", lambda *given, **more: stage(*given, **more))
+    loaded = mock.Mock(wraps=launched.load_recipe)
+    monkeypatch.setattr(launched, "load_recipe", loaded)
+    words = [*WORDS.get(place, []), *OPTIONS[place], "--request", str(tmp_path / "job.json")]
+    words += ["recipe=rows:Counting", f"output_dir={tmp_path}", "--source-dir", "tests/recipes"]
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "job.yaml").write_text("name: flowers\n")
+    code, errors, _ = type_command([str(tmp_path / "job.yaml"), "--on", place, *words], capsys)
+    assert (code, errors) == (0, [])
+    assert (stage.call_count, loaded.call_count) == (1, 1)
 
 
 def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:

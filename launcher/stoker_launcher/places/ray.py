@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shlex
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from stoker.config.redaction import redact
 from stoker.errors import UsageError
 from stoker.hosts import requirements
 from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
-from stoker_launcher.job import COMMAND, Job, files_below, measure, write_private
+from stoker_launcher.job import COMMAND, Job, Staged, files_below, write_private
 from stoker_launcher.places import Place
 from stoker_launcher.places.remote import (
     UnansweredError,
@@ -62,8 +61,7 @@ class RayRequest:
     run_dir: str
     environment: dict[str, str]
     pip: tuple[str, ...]
-    code_files: int
-    code_bytes: int
+    staged: Staged
     versions: str
     warnings: tuple[str, ...]
 
@@ -78,11 +76,11 @@ class RayRequest:
         }
 
     def render(self) -> str:
-        files = figures.count_of(self.code_files, "file")
+        files = figures.count_of(len(self.staged.found), "file")
         lines = [
             f"cluster   {self.server.address}",
             f"versions  {self.versions}",
-            f"upload    {files}, {figures.size(self.code_bytes)}",
+            f"upload    {files}, {figures.size(self.staged.bytes)}",
             f"results   {self.run_dir} on the cluster",
             *(f"note: {line}" for line in self.warnings),
         ]
@@ -90,10 +88,7 @@ class RayRequest:
         return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
 
     def package(self) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-            folder = Path(scratch) / "code"
-            self.job.stage(folder)
-            return package(folder)
+        return package(self.staged.folder)
 
     def write(self, path: Path) -> str:
         """Write the source as a zip file; returns the lines for a RayJob manifest."""
@@ -175,8 +170,9 @@ def plan(
             " a relative one is deleted with the job's working directory"
         )
     instead = "params, on storage that the hosts share"
-    count, size = measure(job, {}, instead, problems, PACKAGE_LIMIT_BYTES)
-    pip = _pip(job) if install else ()
+    staged = Staged(job, {})
+    problems += staged.problems(instead, PACKAGE_LIMIT_BYTES)
+    pip = _pip(staged.folder) if install else ()
     found = collected(problems, lambda: _cluster(address, offline), None)
     if problems:
         raise UsageError(*problems)
@@ -193,7 +189,7 @@ def plan(
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
     }
     return RayRequest(
-        job, server, name, run_dir, environment, pip, count, size, versions, tuple(warnings)
+        job, server, name, run_dir, environment, pip, staged, versions, tuple(warnings)
     )
 
 
@@ -265,11 +261,8 @@ _RAY = re.compile(r"#|ray(?![\w.-])", re.I)
 """Lines of comments, and of Ray itself, whatever follows its name."""
 
 
-def _pip(job: Job) -> tuple[str, ...]:
-    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-        folder = Path(scratch) / "code"
-        job.stage(folder)
-        lines = (folder / "requirements.txt").read_text().splitlines()
+def _pip(folder: Path) -> tuple[str, ...]:
+    lines = (folder / "requirements.txt").read_text().splitlines()
     # Keep the cluster's Ray: another version could not join it.
     return tuple(found for line in lines if (found := line.strip()) and not _RAY.match(found))
 

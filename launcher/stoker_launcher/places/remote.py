@@ -11,8 +11,8 @@ import json
 import re
 import secrets
 import shlex
+import shutil
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError, nearest
 from stoker.events.prices import PriceList
 from stoker.figures import dollars, table
-from stoker_launcher.job import DataUpload, Job, files_below, pack_source, stage, write_private
+from stoker_launcher.job import DataUpload, Job, Staged, files_below, pack_source, write_private
 from stoker_launcher.places import EXIT_CODES, RemoteRun
 
 LATE_S = 60.0
@@ -195,8 +195,7 @@ class CloudRequest(ABC):
     data: tuple[DataUpload, ...]
     data_at: dict[str, str]
     """Recipe parameter → path of its data on the hosts."""
-    code_files: int = 0
-    code_bytes: int = 0
+    staged: Staged | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -230,8 +229,9 @@ class CloudRequest(ABC):
     def create_command(self, file: Path) -> list[str]: ...
 
     def render(self) -> str:
+        code = self.staged or Staged(self.job, self.data_at)
         uploads = [
-            ("code", str(self.code_files), figures.size(self.code_bytes), self.code_uri),
+            ("code", str(len(code.found) + 1), figures.size(code.bytes), self.code_uri),
             *(
                 (one.parameter, str(one.files), figures.size(one.bytes), one.uri)
                 for one in self.data
@@ -253,7 +253,8 @@ class CloudRequest(ABC):
         if code.exists():
             raise UsageError(f"--request: {code} exists; remove it or choose another name")
         write_private(path, (json.dumps(self.for_command_line(), indent=2) + "\n").encode())
-        stage(self.job, code, self.data_at)
+        staged = self.staged or Staged(self.job, self.data_at)
+        shutil.copytree(staged.with_token(), code)
         commands = [self.copy_command(item.source, item.uri) for item in self.data]
         if self.archive:
             archive = path.with_name(f"{path.stem}-{self.archive}")
@@ -276,15 +277,15 @@ class CloudRequest(ABC):
                 store.put(json.dumps(content).encode(), manifest)
                 state = "uploaded"
             tell(f"{item.parameter}: {figures.size(item.bytes)} {state}")
-        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-            folder, uri = Path(scratch) / "code", self.code_uri
-            stage(self.job, folder, self.data_at)
-            if self.archive:
-                pack_source(folder, Path(scratch) / self.archive)
-                store.send(Path(scratch) / self.archive, uri)
-            else:
-                _send_all(store, folder, uri)
-        tell(f"code: {figures.size(self.code_bytes)} uploaded to {uri}")
+        staged, uri = self.staged or Staged(self.job, self.data_at), self.code_uri
+        folder = staged.with_token()
+        if self.archive:
+            archive = folder.with_name(self.archive)
+            pack_source(folder, archive)
+            store.send(archive, uri)
+        else:
+            _send_all(store, folder, uri)
+        tell(f"code: {figures.size(staged.bytes)} uploaded to {uri}")
 
 
 def _send_all(store: UploadStore, source: Path, uri: str) -> None:

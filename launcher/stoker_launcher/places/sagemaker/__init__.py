@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from stoker.errors import UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table
 from stoker.place import TOKEN_FILE
-from stoker_launcher.job import Job, measure, stage
+from stoker_launcher.job import Job, Staged
 from stoker_launcher.places import Place, RemoteRun
 from stoker_launcher.places.remote import (
     CloudRun,
@@ -71,17 +72,14 @@ def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMaker
     if others and (written or settings.queue is not None):
         with_what = "--request" if written else "sagemaker.queue, which waits for capacity itself"
         problems.append(f"sagemaker.gpu.type: name one type with {with_what}")
-    count, size = measure(job, wanted.data_at, "params or sagemaker.channels", problems)
+    staged = Staged(wanted.job, wanted.data_at)
+    problems += staged.problems("params or sagemaker.channels")
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    # The hosts' token comes with the source when it is staged to be sent.
     notes = tuple(sagemaker_rules.warnings(wanted))
-    wanted, *others = (
-        replace(one, code_files=count + 1, code_bytes=size) for one in (wanted, *others)
-    )
-    return replace(wanted, warnings=notes, alternatives=tuple(others))
+    return replace(wanted, staged=staged, warnings=notes, alternatives=tuple(others))
 
 
 def write_source(job: Job, folder: Path) -> str:
@@ -91,10 +89,11 @@ def write_source(job: Job, folder: Path) -> str:
     # Hosts, role and bucket are the estimator's: only the parameters are checked.
     request = request_of(job, job.name, "", "s3://bucket")
     problems = [one for one in sagemaker_rules.problems(request) if one.startswith("params.")]
-    measure(job, request.data_at, "a channel", problems)
+    staged = Staged(job, request.data_at)
+    problems += staged.problems("a channel")
     if problems:
         raise UsageError(*problems)
-    stage(job, folder, request.data_at)
+    shutil.copytree(staged.with_token(), folder)
     sources = {item.parameter: str(item.source) for item in request.data}
     sources |= {name: channel.uri for name, channel in request.settings.channels.items()}
     lines = [f"channel {name}: {sources.get(name, 'S3')}" for name in request.data_at]

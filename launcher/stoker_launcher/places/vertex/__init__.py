@@ -11,7 +11,7 @@ from typing import Any
 from stoker.errors import UsageError
 from stoker.events.prices import spot_note
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
-from stoker_launcher.job import Job, measure
+from stoker_launcher.job import Job, Staged
 from stoker_launcher.places import Place
 from stoker_launcher.places.remote import (
     CloudRun,
@@ -50,12 +50,11 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     problems += [
         line for line in found if not (problems and line.startswith("vertex.project: not set"))
     ]
-    count, size = measure(job, wanted.data_at, "params", problems)
+    staged = Staged(wanted.job, wanted.data_at)
+    problems += staged.problems("params")
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    # The hosts' token comes with the source when it is staged to be sent.
-    notes = tuple(custom_job.warnings(wanted))
-    return replace(wanted, code_files=count + 1, code_bytes=size, warnings=notes)
+    return replace(wanted, staged=staged, warnings=tuple(custom_job.warnings(wanted)))
 
 
 def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:
