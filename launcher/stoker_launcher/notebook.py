@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import queue
 import re
 import secrets
 import shutil
@@ -21,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -62,7 +61,9 @@ from stoker_launcher.places.local import outlast, started
 from stoker_launcher.run_directory import PastRun, resolve_resume, written
 
 ORIGIN = "stoker.run"
-POLL_S = 0.5
+POLL_S = 0.2
+LINES = "lines"
+"""What the job writes, which its cell shows: a file outlives an interrupt of the cell better than a pipe."""
 REACH_S = 10.0
 DATABRICKS_VARIABLE = "DATABRICKS_RUNTIME_VERSION"
 VOLUMES = "/Volumes/"
@@ -256,11 +257,8 @@ def parse_job(
         if source_dir is None and holds_recipe(Path(), str(config.get("recipe", ""))):
             source_dir = Path.cwd()
         return config, as_overrides(None, arguments)[1], source_dir
-    path = Path(
-        example_file(str(config)) if str(config).startswith("example:") else config
-    ).expanduser()
-    file, own = as_overrides(path, arguments)
-    return file, own, source_dir
+    named = example_file(str(config)) if str(config).startswith("example:") else config
+    return *as_overrides(Path(named).expanduser(), arguments), source_dir
 
 
 def with_mlflow(
@@ -279,21 +277,14 @@ def with_mlflow(
         return resolved, {}, [note]
     own = {"tracking.mlflow.uri": "databricks", "tracking.mlflow.experiment": name}
     resolved = load(given, [*words, *(f"{key}={value}" for key, value in own.items())], ORIGIN)
-    return (
-        replace(resolved, origins=resolved.origins | dict.fromkeys(own, "Databricks")),
-        environment,
-        [],
-    )
+    origins = resolved.origins | dict.fromkeys(own, "Databricks")
+    return replace(resolved, origins=origins), environment, []
 
 
 def _mlflow_of_notebook() -> tuple[str, dict[str, str], str]:
     """The experiment of `mlflow.set_experiment`, which sets a variable, or the notebook's own."""
     if importlib.util.find_spec("mlflow") is None:
-        return (
-            "",
-            {},
-            "MLflow: not installed, so this run is not tracked; %pip install mlflow-skinny",
-        )
+        return "", {}, "MLflow: not installed, so runs are not tracked; %pip install mlflow-skinny"
     from mlflow import MlflowClient
     from mlflow.tracking.default_experiment.registry import get_experiment_id
     from mlflow.utils.databricks_utils import get_databricks_env_vars
@@ -304,9 +295,7 @@ def _mlflow_of_notebook() -> tuple[str, dict[str, str], str]:
         number = os.environ.get("MLFLOW_EXPERIMENT_ID") or (None if name else get_experiment_id())
         if number is not None:
             name = MlflowClient("databricks").get_experiment(number).name
-    except (
-        Exception
-    ) as error:  # whatever the client meets on a foreign platform; the run does not need it
+    except Exception as error:  # on a foreign platform; the run does not need it
         cause = " ".join(str(error).split()) or type(error).__name__
         return "", {}, f"MLflow: off, because the workspace did not answer as expected: {cause}"
     note = "MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
@@ -372,31 +361,30 @@ def submit(request: NotebookRequest) -> NotebookRun:
                 f"address: no Ray cluster at {at}: {why}; is it still running?"
             ) from None
     new, earlier = not run_dir.exists(), written(run_dir)
-    code = run_directory.replace_code(
-        run_dir if local else Path(tempfile.mkdtemp(prefix="stoker-code-"))
-    )
+    scratch = Path(tempfile.mkdtemp(prefix="stoker-run-"))
+    code = run_directory.replace_code(run_dir if local else scratch)
     try:
         request.job.stage(code)
         run_dir.mkdir(parents=True, exist_ok=True)
         latest = run_directory.point_latest(run_dir) if local else None
         packed = {} if local else {PACKAGE_VARIABLE: str(_packed(code))}
-        process = started(
-            code,
-            os.environ | request.environment | packed,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # The kernel's interrupts go to its process group; the job gets one each from `wait`.
-            start_new_session=True,
-        )
+        with (scratch / LINES).open("wb") as lines:
+            process = started(
+                code,
+                os.environ | request.environment | packed,
+                stdout=lines,
+                stderr=subprocess.STDOUT,
+                # The kernel's interrupts go to its process group; the job gets one each from `wait`.
+                start_new_session=True,
+            )
     except BaseException as error:
-        if not local:
-            shutil.rmtree(code.parent, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         if new:
             run_directory.remove_refused(run_dir, None)
         if isinstance(error, OSError):
             raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
         raise
-    return NotebookRun(request, process, None if local else code.parent, new, latest, earlier)
+    return NotebookRun(request, process, scratch, new, latest, earlier)
 
 
 def _packed(code: Path) -> Path:
@@ -406,63 +394,55 @@ def _packed(code: Path) -> Path:
             f"source_dir: {figures.size(len(content))} of source, but Ray accepts at most 100 MB;"
             " move data to storage that the hosts share"
         )
-    package = code.parent / "job.zip"
-    write_private(package, content)
-    return package
+    write_private(code.parent / "job.zip", content)
+    return code.parent / "job.zip"
 
 
+@dataclass
 class NotebookRun:
-    def __init__(
-        self,
-        request: NotebookRequest,
-        process: subprocess.Popen[bytes],
-        staged: Path | None,
-        new: bool,
-        latest: str | None,
-        earlier: int,
-    ) -> None:
-        self.request, self.process, self.staged, self.new, self.latest = (
-            request,
-            process,
-            staged,
-            new,
-            latest,
-        )
-        self.interrupts = 0
-        self._earlier = earlier
+    request: NotebookRequest
+    process: subprocess.Popen[bytes]
+    scratch: Path
+    """Its lines, and on a cluster its code."""
+    new: bool
+    latest: str | None
+    earlier: int
+    """When an earlier start in the run directory wrote its summary."""
+    interrupts: int = 0
+
+    def __post_init__(self) -> None:
         self._errors: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._copies = None
-        if request.lasting is not None:
-            self._copies = Copies({request.run_dir: request.lasting}, self._lines.put)
+        self._shown = 0
+        run_dir, lasting = self.request.run_dir, self.request.lasting
+        self._copies = Copies({run_dir: lasting}) if lasting else None
+        if self._copies is not None:
             self._copies.start()
-        # A read in this thread would lose what it has when the cell is interrupted.
-        threading.Thread(target=self._read, name="lines", daemon=True).start()
 
     def wait(self) -> RunResult:
         return outlast(self.process, self._show, self._interrupt, self._concluded)
 
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._lines.put(line.decode(errors="replace").rstrip("\n"))
-        self._lines.put(None)
-
     def _show(self) -> None:
-        """Show the lines until the job ends; a process that it left behind may hold the pipe open."""
-        while True:
-            try:
-                line = self._lines.get(timeout=POLL_S)
-            except queue.Empty:
-                if self.process.poll() is not None:
+        """Show the job's lines until it ends."""
+        with (self.scratch / LINES).open("rb") as file:
+            file.seek(self._shown)  # an interrupt may show a line twice, and loses none
+            while True:
+                ended = self.process.poll() is not None
+                for line in file:
+                    if not line.endswith(b"\n") and not ended:
+                        file.seek(self._shown)
+                        break
+                    self._show_line(line.decode(errors="replace").rstrip("\n"))
+                    self._shown += len(line)
+                if ended:
                     return
-                continue
-            if line is None:
-                return
-            if self.request.lasting is not None:  # where its files will be, not where they are now
-                line = line.replace(str(self.request.run_dir), str(self.request.lasting))
-            if line.startswith("error: "):
-                self._errors.append(line.removeprefix("error: "))
-            print(line, flush=True)
+                time.sleep(POLL_S)
+
+    def _show_line(self, line: str) -> None:
+        if self.request.lasting is not None:  # where its files will be, not where they are now
+            line = line.replace(str(self.request.run_dir), str(self.request.lasting))
+        if line.startswith("error: "):
+            self._errors.append(line.removeprefix("error: "))
+        print(line, flush=True)
 
     def _interrupt(self) -> None:
         """The first one asks for a checkpoint and the end, the second one for the end; the third kills."""
@@ -471,12 +451,10 @@ class NotebookRun:
         self.interrupts += 1
 
     def _concluded(self, code: int) -> RunResult:
-        request, run_dir = self.request, self.request.lasting or self.request.run_dir
-        (request.run_dir / STOP_FILE).unlink(missing_ok=True)
+        here, run_dir = self.request.run_dir, self.request.lasting or self.request.run_dir
+        (here / STOP_FILE).unlink(missing_ok=True)
         # After a start that failed at once, a resumed run's directory has the summary of the start before.
-        summary = (
-            PastRun(request.run_dir).summary() if written(request.run_dir) != self._earlier else {}
-        )
+        summary = PastRun(here).summary() if written(here) != self.earlier else {}
         refused = code == 2 and self.new and not summary.get("steps")
         error = "" if code == 0 else "; ".join(self._errors) or str(summary.get("error") or "")
         if self._copies is not None and refused:
@@ -484,14 +462,12 @@ class NotebookRun:
             shutil.rmtree(run_dir, ignore_errors=True)
         elif self._copies is not None:
             if problem := self._copies.finish():
-                run_dir, code = request.run_dir, code or 1
-                error = f"{problem}; the run is in {run_dir}"
+                run_dir, code, error = here, code or 1, f"{problem}; the run is in {here}"
             else:
-                shutil.rmtree(request.run_dir, ignore_errors=True)
-        if self.staged is not None:
-            shutil.rmtree(self.staged, ignore_errors=True)
+                shutil.rmtree(here, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         if refused:
-            run_directory.remove_refused(request.run_dir, self.latest)
+            run_directory.remove_refused(here, self.latest)
         if refused or summary.get("status") == "starting":
             summary = {}
         return RunResult(code, run_dir, summary, scrub(error))
