@@ -181,26 +181,26 @@ def test_each_type_has_its_request_its_limit_and_its_price() -> None:
     assert request.body["StoppingCondition"]["MaxPendingTimeInSeconds"] == 7200
 
 
-MORE = "sagemaker.queue_request"
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
         ({"gpu.type": "[ml.g5.2xlarge, ml.g55.2xlarge]"}, "sagemaker.gpu.type"),
         ({"gpu.type": "[ml.g5.2xlarge, ml.g6.2xlarge]", "queue": "q"}, "sagemaker.gpu.type"),
-        ({"queue_request": "{schedulingPriority: 1}"}, MORE),
-        ({"queue": "q", "queue_request": "{shareName: a}"}, f"{MORE}.shareName"),
-        ({"queue": "q", "queue_request": "{schedulingPriority: high}"}, f"{MORE}.schedulingPriority"),
-        ({"queue": "q", "queue_request": "{jobName: mine}"}, f"{MORE}.jobName"),
         ({"queue": "q", "max_retries": "50"}, "sagemaker.max_retries"),
     ],
-)  # fmt: skip
-def test_what_neither_service_would_take_is_refused_before_upload(
+)
+def test_what_the_types_or_the_queue_rule_out_is_refused_before_upload(
     changes: dict[str, str], key: str
 ) -> None:
     with refused(key, code=2):
         plan(**changes)
+
+
+@pytest.mark.parametrize("more", ["{shareName: a}", "{schedulingPriority: high}"])
+def test_what_the_client_of_batch_does_not_send_is_no_lost_answer(cloud: Aws, more: str) -> None:
+    with pytest.raises(UsageError, match="Parameter validation failed") as raised:
+        sagemaker.submit(plan(queue="vision", queue_request=more), str)
+    assert not isinstance(raised.value, remote.UnansweredError) and not cloud.submitted
 
 
 def test_a_written_request_has_one_type() -> None:

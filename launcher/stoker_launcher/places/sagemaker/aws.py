@@ -117,6 +117,7 @@ def readable_errors(what: str) -> Iterator[None]:
         ClientError,
         NoCredentialsError,
         NoRegionError,
+        ParamValidationError,
         PartialCredentialsError,
         ProfileNotFound,
     )
@@ -136,6 +137,8 @@ def readable_errors(what: str) -> Iterator[None]:
         if code == "ResourceInUse" or status >= 500:
             kind = LostAnswerError
         raise kind(f"AWS {what}: {_words_of(error)}") from None
+    except ParamValidationError as error:  # nothing was sent
+        raise UsageError(f"AWS {what}: {' '.join(str(error).split())}") from None
     except BotoCoreError as error:
         raise LostAnswerError(f"AWS {what}: {error}") from None
     except S3UploadFailedError as error:  # wraps the actual error
