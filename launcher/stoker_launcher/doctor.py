@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -77,36 +76,33 @@ def packages(config: Config) -> Iterator[Finding]:
 
 
 def torch(config: Config) -> Iterator[Finding]:
-    """Whether torch and torchvision were built for each other."""
-    pins = requirements.image_pins()
-    if not {"torch", "torchvision"} <= pins.keys():
+    """Whether torch and torchvision were built for each other, and can use the GPUs: by trying it."""
+    if not {"torch", "torchvision"} <= requirements.image_pins().keys():
         return  # reported by `packages`
-    wants = [
-        line for line in metadata.requires("torchvision") or [] if re.match(r"torch\b(?!-)", line)
-    ]
-    builds = {pins[name].partition("+")[2] for name in ("torch", "torchvision")} - {""}
-    remedy = ""
-    if wrong := requirements.unsatisfied("\n".join(wants)):
-        remedy = f"torchvision needs {wrong[0]}; install both in one command"
-    elif len(builds) > 1:
-        remedy = "two builds; install both from one index in one command"
-    yield finding_of("torch", f"{pins['torch']} with torchvision {pins['torchvision']}", remedy)
-
-
-def gpus(config: Config) -> Iterator[Finding]:
-    """What torch sees, by asking it in a process of its own."""
-    if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+    together = "install both in one command, from one index"
+    yield _tried("torch", USE_TORCHVISION, together)
+    if shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists():
+        drivers = "install a driver, and a build of torch for a CUDA version that it supports"
+        yield _tried("GPU", USE_GPUS, drivers)
+    else:
         remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
         yield Finding("note", "GPU", "none", remedy)
-        return
-    command = [sys.executable, "-W", "ignore", "-c", SEEN_BY_TORCH]
+
+
+def _tried(what: str, program: str, remedy: str) -> Finding:
+    """The last line that a program writes; a failure if it fails."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["none"]
-    remedy = "install a driver, and a build of torch for a CUDA version that it supports"
-    yield finding_of("GPU", said[-1], remedy if done.returncode else "")
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["no answer"]
+    return finding_of(what, said[-1], remedy if done.returncode else "")
 
 
-SEEN_BY_TORCH = """
+USE_TORCHVISION = """
+import torch, torchvision
+torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+print(torch.__version__, "with torchvision", torchvision.__version__)
+"""
+USE_GPUS = """
 import sys, torch
 if torch.version.cuda is None:
     sys.exit("torch is built without CUDA")
@@ -162,5 +158,5 @@ def aws(config: Config) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    *(python, packages, torch, gpus, shared_memory, disk, namespaces, aws),
+    *(python, packages, torch, shared_memory, disk, namespaces, aws),
 )
