@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -127,12 +126,6 @@ class TestLaws:
 
     @always_the_same
     @given(works, shapes)
-    def test_more_hosts_never_slow_down(self, work: Workload, shape: ClusterShape) -> None:
-        rates = [predict(work, shape.with_cpu_hosts(n)).samples_per_s for n in range(8)]
-        assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(rates))
-
-    @always_the_same
-    @given(works, shapes)
     def test_no_number_of_hosts_is_cheaper_than_the_chosen_one(
         self, work: Workload, shape: ClusterShape
     ) -> None:
@@ -163,37 +156,3 @@ class TestLaws:
         assert now.samples_per_s == pytest.approx(caps.get(now.binds, now.samples_per_s))
         for better in [predict(*more) for term, more in raised.items() if term != now.binds]:
             assert better.samples_per_s == pytest.approx(now.samples_per_s, rel=1e-6)
-
-    @always_the_same
-    @given(works, shapes, st.floats(1.01, 3))
-    def test_every_cost_lowers_throughput_and_every_supply_raises_it(
-        self, work: Workload, shape: ClusterShape, factor: float
-    ) -> None:
-        now = predict(work, shape).samples_per_s * (1 + 1e-9)
-        for name in ("cpu_s", "receive_s", "other_s", "serial_s", "bytes_per_sample"):
-            assert (
-                predict(replace(work, **{name: getattr(work, name) * factor}), shape).samples_per_s
-                <= now
-            )
-        for name in ("gpu_host_cpus", "cpu_host_cpus", "gpu_host_bytes_per_s"):
-            more = replace(shape, **{name: getattr(shape, name) * factor})
-            assert (
-                predict(work, more).samples_per_s * (1 + 1e-9) >= predict(work, shape).samples_per_s
-            )
-
-    @always_the_same
-    @given(works, shapes)
-    def test_while_cpus_bind_a_host_pays_exactly_if_its_cpus_are_the_cheaper_ones(
-        self, work: Workload, shape: ClusterShape
-    ) -> None:
-        """Rule 2 of the model, where receiving costs nothing: P_c/P_g < η·C_c/C_g."""
-        work = replace(work, receive_s=0, other_s=0)
-        shape = replace(shape, gpu_hosts=1, reserved_cpus=0, gpu_host_efficiency=1)
-        more = shape.with_cpu_hosts(shape.cpu_hosts + 1)
-        if predict(work, more).binds != "cpu" or predict(work, shape).binds != "cpu":
-            return
-        price_ratio = shape.cpu_host_usd_per_hour / shape.gpu_host_usd_per_hour
-        cpu_ratio = shape.efficiency * shape.cpu_host_cpus / shape.gpu_host_cpus
-        if not math.isclose(price_ratio, cpu_ratio, rel_tol=1e-6):
-            cost, dearer = (usd_per_million_samples(predict(work, s), s) for s in (shape, more))
-            assert (dearer < cost) == (price_ratio < cpu_ratio)

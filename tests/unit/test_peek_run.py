@@ -144,6 +144,7 @@ class Run:
         }
 
 
+SMALL: dict[str, Any] = {"params": {"train_records": 60}, "train": {"batch_size": 8, "epochs": 1}}
 ORDERS = pytest.mark.parametrize("order", ["any", "exact"])
 BLOCKS = {"block_records": 16, "bad_record_budget": 0.5}
 EXACT = {"order": "exact", **BLOCKS}
@@ -209,9 +210,7 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     from stoker.checkpoints.format import Content, save
     from stoker.storage.checkpoint_store import open_store
 
-    run = Run(
-        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
-    )
+    run = Run(tmp_path, data=EXACT, **SMALL)
     run.train(1)
     store = open_store(str(run.folder / "checkpoints"))
     for step, weight in ((3, 1.0), (7, 9.0)):
@@ -234,13 +233,7 @@ def test_losses_come_from_checkpoints_of_this_run_alone(tmp_path: Path) -> None:
     from stoker.checkpoints.format import Content, save
     from stoker.storage.checkpoint_store import open_store
 
-    run = Run(
-        tmp_path,
-        params={"train_records": 60},
-        checkpoint={"dir": "ckpt"},
-        data=EXACT,
-        train={"batch_size": 8, "epochs": 1},
-    )
+    run = Run(tmp_path, checkpoint={"dir": "ckpt"}, data=EXACT, **SMALL)
     run.train(1)
     weights = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
     for step, writer in ((3, "own"), (4, "other"), (5, "own")):
@@ -255,7 +248,7 @@ def test_losses_come_from_checkpoints_of_this_run_alone(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
-    run = Run(tmp_path, params={"train_records": 60}, train={"batch_size": 8, "epochs": 1})
+    run = Run(tmp_path, **SMALL)
     with pytest.raises(UsageError, match=r"no event `given` in events\.jsonl"):
         run.rebuilt(1)
     run.train(1)
@@ -291,9 +284,7 @@ def test_a_batch_of_other_data_is_never_shown(
 
 
 def test_a_block_whose_ids_are_not_those_of_the_run_ends_the_look(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
-    )
+    run = Run(tmp_path, data=EXACT, **SMALL)
     run.train(1)
     events = run.folder / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text().splitlines()]
@@ -308,9 +299,7 @@ def test_a_block_whose_ids_are_not_those_of_the_run_ends_the_look(tmp_path: Path
 
 
 def test_a_step_beyond_the_last_logged_one_is_shown_with_a_note(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path, params={"train_records": 60}, data=BLOCKS, train={"batch_size": 8, "epochs": 1}
-    )
+    run = Run(tmp_path, data=BLOCKS, **SMALL)
     run.train(1)
     run.forget("step")
     assert "the run did not log this step" in run.peek("--step", "7").output
@@ -318,9 +307,7 @@ def test_a_step_beyond_the_last_logged_one_is_shown_with_a_note(tmp_path: Path) 
 
 
 def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
-    )
+    run = Run(tmp_path, data=EXACT, **SMALL)
     run.train(2)
     result = run.peek("--step", "2", "--rank", "1")
     assert result.exit_code == 0, result.exception
@@ -334,9 +321,7 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
 
 
 def test_a_batch_that_changed_code_would_make_is_never_shown(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1}
-    )
+    run = Run(tmp_path, data=EXACT, **SMALL)
     run.train(1)
     (run.folder / "code").mkdir()
     (run.folder / "code" / "chain.py").write_text("SIDE = 32\n")  # as a resume stages it

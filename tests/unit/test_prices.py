@@ -129,25 +129,16 @@ class TestCostOfARun:
         each = {"usd_per_hour": 1, "rest_usd_per_hour": 2, "on_demand_usd_per_hour": 1.5, "max": 2}
         summary, scaling = summary_of(*self.two), CpuHostsConfig.model_validate(each)
         summary.cluster.hosts[1].scaled = True
+        names = ("usd", "cpu_host_hours", "saved_by_spot_usd")
         first = run_cost(summary, prices.price_list(), scaling)
-        assert first and (first["usd"], first["cpu_host_hours"], first["saved_by_spot_usd"]) == (
-            3,
-            1,
-            0.5,
-        )
+        assert first and [first[name] for name in names] == [3, 1, 0.5]
         summary.seconds, summary.earlier_s, summary.earlier_cost = 3500 + 3600, 3600, first
         both = run_cost(summary, prices.price_list(), scaling)
-        assert both and (both["usd"], both["cpu_host_hours"], both["saved_by_spot_usd"]) == (
-            6,
-            2,
-            1,
-        )
+        assert both and [both[name] for name in names] == [6, 2, 1]
         for unknown in (None, {"usd": 3.0}):
             summary.earlier_cost = unknown
             cost = run_cost(summary, prices.price_list(), scaling)
-            assert (
-                cost and cost["usd"] == 6 and not {"cpu_host_hours", "saved_by_spot_usd"} & {*cost}
-            )
+            assert cost and cost["usd"] == 6 and not {*names[1:]} & {*cost}
 
     def test_none_where_one_host_has_no_price(self) -> None:
         assert run_cost(summary_of(*self.two, ("cpu", None)), prices.price_list()) is None
@@ -170,21 +161,12 @@ class TestCostOfARun:
         assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]
 
     def test_hosts_tell_their_type_by_a_label(self) -> None:
-        resource = {
-            "current_host": "algo-2",
-            "hosts": ["algo-1", "algo-2"],
-            "instance_groups": [
-                {
-                    "instance_group_name": "gpu",
-                    "instance_type": "ml.g5.xlarge",
-                    "hosts": ["algo-1"],
-                },
-                {
-                    "instance_group_name": "cpu",
-                    "instance_type": "ml.c5.4xlarge",
-                    "hosts": ["algo-2"],
-                },
-            ],
-        }
-        assert ray_labels(resolve(resource))["stoker.type"] == "ml.c5.4xlarge"
+        names = {"gpu": "ml.g5.xlarge", "cpu": "ml.c5.4xlarge"}
+        groups = [
+            {"instance_group_name": name, "instance_type": kind, "hosts": [f"algo-{name}"]}
+            for name, kind in names.items()
+        ]
+        hosts = {"current_host": "algo-cpu", "hosts": ["algo-gpu", "algo-cpu"]}
+        labels = ray_labels(resolve({**hosts, "instance_groups": groups}))
+        assert labels["stoker.type"] == "ml.c5.4xlarge"
         assert "stoker.type" not in ray_labels(resolve({"current_host": "a", "hosts": ["a"]}))

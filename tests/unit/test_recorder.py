@@ -21,16 +21,8 @@ from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
 from stoker.serve.actor import Coordinator
 from stoker.serve.passes import Passes
 
-STEP = {
-    "event": "step",
-    "time": 9.0,
-    "epoch": 2,
-    "step": 201,
-    "epoch_samples": 64,
-    "wait_s": 0.0,
-    "loss": 1.0,
-    "lr": 0.1,
-}
+STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64}
+STEP |= {"wait_s": 0.0, "loss": 1.0, "lr": 0.1}
 EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}
 
 
@@ -124,18 +116,6 @@ def test_a_start_that_trains_nothing_takes_time_and_costs(tmp_path: Path) -> Non
     assert after.cost["usd_per_million_samples"] == 2.0 and after.speed == before.speed
 
 
-def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 200)
-    recorder, summary = start(run)
-    recorder.on_event(
-        event_of({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"})
-    )
-    recorder.on_event(event_of({**STEP, "elapsed_s": 4.0}))
-    recorder.close(summary)
-    assert summary.speed.samples_per_s == 16.0
-    assert [host.host for host in summary.cluster.hosts] == ["here"]
-
-
 def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     before = read_summary(run / "summary.json")
@@ -151,6 +131,8 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     assert after.started == before.started
     assert before.seconds <= after.seconds < before.seconds + 60
     assert after.cost is not None and after.cost["usd"] == pytest.approx(2.5, abs=0.01)
+    assert after.speed.samples_per_s == 16.0, "a start that trains has figures of its own"
+    assert [host.host for host in after.cluster.hosts] == ["here"]
     shown: list[str] = []
     console = Console(1)
     console.line = shown.append  # type: ignore[method-assign]
@@ -241,29 +223,10 @@ def test_a_bad_record_is_listed_once_for_each_reason_over_all_epochs_and_starts(
     assert sorted(met) == sorted([*range(6)] * 3), "`peek` needs those of each epoch"
 
 
-def test_bad_records_beyond_what_is_remembered_are_listed_in_each_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stoker.events.recorder.MOST_LISTED", 2)
-    recorder, summary = start(tmp_path)
-    for epoch in range(2):
-        for key in "abcd":
-            recorder.on_event(bad(epoch, key, "cut"))
-    recorder.close(summary)
-    assert [(epoch, key) for _, epoch, key, _ in listed(tmp_path)] == [
-        *((0, key) for key in "abcd"),
-        *((1, key) for key in "cd"),
-    ]
-
-
 def passed(epoch: int, steps: int, wait_s: float, batches: int) -> PassEnded:
     """Of 0.1 s per step, and a wait."""
-    times = {
-        "wait_production_s": wait_s,
-        "compute_s": 0.1 * steps,
-        "wait_s": wait_s,
-        "batches": batches,
-    }
+    times = {"wait_production_s": wait_s, "compute_s": 0.1 * steps, "wait_s": wait_s}
+    times["batches"] = batches
     figures = {"samples": 32 * steps, "elapsed_s": 0.1 * steps + wait_s, "step_ms": [100.0] * steps}
     return PassEnded(split="train", epoch=epoch, steps=steps, times=times, **figures)
 
@@ -309,12 +272,9 @@ def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_
 def test_steps_within_a_pass_count_their_batches(tmp_path: Path) -> None:
     recorder, summary = start(tmp_path)
     terms = {"wait_production": 10.0, "compute": 40.0}
-    recorder.on_event(
-        event_of({**STEP, "step": 220, "elapsed_s": 4.0, "batches": 80, "terms_ms": terms})
-    )
-    recorder.on_event(
-        event_of({**STEP, "step": 240, "elapsed_s": 8.0, "batches": 160, "terms_ms": terms})
-    )
+    for step, elapsed_s in ((220, 4.0), (240, 8.0)):
+        told = {"step": step, "elapsed_s": elapsed_s, "batches": 20 * elapsed_s, "terms_ms": terms}
+        recorder.on_event(event_of({**STEP, **told}))
     recorder.close(summary)
     found = summary.speed.step_terms_ms
     assert (found["wait_production"], found["compute"]) == (10.0, 40.0)
