@@ -80,11 +80,7 @@ def test_what_the_recommendation_says(
     told = [line for line in advice.lines if line.startswith("configured now")]
     known = advice.best is not None and hosts.get("max_cpu_hosts") != 0
     assert len(told) == known and (not told or "% more expensive per sample" in told[0])
-    if advice.best is None:
-        rates = [
-            row.samples_per_s for row in advice.table if row.cpu_type in (None, "ml.c5.xlarge")
-        ]
-        assert rates == sorted(rates) and len(rates) >= 4, "the capacity of the CPU side"
+    assert (advice.best is None) == (not advice.table)
 
 
 @pytest.mark.parametrize(

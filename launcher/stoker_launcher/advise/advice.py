@@ -41,7 +41,6 @@ PARTS: dict[Term, str] = {
     "receiver": "receiving thread",
 }
 """What limits a cluster."""
-CAPACITY_HOSTS = (1, 2, 4, 8)
 AROUND = ("pack", "task")
 """Work outside the chain's own stages, which no recipe can make cheaper."""
 DEAR = 0.3
@@ -149,7 +148,7 @@ class Advice:
     prices: PriceList
     table: list[Candidate]
     best: Candidate | None
-    """None if no GPU's rate is known; the table then shows only the capacity of the CPU side."""
+    """None if no GPU's rate is known; the table is empty then."""
     lines: list[str]
     notes: list[str]
 
@@ -160,20 +159,18 @@ class Advice:
 
 def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
     notes = [known.label, *measured.notes, *measured.assumptions()]
-    rates = {gpu.type: measured.rate(gpu.gpu_name) for gpu in machines(wanted.gpu_types)}
-    unrated = [name for name, rate in rates.items() if rate is None]
-    hints = stage_hints(measured.stages)
-    if len(unrated) == len(rates):
-        table = [row for name in rates for row in grid(measured, wanted, known, name, math.inf)]
-        return Advice(measured, wanted, known, table, None, [UNKNOWN, *hints], notes)
-    if unrated:
-        notes.append(f"left out, because the rate of the GPU is unknown: {', '.join(unrated)}")
+    rates = {gpu: measured.rate(gpu.gpu_name) for gpu in machines(wanted.gpu_types)}
     table = [
         row
-        for name, rate in rates.items()
+        for gpu, rate in rates.items()
         if rate
-        for row in grid(measured, wanted, known, name, rate)
+        for row in grid(measured, wanted, known, gpu, rate)
     ]
+    hints = stage_hints(measured.stages)
+    if not table:
+        return Advice(measured, wanted, known, [], None, [UNKNOWN, *hints], notes)
+    if unrated := [gpu.type for gpu, rate in rates.items() if not rate]:
+        notes.append(f"left out, because the rate of the GPU is unknown: {', '.join(unrated)}")
     table.sort(key=lambda row: (row.usd_per_million_samples, -row.samples_per_s))
     # The cheapest per sample; among equals the fastest, then the one with fewest CPU hosts.
     most = table[0].usd_per_million_samples * (1 + ALIKE)
@@ -185,25 +182,20 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
 
 
 def grid(
-    measured: Measured, wanted: Wanted, known: PriceList, name: str, rate: float
+    measured: Measured, wanted: Wanted, known: PriceList, gpu: Machine, rate: float
 ) -> list[Candidate]:
     """A GPU type alone, as a bigger host with the same GPUs, and with 1, the best and the configured number of
-    each CPU type; with an infinite rate, what a few CPU hosts could feed."""
-    (gpu,) = machines([name])
+    each CPU type."""
     works = [measured.work(rate, side, wanted.speed) for side in (-1, 0, 1)]
-    clusters: list[tuple[Machine, Machine | None, int]] = [(gpu, None, 0)]
-    if math.isfinite(rate):
-        same = [
-            m for m in prices.MACHINES.values() if (m.gpu_name, m.gpus) == (gpu.gpu_name, gpu.gpus)
-        ]
-        clusters += [(host, None, 0) for host in same if host.vcpus > gpu.vcpus]
-    for cpu in machines(wanted.cpu_types if math.isfinite(rate) else wanted.cpu_types[:2]):
-        counts = {*CAPACITY_HOSTS}
-        if math.isfinite(rate):
-            shape = shape_of(wanted, known, gpu, cpu, 1)
-            counts = {1, cheapest_count(works[1], shape, wanted.max_cpu_hosts)}
-            if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
-                counts.add(wanted.configured[2])
+    same = [m for m in prices.MACHINES.values() if (m.gpu_name, m.gpus) == (gpu.gpu_name, gpu.gpus)]
+    clusters: list[tuple[Machine, Machine | None, int]] = [
+        (host, None, 0) for host in same if host == gpu or host.vcpus > gpu.vcpus
+    ]
+    for cpu in machines(wanted.cpu_types):
+        shape = shape_of(wanted, known, gpu, cpu, 1)
+        counts = {1, cheapest_count(works[1], shape, wanted.max_cpu_hosts)}
+        if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
+            counts.add(wanted.configured[2])
         allowed = [count for count in sorted(counts) if 0 < count <= wanted.max_cpu_hosts]
         clusters += [(gpu, cpu, count) for count in allowed]
     return [

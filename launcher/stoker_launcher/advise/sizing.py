@@ -343,27 +343,22 @@ def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
 
 
 def show(advice: Advice) -> None:
-    known = "hosts for this job, cheapest per sample first"
-    print(known if advice.best else "capacity of the CPU side (no GPU's rate is known)")
-    head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
-    head += ["time", "$ job"] if advice.table[0].hours is not None else []
-    print(table(head, [_cells(one, advice) for one in advice.table], left=("hosts",)))
+    if rows := advice.table:
+        print("hosts for this job, cheapest per sample first")
+        head = ["", "hosts", "samples/s", "binds", "$/h", "$/1M"]
+        head += ["time", "$ job"] if rows[0].hours is not None else []
+        print(table(head, [_cells(row, advice) for row in rows], left=("hosts",)))
     print("\n".join([*advice.lines, *(f"  {note}" for note in advice.notes)]))
 
 
 def _cells(one: Candidate, advice: Advice) -> list[str]:
     mark = "▶" if one == advice.best else "now" if advice.is_configured(one) else ""
     spread = max(one.high - one.samples_per_s, one.samples_per_s - one.low) / one.samples_per_s
-    cells = [
-        mark,
-        one.hosts,
-        f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %",
-        PARTS[one.binds],
-    ]
-    cells += [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
+    rate = f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %"
+    cost = [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
     if one.hours is not None and one.usd is not None:
-        cells += [duration(3600 * one.hours), dollars(one.usd)]
-    return cells
+        cost += [duration(3600 * one.hours), dollars(one.usd)]
+    return [mark, one.hosts, rate, PARTS[one.binds], *cost]
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
