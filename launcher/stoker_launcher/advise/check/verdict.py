@@ -209,25 +209,23 @@ def headline(one: Checked) -> list[str]:
     ]
 
 
-def help_here(one: Checked, cpus: float, idle: float | None) -> Iterator[str]:
+def help_here(one: Checked, cpus: float) -> Iterator[str]:
     """What would help on this machine."""
     batch, now = one.samples_per_step, one.loader.num_workers
     if (fetched := one.fetched) is not None and one.waits and one.compute_s > 0:
         needed = math.ceil(SLACK * fetched.whole_s * batch / one.compute_s)
         cpus_needed = fetched.cpu_s * batch / one.compute_s
-        # One CPU is for the script itself; CPUs used by other work are not available.
-        used = fetched.cpu_s * batch / one.step_s
-        free = min(max(cpus - 1, 1), math.inf if idle is None else idle * cpus + used)
+        free = max(cpus - 1, 1)  # one is for the script itself
         if cpus_needed > free:
             late = 100 * (1 - free / cpus_needed)
             yield (
-                f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
-                f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
+                f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, beside"
+                f" one for the script, and there are {cpus:g}; {late:.0f} % of a step would still wait"
             )
         elif needed > now:
             yield (
                 f"num_workers={needed} instead of {now} would fix this on this machine:"
-                f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch"
+                f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch, if nothing else takes them"
             )
         else:
             yield (
@@ -263,7 +261,7 @@ def lines_of(
             cost += f", and {blocked} waiting (storage, network, a busy CPU)"
     lines.append(f"CPU per sample: {cost}")
     sections = {
-        "what would help on this machine": [*help_here(first, seen["cpus"], seen["idle"])],
+        "what would help on this machine": [*help_here(first, seen["cpus"])],
         "CPU hosts": advice.lines if advice else [],
     }
     for title, texts in sections.items():
@@ -299,14 +297,14 @@ def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> lis
 def as_json(
     loaders: Sequence[Checked], seen: Mapping[str, Any], advice: Advice | None
 ) -> dict[str, Any]:
-    shown = {name: seen[name] for name in ("cpus", "idle", "gpu", "ended")}
+    shown = {name: seen[name] for name in ("cpus", "gpu", "ended")}
     return shown | {
         "loaders": [
             {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains}
             for one in loaders
         ],
         "verdict": headline(loaders[0]),
-        "help": [*help_here(loaders[0], seen["cpus"], seen["idle"])],
+        "help": [*help_here(loaders[0], seen["cpus"])],
         "candidates": [asdict(one) for one in advice.table] if advice else [],
         "recommended": asdict(advice.best) if advice and advice.best else None,
         "reasons": advice.lines if advice else [],

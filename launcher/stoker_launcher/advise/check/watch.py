@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import stoker
-from stoker.hosts.machine import cpu_times, cpus
+from stoker.hosts.machine import cpus
 from stoker_launcher.advise.check.fetching import (
     Fetching,
     WorkerStart,
@@ -100,8 +100,6 @@ class Watch:
         self.over = False
         self.next_look = time.monotonic()
         self.process = os.getpid()
-        self.cpu: list[tuple[float, float]] = []
-        """CPU times at the first batch and at the end."""
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._same: dict[tuple[Any, ...], int] = {}
         self._datasets: list[Any] = []
@@ -178,8 +176,6 @@ class Watch:
             loader.batches += 1
             if torch.is_grad_enabled():
                 self.since_step[number] = threading.get_ident()
-            if not self.cpu:
-                self.cpu.append(cpu_times())
 
     def observe_steps(self, module: Any) -> None:
         module.register_optimizer_step_post_hook(self.stepped)
@@ -248,8 +244,6 @@ class Watch:
         for own in self.fetchings:
             if own.batches:
                 own.write()
-        self.cpu.append(cpu_times())
-        busy, total = (end - start for start, end in zip(self.cpu[0], self.cpu[-1], strict=True))
         found = {
             "ended": how,
             "said": said,
@@ -257,7 +251,6 @@ class Watch:
             "takes": [asdict(take) for take in self.resolved(wait=True)],
             "gpu": self.clock.name if self.clock else None,
             "cpus": cpus(),
-            "idle": 1 - busy / total if total > 0 else None,
         }
         draft = self.folder / f"{RESULT}.draft"
         draft.write_text(json.dumps(found))
