@@ -17,7 +17,7 @@ from tests.fakes.google_cloud import BUCKET, cloud_storage
 def test_a_job_reads_gs_and_resumes_from_gs(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two whole jobs; what they ask of Cloud Storage: tests/unit/test_google_storage.py."""
+    """Two whole jobs; what they ask of Cloud Storage: tests/unit/test_stores.py."""
     with cloud_storage() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -28,7 +28,7 @@ def test_a_job_reads_gs_and_resumes_from_gs(
             ) as stream:
                 stream.write(file.read_bytes())
         kept = f"gs://{BUCKET}/flowers/checkpoints"
-        job = [DIGITS, f"params.data={root}", f"checkpoint.dir={kept}", "data.prepare=null"]
+        job = [DIGITS, f"params.data=gs://{BUCKET}/digits", f"checkpoint.dir={kept}", "data.prepare=null"]
         for epochs in (1, 2):
             done = submit(*job, f"train.epochs={epochs}", "--resume", "auto", cwd=tmp_path)
             assert done.returncode == 0, done.stdout + done.stderr
