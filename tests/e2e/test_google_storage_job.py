@@ -28,7 +28,12 @@ def test_a_job_reads_gs_and_resumes_from_gs(
             ) as stream:
                 stream.write(file.read_bytes())
         kept = f"gs://{BUCKET}/flowers/checkpoints"
-        job = [DIGITS, f"params.data=gs://{BUCKET}/digits", f"checkpoint.dir={kept}", "data.prepare=null"]
+        job = [
+            DIGITS,
+            f"params.data=gs://{BUCKET}/digits",
+            f"checkpoint.dir={kept}",
+            "data.prepare=null",
+        ]
         for epochs in (1, 2):
             done = submit(*job, f"train.epochs={epochs}", "--resume", "auto", cwd=tmp_path)
             assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -89,6 +90,7 @@ MEANINGS: list[tuple[str, Any]] = [
     ("text=/data/my set #2", "/data/my set #2"),
     ("text=a: b", "a: b"),
     ("text=010", "010"),
+    (f"text={'1' * 5000}", "1" * 5000),
     ("text=12:30:00", "12:30:00"),
     ("text=1e-3", "1e-3"),
     ("text=[a, b]", "[a, b]"),
@@ -164,7 +166,7 @@ MEANINGS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("word", "meant"), MEANINGS, ids=[word for word, _ in MEANINGS])
+@pytest.mark.parametrize(("word", "meant"), MEANINGS, ids=[word[:40] for word, _ in MEANINGS])
 def test_the_type_of_a_parameter_says_what_a_text_means(word: str, meant: Any) -> None:
     name = word.partition("=")[0].partition(".")[0].replace("as", "shown")
     found = getattr(read(word), name)
@@ -504,6 +506,13 @@ def test_the_command_line_wins_over_the_file_and_origins_are_kept(tmp_path: Path
     assert resolved.config.params == {"model": "resnet18"}
     assert resolved.origins["train.epochs"] == "command line"
     assert resolved.origins["train.lr"] == str(path)
+
+
+def test_a_text_joins_what_its_file_has_beside_it() -> None:
+    file = {"params": {"any": {0: "1", date(2024, 1, 31): 2}, "options": {"s": "7", "d": date.min}}}
+    recipe = read("any.x=5", "options.y=[5, no]", file=file)
+    assert recipe.any == {0: "1", date(2024, 1, 31): 2, "x": "5"}
+    assert recipe.options == {"s": "7", "d": date.min, "y": [5, "no"]}
 
 
 def test_a_mapping_for_a_section_or_params_leaves_their_other_keys(tmp_path: Path) -> None:

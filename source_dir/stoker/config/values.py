@@ -8,33 +8,28 @@ as one. Imports neither ray nor torch.
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import copy
-import enum
 import inspect
 import json
+import operator
 import os
 import re
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import reduce
 from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 NULLS = {"", "null", "none", "~"}
-BOOLEANS = {"true": True, "false": False}
-SWITCHES = (
-    BOOLEANS | dict.fromkeys(("yes", "on", "1"), True) | dict.fromkeys(("no", "off", "0"), False)
-)
 MOST_VALUES = 1_000_000
-_INT, _FLOAT = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_JSON = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
-_ANYTHING: list[Any] = [NoneType, bool, int, float, list, dict, str]
 
 
 class Text(str):
@@ -53,22 +48,77 @@ def typed(value: Any, kind: Any, path: Sequence[str] = ()) -> Any:
     """A value, in which each `Text` has become what the type `kind` says of its field, or of the field at the
     keys `path` in it."""
     kinds = list(members(kind))
-    for part in path:
-        kinds = _part(kinds, part)
-    return _typed(value, kinds)
+    models = [one for one in kinds if inspect.isclass(one) and issubclass(one, BaseModel)]
+    if path and models:
+        return typed(value, _annotation(models, path[0]), path[1:])
+    if path:
+        found = typed(reduce(lambda below, key: {key: below}, reversed(path), value), kind)
+        return reduce(operator.getitem, path, found)
+    if models and isinstance(value, Text) and value[:1] == "{":
+        with contextlib.suppress(ValueError):
+            value = read_yaml(value, Texts)
+    if models and isinstance(value, dict):
+        return {str(key): typed(below, _annotation(models, key)) for key, below in value.items()}
+    if not has_text(value):
+        return value
+    return _each(value, str) if Any in kinds or object in kinds else _meant(value, kind)
 
 
-def _typed(value: Any, kinds: list[Any]) -> Any:
-    if isinstance(value, Text):
-        return _read(value, kinds)
+def _annotation(models: list[Any], key: str) -> Any:
+    """The type of a field of one of these models."""
+    for model in models:
+        for name, info in model.model_fields.items():
+            if key in (name, info.alias):
+                return info.annotation
+    return Any
+
+
+def _meant(value: Any, kind: Any) -> Any:
+    """What pydantic takes as it is: numbers, true and null as JSON has them, or else text. If it takes none of
+    that, what it makes of the text: `010` is 10 where only a number can be meant."""
+    tree, text = _each(value, _parsed), _each(value, str)
+    plain, words = _each(tree, _plain), _each(tree, str)
+    nothing = str(text).lower() in NULLS and str not in members(kind)
+    exact = [text, words] if isinstance(plain, str) else [plain, text, words]
+    try:
+        adapter = TypeAdapter(kind)
+    except Exception:  # a class that pydantic does not know
+        return text
+    for choice in exact + [None, "none"] * nothing:
+        with contextlib.suppress(ValueError, TypeError):  # a date is no key in JSON
+            adapter.validate_json(json.dumps(choice, default=str), strict=True)
+            return choice
+    for choice in (text, words, _each(tree, lambda leaf: None if leaf == "null" else str(leaf))):
+        with contextlib.suppress(ValueError):
+            if (found := adapter.validate_python(choice)) == choice:
+                return choice
+            return found if isinstance(found, int | float) else to_jsonable_python(found)
+    return text
+
+
+def _each(value: Any, read: Callable[[Any], Any]) -> Any:
+    """A tree with each `Text` in it read."""
     if isinstance(value, dict):
-        return {
-            _typed(key, _part(kinds, None)): _typed(below, _part(kinds, str(key)))
-            for key, below in value.items()
-        }
+        return {_each(key, str): _each(below, read) for key, below in value.items()}
     if isinstance(value, list):
-        return [_typed(item, _item(kinds, at)) for at, item in enumerate(value)]
-    return value
+        return [_each(below, read) for below in value]
+    return read(value) if isinstance(value, Text) else value
+
+
+def _parsed(text: Text) -> Any:
+    """The list or mapping that a text holds, or what stands in its quotes."""
+    if text[:1] + text[-1:] in ("[]", "{}", "''", '""'):
+        with contextlib.suppress(ValueError):
+            return read_yaml(text, Texts)
+    return text
+
+
+def _plain(text: Text) -> Any:
+    """A number, true, false or null in JSON's spelling; anything else is text."""
+    with contextlib.suppress(ValueError):  # a number of thousands of digits
+        if not isinstance(text, Quoted) and _JSON.fullmatch(text):
+            return json.loads(text)
+    return str(text)
 
 
 def has_text(value: Any) -> bool:
@@ -78,23 +128,16 @@ def has_text(value: Any) -> bool:
 
 def true_as_number(value: Any, kind: Any) -> bool:
     """Whether true, which Python takes for 1, stands where a number must; a section checks its own keys."""
-    return _true_as_number(value, list(members(kind)))
-
-
-def _true_as_number(value: Any, kinds: list[Any]) -> bool:
-    if value is True:
-        choices = [choice for kind in kinds for choice in _choices(kind)]
-        means_true = any(kind in (bool, Any, object) for kind in kinds) or any(
-            one is True for one in choices
-        )
-        return not means_true and (int in kinds or float in kinds)
-    if any(hasattr(kind, "_says_something") for kind in kinds):
+    if "True" not in str(value) or any(hasattr(one, "_says_something") for one in members(kind)):
         return False
-    if isinstance(value, dict):
-        return any(_true_as_number(below, _part(kinds, str(key))) for key, below in value.items())
-    return isinstance(value, list) and any(
-        _true_as_number(item, _item(kinds, at)) for at, item in enumerate(value)
-    )
+    try:
+        TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        wrong = [each["type"] for each in error.errors() if each["input"] is True]
+        return not {"int_type", "float_type", "value_error"}.isdisjoint(wrong)
+    except Exception:  # a class that pydantic does not know
+        return False
+    return False
 
 
 def is_path(kind: Any) -> bool:
@@ -253,48 +296,6 @@ class Texts(_Unique, yaml.BaseLoader):
         return Quoted(found) if node.style else Text(found)
 
 
-def _read(text: Text, kinds: list[Any]) -> Any:
-    """The text as the first of these types that it reads as; itself if it may be, or if it is none."""
-    if Any in kinds or object in kinds:
-        kinds = [str]
-    choices = [choice for kind in kinds for choice in _choices(kind)]
-    for choice in choices:
-        if text in (str(choice), json.dumps(choice, default=str)):
-            return choice
-    free = not all(
-        kind in _ANYTHING[:-1] or _choices(kind) or _is_collection(kind) for kind in kinds
-    )
-    if free and isinstance(text, Quoted):
-        return str(text)
-    lower = text.lower()
-    if NoneType in kinds and (text == "null" or (lower in NULLS and not free)):
-        return None
-    words = BOOLEANS if free or int in kinds or float in kinds else SWITCHES
-    if bool in kinds and lower in words:
-        return words[lower]
-    with contextlib.suppress(ValueError):
-        plain = _FLOAT.fullmatch(text) or not (free or "_" in text or text != text.strip())
-        if int in kinds and plain and (_INT.fullmatch(text) or not free):
-            return int(text)
-    with contextlib.suppress(ValueError):
-        if float in kinds and plain:
-            return float(text)
-    collection = text[:1] + text[-1:] in ("[]", "{}") and any(map(_is_collection, kinds))
-    with contextlib.suppress(ValueError):
-        if collection and isinstance(found := read_yaml(text, Texts), list | dict):
-            mapping = isinstance(found, dict)
-            if any(_is_collection(kind) and _is_mapping(kind) == mapping for kind in kinds):
-                return _typed(found, kinds)
-    if free:
-        return str(text)
-    if "none" in choices and lower in NULLS:
-        return "none"
-    if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
-        with contextlib.suppress(ValueError):
-            return _read(read_yaml(text, Texts), kinds)
-    return str(text)
-
-
 def members(kind: Any) -> Iterator[Any]:
     """The types of a union; a type without its annotations."""
     origin, args = get_origin(kind), get_args(kind)
@@ -309,61 +310,3 @@ def members(kind: Any) -> Iterator[Any]:
         yield from members(kind.__supertype__)
     else:
         yield NoneType if kind is None else kind
-
-
-def _choices(kind: Any) -> list[Any]:
-    if get_origin(kind) is Literal:
-        return [one.value if isinstance(one, enum.Enum) else one for one in get_args(kind)]
-    return (
-        [one.value for one in kind] if inspect.isclass(kind) and issubclass(kind, enum.Enum) else []
-    )
-
-
-def _is_collection(kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    if not inspect.isclass(origin) or issubclass(origin, str | bytes):
-        return False
-    return _is_mapping(kind) or issubclass(origin, collections.abc.Iterable)
-
-
-def _is_mapping(kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    return inspect.isclass(origin) and (
-        issubclass(origin, Mapping | BaseModel) or hasattr(origin, "__dataclass_fields__")
-    )
-
-
-def _part(kinds: list[Any], key: str | None) -> list[Any]:
-    """The types of what these types have at a key; None: of their keys."""
-    found: list[Any] = []
-    for kind in filter(_is_mapping, kinds):
-        origin, args = get_origin(kind) or kind, get_args(kind)
-        if issubclass(origin, BaseModel):
-            fields = {
-                info.alias or name: info.annotation for name, info in origin.model_fields.items()
-            }
-            fields |= {name: info.annotation for name, info in origin.model_fields.items()}
-        elif hasattr(origin, "__annotations__"):  # a dataclass or TypedDict
-            fields = typing.get_type_hints(origin)
-        else:
-            found += _anything_of(args[key is not None] if len(args) == 2 else Any)
-            continue
-        if key is None or key in fields:
-            found += members(str if key is None else fields[key])
-    return found or [Any]
-
-
-def _item(kinds: list[Any], at: int) -> list[Any]:
-    found: list[Any] = []
-    for kind in kinds:
-        args = get_args(kind)
-        if _is_collection(kind) and not _is_mapping(kind):
-            each = get_origin(kind) is tuple and args[-1:] != (...,)
-            found += _anything_of(args[min(at, len(args) - 1) if each else 0] if args else Any)
-    return found or [Any]
-
-
-def _anything_of(kind: Any) -> list[Any]:
-    """The types of an item of a list or mapping; YAML says what it is where it may be anything."""
-    kinds = list(members(kind))
-    return _ANYTHING if Any in kinds or object in kinds else kinds
