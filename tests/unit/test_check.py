@@ -26,7 +26,6 @@ from stoker_launcher.advise.check.timeline import (
     judged_steps,
     steady,
     steps_of,
-    training,
     wait_share,
 )
 from stoker_launcher.advise.check.verdict import (
@@ -171,41 +170,6 @@ def test_a_fetch_is_booked_with_the_loaders_in_it(
     assert found.samples_per_batch == 4 and found.cpu_s == pytest.approx(32)
 
 
-def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
-    statistics = Loader("train.py:5", "Images", 8, 0, 0, False, None, batches=500)
-    validates = Loader(
-        "train.py:30", "Images", 8, 0, 0, False, 20, 80, trained=4, optimizer_steps=60
-    )
-    assert training([statistics, validates, TRAINS]) == 2
-    assert training([replace(validates, trained=0), statistics]) == 1, (
-        "without steps of an optimizer: by batches"
-    )
-    assert training([replace(TRAINS, batches=0)]) is None
-
-
-def test_a_validation_that_comes_first_is_not_taken_for_the_training(tmp_path: Path) -> None:
-    """A `for` over the validation is no trace of gradients switched off: it seems to train once."""
-    watch = Watch(tmp_path, None)
-    watch.loaders += [replace(IDLE, place=place) for place in "vt"]
-    for number in range(72):
-        assert not watch.seen_enough(), "too early"
-        watch.note(int(number >= 50), number / 10, number / 10 + 0.01, ended=False)
-        if number >= 50:
-            watch.stepped()
-    assert training(watch.loaders) == 1 and not watch.loaders[0].trains
-
-
-def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
-    """A GAN steps its discriminator three times and its generator once for a batch."""
-    watch = Watch(tmp_path, None)
-    watch.loaders.append(replace(IDLE, batches=10))
-    for _ in range(10):
-        watch.since_step[0] = threading.get_ident()
-        for _ in range(4):
-            watch.stepped()
-    assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
-
-
 def one(
     cpu: float,
     blocked: float = 0.0,
@@ -285,44 +249,53 @@ def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
     return {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
 
 
+FEW = "few or no optimizer steps of torch follow the batches"
+
+
 @pytest.mark.parametrize(
-    ("batches", "steps", "rounds", "trains"),
+    ("loop", "place", "caveat"),
     [
-        (100, 2000, 1, False),
-        (60, 0, 1, False),
-        (8, 8, 12, True),
-        (1, 10, 50, True),
-        (60, 1, 3, True),
+        ("t" * 100 + "s" * 2000, "t", FEW),
+        ("t" * 60, "t", FEW),
+        (("t" * 8 + "s" * 8) * 12, "t", ""),
+        (("t" + "s" * 10) * 50, "t", ""),
+        (("t" * 60 + "s") * 3, "t", ""),
+        ("v" * 50 + "ts" * 40, "t", ""),
+        ("v" * 80 + "t" * 60, "v", FEW),
+        ("tx" * 40, "t", "another thread than the one that trains takes the batches"),
     ],
-    ids=["from memory", "no optimizer", "eight batches ahead", "ten steps each", "accumulation"],
+    ids=[
+        *("from memory", "no optimizer", "eight batches ahead", "a GAN's steps", "accumulation"),
+        *("a validation first", "no optimizer, two loaders", "another thread"),
+    ],
 )
 def test_only_steps_behind_batches_give_a_verdict(
-    tmp_path: Path, batches: int, steps: int, rounds: int, trains: bool
+    tmp_path: Path, loop: str, place: str, caveat: str
 ) -> None:
+    """`loop`: batches of the training and validation, optimizer steps here and in another thread."""
     watch = Watch(tmp_path, None)
-    watch.loaders.append(replace(IDLE))
-    for at in range(rounds):
-        for number in range(batches):
-            asked = float(at * batches + number)
-            watch.note(0, asked, asked + 0.5, ended=False)
-        for _ in range(steps):
+    watch.loaders += [replace(IDLE, place=name) for name in "tv"]
+    for happens in loop:
+        if happens in "tv":
+            at = float(len(watch.takes))
+            watch.note("tv".index(happens), at, at + 0.5, ended=False)
+        elif happens == "s":
             watch.stepped()
+        else:
+            other = threading.Thread(target=watch.stepped)
+            other.start()
+            other.join()
     watch.finish("finished")
-    (loader,) = checked(json.loads((tmp_path / "result.json").read_text()), [], "train.py")
-    assert loader.share.value == pytest.approx(0.5)
-    assert (loader.waits, not loader.caveat) == (trains, trains)
-    assert headline(loader)[0].startswith("input-bound") is trains
+    first = checked(json.loads((tmp_path / "result.json").read_text()), [], "train.py")[0]
+    assert (first.loader.place, first.caveat) == (place, caveat)
+    assert headline(first)[0].startswith("input-bound") is first.waits is (not caveat)
 
 
 @pytest.mark.parametrize(
     ("takes", "loaders", "said"),
     [
         (0, [], "train.py: no torch DataLoader was iterated"),
-        (
-            5,
-            [replace(TRAINS, batches=5)],
-            "train.py: too short to judge: 5 steps; at least 14 are needed",
-        ),
+        (5, [replace(TRAINS, batches=5)], "train.py: too short to judge: 5 steps; at least 14"),
         (1, [replace(TRAINS, ours=True)], r"its DataLoader \(train.py:9\) is already stoker's"),
     ],
 )
@@ -331,17 +304,6 @@ def test_scripts_without_a_measurement_are_told_apart(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         checked(seen(epoch(takes, 0.1, 0.1) if takes else [], *loaders), [], "train.py")
-
-
-def test_batches_taken_in_another_thread_give_no_verdict(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, None)
-    watch.loaders.append(replace(IDLE))
-    for own in (True, False):
-        watch.since_step = {0: threading.get_ident() + (not own)}
-        watch.stepped()
-        assert watch.loaders[0].in_thread is not own
-    (found,) = checked(seen(epoch(50, 0.1, 0.1), replace(TRAINS, in_thread=True)), [], "train.py")
-    assert not found.waits and "another thread" in headline(found)[0]
 
 
 def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> None:
@@ -358,13 +320,7 @@ def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> Non
 
 
 def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:
-    worker = {
-        "loader": 0,
-        "fetches": 10,
-        "samples": 80,
-        "cpu_s": 0.8,
-        "wall_s": 1.6,
-    }
+    worker = {"loader": 0, "fetches": 10, "samples": 80, "cpu_s": 0.8, "wall_s": 1.6}
     sums = [worker, worker, {**worker, "loader": 1}, {**worker, "cpu_s": 99.0, "first": True}]
     (found,) = checked(seen(epoch(50, 0.1, 0.1), TRAINS), sums, "t.py")
     assert found.fetched is not None
