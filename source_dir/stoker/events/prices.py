@@ -38,41 +38,25 @@ class Machine:
     """Sustained network bandwidth; one TCP flow carries at most 5 Gb/s of it. SageMaker's types only."""
 
 
-def _machines(service: str, fee: float = 1.0) -> dict[str, Machine]:
-    with Path(__file__).with_name("machines.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["service"] == service]
-    return {
-        row["type"]: Machine(
-            row["type"],
-            round(float(row["usd_per_hour"]) * fee, 4),
-            int(row["vcpus"]),
-            int(row["gpus"]),
-            row["gpu"],
-            float(row["baseline_gbps"] or 0),
-        )
-        for row in rows
-    }
+with Path(__file__).with_name("machines.csv").open(encoding="utf-8") as _file:
+    _ROWS = [*csv.DictReader(_file)]
 
 
-MACHINES = _machines("sagemaker")
-GOOGLE_MACHINES = _machines("vertex", TRAINING_FEE)
-ATTACHED_USD_PER_HOUR = {
-    "NVIDIA_TESLA_T4": 0.35,
-    "NVIDIA_TESLA_V100": 2.48,
-    "NVIDIA_TESLA_P100": 1.46,
-}
+def _rows(service: str) -> dict[str, dict[str, str]]:
+    return {row["type"]: row for row in _ROWS if row["service"] == service}
+
+
+def _machine(row: dict[str, str], fee: float = 1.0) -> Machine:
+    price = round(float(row["usd_per_hour"]) * fee, 4)
+    speed = float(row["baseline_gbps"] or 0)
+    return Machine(row["type"], price, int(row["vcpus"]), int(row["gpus"]), row["gpu"], speed)
+
+
+MACHINES = {name: _machine(row) for name, row in _rows("sagemaker").items()}
+GOOGLE_MACHINES = {name: _machine(row, TRAINING_FEE) for name, row in _rows("vertex").items()}
+ATTACHED_USD_PER_HOUR = {n: float(row["usd_per_hour"]) for n, row in _rows("vertex gpu").items()}
 """Each GPU that is attached to a machine, on Compute Engine."""
-ACCELERATORS = {
-    "g2-standard-": "NVIDIA_L4",
-    "g4-standard-": "NVIDIA_RTX_PRO_6000",
-    "a2-highgpu-": "NVIDIA_TESLA_A100",
-    "a2-megagpu-": "NVIDIA_TESLA_A100",
-    "a2-ultragpu-": "NVIDIA_A100_80GB",
-    "a3-highgpu-": "NVIDIA_H100_80GB",
-    "a3-megagpu-": "NVIDIA_H100_MEGA_80GB",
-    "a3-ultragpu-": "NVIDIA_H200_141GB",
-    "a4-highgpu-": "NVIDIA_B200",
-}
+ACCELERATORS = {name: row["gpu"] for name, row in _rows("vertex series").items()}
 """Google's series with built-in GPUs → their type, as Vertex AI names it."""
 
 
@@ -114,26 +98,16 @@ class PriceList:
     ) -> float | None:
         # Of groups, `prices` has those whose machines have attached GPUs.
         own, others = self.own, self.prices
-        for known, key in (
-            (own, instance_type),
-            (own, group),
-            (others, group),
-            (others, instance_type),
-        ):
-            if key and key in known:
-                return known[key] * count
-        return None
+        places = ((own, instance_type), (own, group), (others, group), (others, instance_type))
+        return next((known[key] * count for known, key in places if key and key in known), None)
 
     @property
     def label(self) -> str:
         own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
-        spot = SPOT if self.spot else ""
+        of, where = f"prices of {self.as_of}", f"{self.region} "
         if self.elsewhere:
-            return (
-                f"estimated, at {self.region}'s prices of {self.as_of} instead of {self.elsewhere}'s"
-                f" (on demand{own}){spot}"
-            )
-        return f"estimated, prices of {self.as_of} ({self.region} on demand{own}){spot}"
+            of, where = f"at {self.region}'s {of} instead of {self.elsewhere}'s", ""
+        return f"estimated, {of} ({where}on demand{own}){SPOT if self.spot else ''}"
 
 
 def price_list(
@@ -188,33 +162,30 @@ def run_cost(
     of them counted it; `usd_per_million_samples` is what samples cost once training runs at its steady rate.
     """
     hosts, more = summary.cluster.hosts, dict[str, float]()
-    began = min((host.since for host in hosts), default=0.0)
-    hours = _hours(summary)
+    began, hours = min((host.since for host in hosts), default=0.0), _hours(summary)
+    as_of, region, spot = prices.as_of, prices.region, prices.spot
     if scaling is not None and scaling.max:  # CPU hosts that were there for a part of the run
         of_cpu_host, rest = scaling.usd_per_hour, scaling.rest_usd_per_hour
         if of_cpu_host is None or rest is None:
             return None
-        cpu_hours = sum(_hours_of(host, summary, began) for host in hosts if host.scaled)
-        here, at_start = rest * hours + of_cpu_host * cpu_hours, rest
+        more["cpu_host_hours"] = sum(
+            _hours_of(host, summary, began) for host in hosts if host.scaled
+        )
+        here, at_start = rest * hours + of_cpu_host * more["cpu_host_hours"], rest
         by_type = {"CPU host": of_cpu_host, "rest": rest}
-        more["cpu_host_hours"] = cpu_hours
-        if scaling.on_demand_usd_per_hour is not None:
-            more["saved_by_spot_usd"] = (scaling.on_demand_usd_per_hour - of_cpu_host) * cpu_hours
+        if (on_demand := scaling.on_demand_usd_per_hour) is not None:
+            more["saved_by_spot_usd"] = (on_demand - of_cpu_host) * more["cpu_host_hours"]
         as_of, region, spot = "cluster.cpu_hosts", "this cluster", False
     else:
-        each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
-        known = [price for price in each if price is not None]
-        if not known or len(known) != len(each):
+        known = {
+            n: prices.usd_per_hour(host.type, group=host.group) for n, host in enumerate(hosts)
+        }
+        each = {n: price for n, price in known.items() if price is not None}
+        if not each or len(each) != len(known):
             return None
-        here = sum(
-            price * _hours_of(host, summary, began)
-            for host, price in zip(hosts, known, strict=True)
-        )
-        at_start, by_type = (
-            sum(known),
-            {h.type or h.group: p for h, p in zip(hosts, known, strict=True)},
-        )
-        as_of, region, spot = prices.as_of, prices.region, prices.spot
+        here = sum(price * _hours_of(hosts[n], summary, began) for n, price in each.items())
+        at_start = sum(each.values())
+        by_type = {hosts[n].type or hosts[n].group: price for n, price in each.items()}
     per_hour = here / hours if hours else at_start
     rate, before = summary.speed.steady_samples_per_s, summary.earlier_cost or {}
     # Elsewhere, or before prices were known: as if on these hosts.
