@@ -136,15 +136,31 @@ class Recorder(Sink):
             case kinds.PhaseDone():
                 summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
             case kinds.TrainWorkerStarted():
-                self._on_train_worker(event)
+                # By rank, so that a restarted worker counts once, on its present host.
+                self.worker_nodes[event.rank] = event.node
+                on_hosts = Counter(map(summary.host_of, self.worker_nodes.values()))
+                summary.train_workers_by_host = dict(on_hosts)
+                # Those of a Ray script's trainer are known only once they report.
+                summary.train_workers = max(summary.train_workers, len(self.worker_nodes))
             case kinds.RecordQuarantined():
-                self._on_quarantined(event)
+                row = event.model_dump(include={"split", "epoch", "key", "reason"})
+                if not self._is_listed(row):
+                    with (self.run_dir / "quarantine.jsonl").open("a") as file:
+                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
             case kinds.StepLogged():
                 self._on_step(event)
             case kinds.EpochEnded():
-                self._on_epoch(event)
+                summary.steps, summary.epochs = event.step, event.epoch + 1
+                if not self.ended:
+                    self.metrics_before = summary.metrics.model_copy(deep=True)
+                self.ended.append(event)
+                summary.metrics.take(event.metrics)
             case kinds.MetricsLogged():
-                self._on_metrics(event)
+                if event.is_step:  # a script may count differently from its loader
+                    self.told_step = max(self.told_step, event.step)
+                    summary.steps = max(summary.steps, event.step)
+                self.trained |= event.step > 0
+                summary.metrics.take({**summary.metrics.last, **event.metrics})
             case kinds.LoaderProgress():
                 self._on_loader(event)
             case kinds.CacheUsed():
@@ -159,23 +175,16 @@ class Recorder(Sink):
                 counts = event.values().items()
                 summary.records.add({n: value for n, value in counts if n != "remainder_ids"})
             case kinds.Resumed():
-                self._on_resumed(event)
-            case kinds.PassEnded():
+                summary.records.rewind(event.epoch, event.validate_only)
+                if self.ended:
+                    self.ended = [done for done in self.ended if _within(done, event)]
+                    summary.metrics = self.metrics_before.model_copy(deep=True)
+                    for done in self.ended:
+                        summary.metrics.take(done.metrics)
+                self.running.clear()
+                self.told_step = self.pass_from = event.step
+            case kinds.PassEnded(split="train"):
                 self._on_pass(event)
-
-    def _on_train_worker(self, event: kinds.TrainWorkerStarted) -> None:
-        # By rank, so that a restarted worker counts once, on its present host.
-        self.worker_nodes[event.rank] = event.node
-        hosts = map(self.summary.host_of, self.worker_nodes.values())
-        self.summary.train_workers_by_host = dict(Counter(hosts))
-        # Those of a Ray script's trainer are known only once they report.
-        self.summary.train_workers = max(self.summary.train_workers, len(self.worker_nodes))
-
-    def _on_quarantined(self, event: kinds.RecordQuarantined) -> None:
-        row = event.model_dump(include={"split", "epoch", "key", "reason"})
-        if not self._is_listed(row):
-            with (self.run_dir / "quarantine.jsonl").open("a") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def _is_listed(self, row: dict[str, Any]) -> bool:
         """Whether a record has a line with this reason already; from now on, it has."""
@@ -206,51 +215,30 @@ class Recorder(Sink):
             self.running[name] = getattr(event, name)
         self.running["samples"] = event.epoch_samples
 
-    def _on_epoch(self, event: kinds.EpochEnded) -> None:
-        self.summary.steps, self.summary.epochs = event.step, event.epoch + 1
-        if not self.ended:
-            self.metrics_before = self.summary.metrics.model_copy(deep=True)
-        self.ended.append(event)
-        self.summary.metrics.take(event.metrics)
-
-    def _on_metrics(self, event: kinds.MetricsLogged) -> None:
-        if event.is_step:  # a script may count differently from its loader
-            self.told_step = max(self.told_step, event.step)
-            self.summary.steps = max(self.summary.steps, event.step)
-        self.trained |= event.step > 0
-        self.summary.metrics.take({**self.summary.metrics.last, **event.metrics})
-
     def _on_loader(self, event: kinds.LoaderProgress) -> None:
-        # Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike.
+        """Of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
         if event.rank == 0 and not event.steps:  # it was no training
             self.loaders.pop(event.loader, None)
-            self.running = _together(*self.loaders.values())
         elif event.rank == 0:
-            passed = Sums(int, {name: getattr(event, name) for name in WAITED})
             # The times begin when the first batch is there, so it counts for no rate.
-            batches = event.steps
-            passed["taken"], passed["steps"], passed["batches"] = batches, batches - 1, batches - 1
-            samples = event.samples * max(self.summary.train_workers, 1)
-            passed["samples"] = samples * (batches - 1) // batches
-            passed["wait_production_s"] = event.wait_s
-            passed["compute_s"] = event.elapsed_s - event.wait_s
-            told = self.loaders.get(event.loader, Sums(int))
-            more = Sums(int, {name: value - told[name] for name, value in passed.items()})
-            more["longest_wait_s"] = passed["longest_wait_s"]
-            self.running = _together(self.running, more)
-            self.loaders[event.loader], self.trained = passed, True
+            steps = event.steps - 1
+            samples = event.samples * max(self.summary.train_workers, 1) * steps // event.steps
+            passed = {name: getattr(event, name) for name in WAITED}
+            passed |= {"taken": event.steps, "steps": steps, "batches": steps, "samples": samples}
+            passed |= {"compute_s": event.elapsed_s - event.wait_s}
+            passed |= {"wait_production_s": event.wait_s}
+            self.loaders[event.loader], self.trained = Sums(int, passed), True
+        self.running = _together(*self.loaders.values())
         self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
     def _on_cache(self, event: kinds.CacheUsed) -> None:
-        hosts = [
-            {
+        hosts = []
+        for node, use in event.hosts.items():
+            row = {
                 "host": self.summary.host_of(node),
-                "bytes": use.bytes,
-                "limit_bytes": use.limit_bytes,
-                "hit_pct": _percent(use.found, use.records),
+                **use.model_dump(include={"bytes", "limit_bytes"}),
             }
-            for node, use in event.hosts.items()
-        ]
+            hosts.append(row | {"hit_pct": _percent(use.found, use.records)})
         cache: dict[str, Any] = {"kind": event.kind, "hosts": hosts}
         if event.split == "train":
             cache["hit_pct"] = _percent(event.found, event.records)
@@ -260,29 +248,16 @@ class Recorder(Sink):
             for row in self.summary.cache["hosts"]:
                 row["bytes"] = by_host.get(row["host"], row)["bytes"]
 
-    def _on_resumed(self, event: kinds.Resumed) -> None:
-        self.summary.records.rewind(event.epoch, event.validate_only)
-        if self.ended:
-            self.ended = [done for done in self.ended if _within(done, event)]
-            self.summary.metrics = self.metrics_before.model_copy(deep=True)
-            for done in self.ended:
-                self.summary.metrics.take(done.metrics)
-        self.running.clear()
-        self.told_step = self.pass_from = event.step
-
     def _on_pass(self, event: kinds.PassEnded) -> None:
-        if event.split != "train":
-            return
         self.trained |= event.steps > 0
         self.step_ms.extend(event.step_ms)
         self.running.clear()
         self.summary.steps = self.told_step = self.pass_from = self.pass_from + event.steps
-        figures = {
-            name: getattr(event, name) for name in ("samples", "elapsed_s", "steps")
-        } | event.times
-        self.totals = _together(self.totals, Sums(int, figures))
+        own = {"samples": event.samples, "elapsed_s": event.elapsed_s, "steps": event.steps}
+        figures = Sums(int, own | event.times)
+        self.totals = _together(self.totals, figures)
         if self.warm:
-            self.steady = _together(self.steady, Sums(int, figures))
+            self.steady = _together(self.steady, figures)
         self.warm = True
 
     def refresh(self) -> None:
