@@ -227,10 +227,7 @@ def report(
     target = output or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     if target.is_dir():
         target = target / REPORT
-    try:
-        write_report(runs, target, is_lost)
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+    write_report(runs, target, is_lost)
     print(f"written: {target}")
 
 

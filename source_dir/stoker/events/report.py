@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from stoker.config.loading import leaves
+from stoker.errors import UsageError
 from stoker.events import charts
 from stoker.events.bottleneck import chain_limit, gpus_used, judged, near, network_limit
 from stoker.events.charts import Bar, Moment, figure
@@ -52,28 +53,34 @@ def write_report(
     for run in runs:
         if is_lost(run.run_dir):
             run.summary.status, run.summary.error = "failed", "the process exited without a result"
-    text = render(runs)
-    draft = target.with_name(f".{target.name}-{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(target)
+    write_page(
+        target,
+        "stoker.events",
+        REPORT,
+        pages=[page_of(run) for run in runs],
+        comparison=comparison(runs) if len(runs) > 1 else None,
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+    )
 
 
-def render(runs: Sequence[RunData]) -> str:
+def write_page(target: Path, package: str, template: str, **values: Any) -> None:
+    """Render a package's template with these values and the time, at once or not at all."""
     environment = Environment(
-        loader=PackageLoader("stoker.events", "."),
+        loader=PackageLoader(package, "."),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["quoted"] = shlex.quote
-    pages = [page_of(run) for run in runs]
-    return environment.get_template("report.html").render(
-        pages=pages,
-        comparison=comparison(runs) if len(runs) > 1 else None,
-        title=runs[0].name if len(pages) == 1 else f"{len(pages)} runs",
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-    )
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    text = environment.get_template(template).render(written=written, **values)
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        draft.replace(target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
 
 
 def page_of(run: RunData) -> dict[str, Any]:

@@ -31,21 +31,10 @@ Point = tuple[float, float]
 CONFIG = "config/"
 MOST_QUARANTINED = 50
 MOST_STEPS = 50_000
-DRAWN = (
-    *(
-        kinds.EpochEnded,
-        kinds.MetricsLogged,
-        kinds.MetricTable,
-        kinds.CheckpointWritten,
-        kinds.Resumed,
-    ),
-    *(
-        kinds.TrainWorkerLost,
-        kinds.HostChanged,
-        kinds.CpuHostsRequested,
-        kinds.StopRequested,
-        kinds.Stopped,
-    ),
+DRAWN: tuple[type[kinds.Event], ...] = (
+    *(kinds.EpochEnded, kinds.MetricsLogged, kinds.MetricTable, kinds.CheckpointWritten),
+    *(kinds.Resumed, kinds.TrainWorkerLost, kinds.HostChanged, kinds.CpuHostsRequested),
+    *(kinds.StopRequested, kinds.Stopped),
 )
 """Kinds of events that the report shows, beside the steps."""
 
@@ -102,21 +91,22 @@ def run_row(run_dir: Path) -> dict[str, Any]:
 
 
 def figures_of(summary: Summary) -> dict[str, Any]:
-    cost = summary.cost or {}
-    return {
-        "status": summary.status,
-        "place": summary.place,
-        "started": summary.started,
+    cost, speed = summary.cost or {}, summary.speed
+    rate = speed.steady_samples_per_s or None
+    same = (
+        "status",
+        "place",
+        "started",
+        "train_workers",
+        "seconds",
+        "epochs",
+        "steps",
+        "bottleneck",
+    )
+    return {name: getattr(summary, name) for name in same} | {
         "hosts": shape_of(summary),
-        "train_workers": summary.train_workers,
-        "seconds": summary.seconds,
-        "epochs": summary.epochs,
-        "steps": summary.steps,
-        "samples_per_s": summary.speed.steady_samples_per_s or None,
-        "input_wait_pct": summary.speed.input_wait_pct
-        if summary.speed.steady_samples_per_s
-        else None,
-        "bottleneck": summary.bottleneck,
+        "samples_per_s": rate,
+        "input_wait_pct": speed.input_wait_pct if rate else None,
         "usd": cost.get("usd"),
         "usd_per_million_samples": cost.get("usd_per_million_samples"),
     }
@@ -249,8 +239,11 @@ def _read_events(run: RunData) -> None:
                 for name, value in finite(event.metrics).items():
                     run.metrics.setdefault(name, []).append((event.step, value))
             case kinds.MetricTable():
-                if event.rows and [len(event.columns)] * len(event.rows) == list(
-                    map(len, event.cells)
+                widths = {len(cells) for cells in event.cells}
+                if (
+                    event.rows
+                    and len(event.rows) == len(event.cells)
+                    and widths == {len(event.columns)}
                 ):
                     run.tables[event.name] = event
             case kinds.CheckpointWritten():
@@ -263,10 +256,9 @@ def _read_events(run: RunData) -> None:
                 text = f"{event.event.replace('_', ' ')} {event.host}"
             case kinds.CpuHostsRequested():
                 text = f"{event.count} CPU hosts requested: {event.reason}"
-            case kinds.StopRequested():
-                text = f"stop asked {event.reason}"
-            case kinds.Stopped():
-                text = f"stopped {event.reason}"
+            case kinds.StopRequested() | kinds.Stopped():
+                verb = "stopped" if isinstance(event, kinds.Stopped) else "stop asked"
+                text = f"{verb} {event.reason}"
         if text:
             run.marks.append(Mark(at, event.event, text))
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import colorsys
 import io
-import os
 import wave
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from PIL import Image
 
 from stoker.chain.entries import declared_by
@@ -29,7 +26,7 @@ from stoker_launcher.advise.peek.problems import LABELS
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
 LEAST_SOUND = 64
-PAGE = "peek.html"
+TEMPLATES, PAGE = "stoker_launcher.advise.peek", "peek.html"
 
 
 @dataclass
@@ -272,21 +269,3 @@ def page_at(out: Path | None) -> Path:
     if not target.parent.is_dir():
         raise UsageError(f"--out {target}: {target.parent} does not exist")
     return target
-
-
-def write_page(target: Path, **values: Any) -> None:
-    environment = Environment(
-        loader=PackageLoader("stoker_launcher.advise.peek", "."),
-        autoescape=select_autoescape(["html"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    text = environment.get_template(PAGE).render(written=written, **values)
-    draft = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        draft.replace(target)
-    except OSError as error:
-        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None

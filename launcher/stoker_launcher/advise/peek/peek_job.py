@@ -74,9 +74,10 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("peek: needs a recipe; a script reads its own data")
+    from stoker.events.report import write_page
     from stoker.recipe import SOURCE_FOLDER, load_recipe
     from stoker_launcher.advise.peek.looking import look
-    from stoker_launcher.advise.peek.page import Sheet, page_at, write_page
+    from stoker_launcher.advise.peek.page import PAGE, TEMPLATES, Sheet, page_at
     from stoker_launcher.advise.peek.problems import problems_of
 
     target = page_at(options.out)
@@ -106,6 +107,8 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     problems = problems_of(seen, opened, data)
     write_page(
         target,
+        TEMPLATES,
+        PAGE,
         title=f"{opened.name}: {options.split}",
         lines=lines,
         problems=problems,

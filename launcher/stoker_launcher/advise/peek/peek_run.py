@@ -21,6 +21,7 @@ from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
+from stoker.events.report import write_page
 from stoker.figures import count_of, table
 from stoker.protocol import BlockReport, BlockSlice, DataCursor, Work
 from stoker.read.sources import item_name
@@ -33,7 +34,7 @@ from stoker.serve.passes import Passes
 from stoker.serve.shards import DatasetSource, Guard, LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import open_store, step_of, verify
 from stoker_launcher.advise.peek.looking import row_of
-from stoker_launcher.advise.peek.page import Sheet, page_at, write_page
+from stoker_launcher.advise.peek.page import PAGE, TEMPLATES, Sheet, page_at
 from stoker_launcher.places import attach
 
 SHOWN = 20
@@ -106,6 +107,8 @@ def peek_run(
     heads = [f"step {number}, epoch {step.epoch + 1}, {records}", *step.notes]
     write_page(
         target,
+        TEMPLATES,
+        PAGE,
         title=f"{run_dir.name}: step {number}",
         lines=heads,
         problems=[],
