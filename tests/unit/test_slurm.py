@@ -462,12 +462,12 @@ def test_the_run_directory_of_a_job_that_may_be_queued_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 1)
-    fake(login_node, "sbatch", "exec sleep 60")
+    fake(login_node, "sbatch", '[ "$1" = --test-only ] || exec sleep 60')
     fake(login_node, "squeue", "echo '7|/elsewhere'")
     run = subprocess.run  # the other commands answer in time, however busy the machine is
 
     def answers(command: tuple[str, ...], **given: Any) -> Any:
-        return run(command, **given | ({} if command[0] == "sbatch" else {"timeout": 60}))
+        return run(command, **given | ({} if "--parsable" in command else {"timeout": 60}))
 
     monkeypatch.setattr(subprocess, "run", answers)
     code, (told,), _ = type_job(tmp_path, [], capsys)

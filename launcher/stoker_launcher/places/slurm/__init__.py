@@ -76,9 +76,8 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
         at = config.checkpoint.model_copy(update={"dir": str(Path(where).absolute())})
         config = config.model_copy(update={"checkpoint": at})
         job = replace(job, resolved=replace(job.resolved, config=config))
-    problems = [*slurm_problems(config.slurm, config.output_dir)]
-    if problems:
-        raise UsageError(*dict.fromkeys(problems))
+    if problems := [*slurm_problems(config.slurm, config.output_dir)]:
+        raise UsageError(*problems)
     if offline:  # away from the cluster, this machine need not have its folders
         run_dir = run_directory.new_run_path(job, Path(config.output_dir))
     else:
@@ -93,6 +92,8 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
             "without slurm.max_runtime_s, the partition's time limit ends the job without a checkpoint"
         )
     script = batch_script(config.slurm, job.name, run_dir)
+    if not offline:
+        slurm_commands.sbatch("--test-only", script=script)
     return SlurmRequest(job, run_dir, script, tuple(notes))
 
 

@@ -36,7 +36,12 @@ class State:
         return bool(self.word) and not self.word.startswith(ENDED)
 
 
-def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool = False) -> str:
+def ask(
+    *command: str,
+    variables: Mapping[str, str] | None = None,
+    given: str = "",
+    gone_ok: bool = False,
+) -> str:
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
@@ -45,7 +50,7 @@ def ask(*command: str, variables: Mapping[str, str] | None = None, gone_ok: bool
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=given,
             env=variables,
             capture_output=True,
             text=True,
@@ -95,14 +100,18 @@ def accounted(job_id: str, field: str) -> str:
     return lines[0].strip() if lines else ""
 
 
-def submitted(script: Path) -> str:
+def sbatch(*words: str, script: str = "") -> str:
     # SBATCH_ variables precede the script's lines, and SLURM_ ones may describe the job around this shell.
     own = {
         name: value
         for name, value in os.environ.items()
         if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_"))
     }
-    told = ask("sbatch", "--parsable", str(script), variables=own)
+    return ask("sbatch", *words, variables=own, given=script)
+
+
+def submitted(script: Path) -> str:
+    told = sbatch("--parsable", str(script))
     # A site's own sbatch may print more.
     if ids := re.findall(r"^(\d+)(?:;\S+)?\s*$", told, re.MULTILINE):
         return str(ids[-1])
