@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -160,6 +162,24 @@ def test_the_credentials_of_a_hosts_role_are_used(
     assert list(FarFiles("s3://bucket").read(["a"])) == [b"a"]
     [(authorization, token)] = seen
     assert "Credential=of-the-role/" in authorization and token == "of-the-role"
+
+
+FORKS = """
+import os
+from stoker.read.far_files import FarFiles
+assert list(FarFiles("s3://bucket").read(["a"])) == [b"a"]
+if (child := os.fork()) == 0:
+    os._exit(list(FarFiles("s3://bucket").read(["b"])) != [b"b"])
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_fork_of_a_reader_reads(serve: Serve) -> None:
+    serve(lambda request, key: False)
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "forked" in done.stderr, "by pyarrow"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -133,10 +134,18 @@ class FarFiles:
         _log.warning("%s: objects take two requests each: %s", self.folder, text)
 
 
+_process: dict[str, int] = {}
+"""The first to use obstore, which would wait forever in its forks."""
+
+
 def store_of(uri: str) -> Any:
     """obstore's client of a bucket, with the endpoint and the credentials that the environment names."""
     from obstore.store import from_url
 
+    if _process.setdefault("id", os.getpid()) != os.getpid():
+        raise OSError(
+            "this process was forked from one that has used obstore, whose threads are gone"
+        )
     scheme, _, rest = uri.partition("://")
     options: dict[str, Any] = {}
     if scheme == "s3":
