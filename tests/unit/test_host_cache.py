@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -35,7 +34,7 @@ from stoker.read.far_files import FarFiles
 from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
-from stoker.read.sources import Source, cut_indices
+from stoker.read.sources import Source
 from stoker.serve.passes import Passes
 from stoker.serve.pool import LOOK_AHEAD, CacheAffinity
 from stoker.serve.shards import LoadedSplit, blocks_of
@@ -470,17 +469,3 @@ def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_h
     assert taken(work("", ""), "c", most=2) == [("", True)] * 2, (
         "without homes each keeps what it meets"
     )
-
-
-@pytest.mark.parametrize("look", [LOOK_AHEAD, 20])
-def test_hosts_find_most_of_what_they_kept_whoever_is_faster(look: int) -> None:
-    keeping, chance = CacheAffinity("memory"), random.Random(1)
-    for epoch in range(3):
-        shards = cut_indices(60_000, 64, np.random.default_rng(epoch), homes=24)
-        left: Any = deque(Work(number, shard) for number, shard in enumerate(shards))
-        found = 0
-        while left:
-            node = chance.choices("abc", (2, 4, 4))[0]
-            found += sum(each.store for each in keeping.take_work("train", left, node, 8, look))
-        # In exact order a host looks less far.
-        assert found > (0.95 if look == LOOK_AHEAD else 0.55) * len(shards)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.config.schema import Config
-from stoker.data import Shard, Source, cut_indices, read_images, read_range
+from stoker.data import Shard, Source, cut_indices, read_range
 from stoker.serve.passes import Passes
 
 
@@ -57,23 +56,6 @@ def test_shards_of_numbered_records_are_those_of_before(
         order.random() for order in orders if order is not None and (n or order is not orders[2])
     ]
     assert len({*draws}) <= 1, "and as many numbers are drawn"
-
-
-@pytest.mark.parametrize("homes", [0, 3])
-@pytest.mark.parametrize("seed", [None, 5])
-def test_shards_of_files_are_those_of_before(tmp_path: Path, homes: int, seed: int | None) -> None:
-    for name in ("cat", "dog"):
-        (folder := tmp_path / "train" / name).mkdir(parents=True)
-        for n in range(60):
-            (folder / f"{n}.jpg").write_bytes(b"jpeg")
-    source: Any = read_images(str(tmp_path), "train")
-    orders = [None if seed is None else np.random.default_rng(seed) for _ in range(2)]
-    before = cut_at_once(source.count(), 7, orders[0], homes)
-    now = source.shards(7, orders[1], homes)
-    assert [(each.rows, each.home) for each in now] == [(each.rows, each.home) for each in before]
-    for new, old in zip(now, before, strict=True):
-        assert new.items == tuple(source.files[index] for index in old.items)
-        assert (new.path, new.name) == (source.root, "")
 
 
 class Reordering(Source):
