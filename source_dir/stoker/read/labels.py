@@ -48,13 +48,6 @@ class Row:
     file: Any = None
 
 
-class Table(NamedTuple):
-    path: str
-    folder: str
-    header: list[str]
-    lines: list[tuple[int, list[str]]]
-
-
 def tables_in(root: str, name: str) -> list[tuple[str, str]]:
     """The path of a table, or the paths of those in the folders of the splits, with these folders."""
     for path in (name, join(root, name)):
@@ -76,16 +69,19 @@ def read_labels(
 ) -> Labels:
     wrong: dict[str, list[str]] = defaultdict(list)
     paths = tables_in(root, name) or [(join(root, name), "")]
-    image_columns = (image_column,) if image_column else IMAGE_COLUMNS
-    tables = [_read_table(path, folder, image_columns) for path, folder in paths]
-    several = multi_label or bool(separator)
-    rows, unread = [], set[str]()
-    for table in tables:
-        columns = _columns(table, image_columns, label_column, class_names)
-        rows += _rows(table, columns, separator, several, wrong)
-        unread |= {column for column in table.header if column and column not in columns}
-    path, images = tables[0].path, _Images(root, [filesystem_of(path)[1] for path, _ in paths])
-    by_folder = not any("split" in table.header or table.folder for table in tables)
+    path, several = paths[0][0], multi_label or bool(separator)
+    rows, unread, by_folder = list[Row](), set[str](), True
+    for table, folder in paths:
+        header, lines = _read_table(table, (image_column,) if image_column else IMAGE_COLUMNS)
+        image = image_column or next(each for each in IMAGE_COLUMNS if each in header)
+        columns = _label_columns(table, header, label_column, class_names)
+        unread |= {*filter(None, header)} - {image, "split", *columns}
+        by_folder = by_folder and not folder and "split" not in header
+        for number, cells in lines:
+            where, split = f"line {number}, {cells[image]}", cells.get("split", folder or "train")
+            labels = _labels_of(where, cells, columns, separator, several, wrong)
+            rows.append(Row(where, cells[image], labels, split, folder))
+    images = _Images(root, [filesystem_of(table)[1] for table, _ in paths])
     notes = () if by_folder else _choose_splits(path, rows)
     read = _find_files(images, rows, wrong)
     if by_folder:
@@ -94,19 +90,19 @@ def read_labels(
         raise UsageError(f"{path}: no row of the split train")
     used = [row for row in rows if row.split]
     names = [*class_names] or _names(used, wrong)
-    number = _numbers(names, used)
+    number_of = _numbers(names, used)
     for row in used:
         if not (row.labels or several):
             wrong["without a label"].append(row.where)
-        if names and (unknown := [text for text in row.labels if text not in number]):
+        if names and (unknown := [text for text in row.labels if text not in number_of]):
             whose = "class_names does not list" if class_names else "no training image has"
             wrong[f"with a label that {whose}"].append(f"{row.where}: {unknown[0]}")
     if wrong:
         raise UsageError(*(_counted(path, "row", what, which) for what, which in wrong.items()))
     splits: dict[str, list[tuple[Any, Any]]] = {split: [] for split in SPLIT_NAMES}
     for row in used:
-        labels = tuple(sorted({number[text] for text in row.labels}))
-        splits[row.split].append((row.file, labels if several else labels[0]))
+        numbers = tuple(sorted({number_of[text] for text in row.labels}))
+        splits[row.split].append((row.file, numbers if several else numbers[0]))
     left = [f.path for f in images.files.values() if f.path not in read]
     for noun, what, which in (
         ("column", "not read", sorted(unread)),
@@ -123,8 +119,11 @@ def _counted(path: str, noun: str, what: str, which: list[str]) -> str:
     return f"{path}: {count_of(len(which), noun)} {what} (first: {which[0]})"
 
 
-def _read_table(path: str, folder: str, image_columns: tuple[str, ...]) -> Table:
-    """Read a table; its separator is that with which the first line has a column for images."""
+def _read_table(
+    path: str, image_columns: tuple[str, ...]
+) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """The columns of a table, and its rows with the numbers of their lines. Its separator is that with which
+    the first line has a column for images."""
     filesystem, at = filesystem_of(path)
     try:
         with filesystem.open_input_stream(at) as stream:
@@ -159,61 +158,44 @@ def _read_table(path: str, folder: str, image_columns: tuple[str, ...]) -> Table
     if uneven := [f"line {number}" for number, cells in lines if len(cells) != len(header)]:
         what = f"with other than {len(header)} cells, as its first line has"
         raise UsageError(_counted(path, "row", what, uneven))
-    return Table(path, folder, header, lines)
+    return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in lines]
 
 
-def _columns(
-    table: Table, image_columns: Sequence[str], label_column: str | None, classes: Sequence[str]
+def _label_columns(
+    path: str, header: list[str], label_column: str | None, classes: Sequence[str]
 ) -> list[str]:
-    """The column of images, those of labels (one, or one per class), and `split` if the table has it."""
-    images = [name for name in image_columns if name in table.header]
-    per_class = bool(classes) and {*classes} <= {*table.header}
+    """The column of labels, or one of 0 and 1 per class."""
+    per_class = bool(classes) and {*classes} <= {*header}
     labels = [label_column] if label_column else [*classes] if per_class else ["label"]
-    if labels[0] not in table.header:
-        columns = ", ".join(filter(None, table.header))
+    if labels[0] not in header:
         raise UsageError(
-            f"{table.path}: has no column {labels[0]}; write params.label_column: one of {columns}, or"
-            " params.class_names: the columns of 0 and 1"
+            f"{path}: has no column {labels[0]}; write params.label_column: one of"
+            f" {', '.join(filter(None, header))}, or params.class_names: the columns of 0 and 1"
         )
-    split = ["split"] if "split" in table.header else []
-    return [images[0], *labels, *split]
+    return labels
 
 
-def _rows(
-    table: Table,
+def _labels_of(
+    where: str,
+    cells: dict[str, str],
     columns: list[str],
     separator: str | None,
     several: bool,
     wrong: dict[str, list[str]],
-) -> list[Row]:
-    image, *labels = columns
-    split = labels.pop() if labels[-1] == "split" and len(labels) > 1 else None
-    rows = []
-    for number, line in table.lines:
-        cells = dict(zip(table.header, line, strict=True))
-        where = f"line {number}, {cells[image]}"
-        texts = [cells[labels[0]]] if len(labels) == 1 else []
-        if separator:
-            texts = [text.strip() for text in texts[0].split(separator)]
-        elif len(labels) > 1:
-            odd = [f"{name} = {cells[name]!r}" for name in labels if cells[name] not in BITS]
-            if odd:
-                what = "with something else than 0 and 1 in the column of a class"
-                wrong[what].append(f"{where}: {odd[0]}")
-            texts = [name for name in labels if BITS.get(cells[name])]
-            if len(texts) > 1 and not several:
-                what = "with 1 in several columns; write params.multi_label: true"
-                wrong[what].append(f"{where}: {', '.join(texts)}")
-        rows.append(
-            Row(
-                where,
-                cells[image],
-                [text for text in texts if text],
-                cells[split] if split else table.folder or "train",
-                table.folder,
-            )
-        )
-    return rows
+) -> list[str]:
+    if separator:
+        texts = cells[columns[0]].split(separator)
+    elif len(columns) == 1:
+        texts = [cells[columns[0]]]
+    else:
+        texts = [name for name in columns if BITS.get(cells[name])]
+        if odd := [f"{name} = {cells[name]!r}" for name in columns if cells[name] not in BITS]:
+            what = "with something else than 0 and 1 in the column of a class"
+            wrong[what].append(f"{where}: {odd[0]}")
+        if len(texts) > 1 and not several:
+            what = "with 1 in several columns; write params.multi_label: true"
+            wrong[what].append(f"{where}: {', '.join(texts)}")
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
