@@ -55,6 +55,25 @@ PLAIN = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     "SLURMD_NODENAME": "lx18",
 }
+THREE = GUIDE | {
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST": "nid[00001,00011-00012],big[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "big[1-2]",
+    "SLURM_GPUS_PER_NODE_HET_GROUP_1": "volta:3,kepler:5",  # SBATCH
+    "SLURMD_NODENAME": "big2",
+}
+FIRST, OTHERS, ALL = ("nid00001",), ("nid00011", "nid00012"), ("lx15", "lx18", "lx32", "lx33")
+GROUPS: list[tuple[dict[str, str], dict[str, tuple[str, ...]], str]] = [
+    (RECORDED, {"gpu": ("gpu-1",), "cpu": ("cpu-1", "cpu-2")}, "gpu-1"),
+    (GUIDE | {"SLURM_GPUS_PER_NODE_HET_GROUP_0": "4"}, {"gpu": FIRST, "cpu": OTHERS}, "nid00001"),
+    (GUIDE | {"SLURM_GPUS_PER_NODE_HET_GROUP_1": "a:8"}, {"cpu": FIRST, "gpu": OTHERS}, "nid00011"),
+    (THREE, {"cpu": FIRST, "gpu": OTHERS, "cpu-2": ("big1", "big2")}, "nid00011"),
+    (PLAIN, {"cpu": ALL}, "lx15"),
+    (PLAIN | {"SLURM_GPUS_ON_NODE": "4"}, {"gpu": ALL}, "lx15"),
+    (PLAIN | {"SLURM_GPUS_PER_NODE": "v100:2"}, {"gpu": ALL}, "lx15"),
+    # A step on a part of a job is that part.
+    (PLAIN | {"SLURM_STEP_NODELIST": "lx[18,33]"}, {"cpu": ("lx18", "lx33")}, "lx18"),
+]
 
 
 def topology(variables: dict[str, str], gpu_group: str | None = None) -> Topology:
@@ -63,131 +82,57 @@ def topology(variables: dict[str, str], gpu_group: str | None = None) -> Topolog
     return resolve(found, gpu_group)
 
 
-def groups(found: Topology) -> dict[str, tuple[str, ...]]:
-    return {group.name: group.hosts for group in found.groups}
-
-
-def test_recorded_gpu_and_cpu_nodes() -> None:
-    found = topology(RECORDED)
-    assert groups(found) == {"gpu": ("gpu-1",), "cpu": ("cpu-1", "cpu-2")}
-    assert (found.head, found.role, found.group) == ("gpu-1", "worker", "cpu")
-    assert {group.name: group.instance_type for group in found.groups} == {
-        "gpu": "gpu",
-        "cpu": "cpu",
-    }
+@pytest.mark.parametrize(("variables", "groups", "head"), GROUPS)
+def test_variables_are_groups_and_a_head(
+    variables: dict[str, str], groups: dict[str, tuple[str, ...]], head: str
+) -> None:
+    found = topology(variables)
+    assert {group.name: group.hosts for group in found.groups} == groups
+    assert found.head == head and found.host == variables["SLURMD_NODENAME"]
+    gpus = {group.gpus for group in found.groups if group.name == "gpu"}
+    assert variables is not THREE or gpus == {8}
 
 
 def test_every_host_sees_the_same_groups() -> None:
     hosts = ("gpu-1", "cpu-1", "cpu-2")
     found = [topology({**RECORDED, "SLURMD_NODENAME": host}) for host in hosts]
     assert [each.role for each in found] == ["head", "worker", "worker"]
-    assert len({str(groups(each)) for each in found}) == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "gpus", "head"),
-    [(0, "4", "nid00001"), (1, "a100:8", "nid00011")],
-    ids=["first", "second"],
-)
-def test_the_component_of_the_guide_with_gpus_trains(number: int, gpus: str, head: str) -> None:
-    found = topology({**GUIDE, f"SLURM_GPUS_PER_NODE_HET_GROUP_{number}": gpus})
-    names = ["gpu", "cpu"] if number == 0 else ["cpu", "gpu"]
-    assert groups(found) == dict(zip(names, [("nid00001",), ("nid00011", "nid00012")], strict=True))
-    assert found.head == head and found.trains == (number == 1)
-
-
-def test_three_components_of_which_two_preprocess() -> None:
-    found = topology(
-        {
-            **GUIDE,
-            "SLURM_HET_SIZE": "3",
-            "SLURM_JOB_NODELIST": "nid[00001,00011-00012],big[1-2]",
-            "SLURM_JOB_NODELIST_HET_GROUP_2": "big[1-2]",
-            "SLURM_GPUS_PER_NODE_HET_GROUP_1": "volta:3,kepler:5",
-            "SLURMD_NODENAME": "big2",
-        }
-    )
-    expected = {"cpu": ("nid00001",), "gpu": ("nid00011", "nid00012"), "cpu-2": ("big1", "big2")}
-    assert groups(found) == expected
-    assert next(group.gpus for group in found.groups if group.name == "gpu") == 8, (
-        "volta:3,kepler:5: SBATCH"
-    )
+    assert len({str(each.groups) for each in found}) == 1
+    assert {group.instance_type for group in found[0].groups} == {"gpu", "cpu"}, "the partitions"
 
 
 def test_components_that_do_not_tell_their_gpus_need_the_key() -> None:
     """`--gres=gpu:4` sets no variable that other components see."""
-    with pytest.raises(
-        TopologyError, match=r"cluster\.gpu_group: no group.*component-0.*component-1"
-    ):
+    with pytest.raises(TopologyError, match=r"cluster\.gpu_group: no group.*component-1"):
         topology(GUIDE)
     assert topology(GUIDE, "component-1").head == "nid00011"
 
 
-@pytest.mark.parametrize(
-    ("extra", "group"),
-    [({}, "cpu"), ({"SLURM_GPUS_ON_NODE": "4"}, "gpu"), ({"SLURM_GPUS_PER_NODE": "v100:2"}, "gpu")],
-)
-def test_a_plain_job_is_one_group_that_trains(extra: dict[str, str], group: str) -> None:
-    found = topology({**PLAIN, **extra})
-    assert groups(found) == {group: ("lx15", "lx18", "lx32", "lx33")}
-    assert found.head == "lx15" and found.trains
+def test_no_step_is_no_host_of_slurm() -> None:
+    of_the_script = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"}
+    assert resource_of({}) is None and resource_of(of_the_script) is None
 
 
-def test_a_step_on_a_part_of_a_plain_job_is_only_that_part() -> None:
-    part = {"SLURM_STEP_NODELIST": "lx[18,33]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert topology({**PLAIN, **part}).hosts == ("lx18", "lx33")
+LIST_1 = "SLURM_JOB_NODELIST_HET_GROUP_1"
+WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
+    (GUIDE, {"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
+    (GUIDE, {LIST_1: ""}, f"{LIST_1} is not set"),
+    (GUIDE, {"SLURM_HET_SIZE": "two"}, "SLURM_HET_SIZE='two'"),
+    (GUIDE, {"SLURM_HET_SIZE": "0"}, "SLURM_HET_SIZE='0'"),
+    (GUIDE, {"SLURM_JOB_NODELIST": "nid00001"}, "leaves out nid00011, nid00012.*--het-group=0,1"),
+    (GUIDE, {LIST_1: "nid[00001-00002]", "SLURM_JOB_NODELIST": ""}, "nid00001 bel"),
+    (GUIDE, {"SLURMD_NODENAME": "nid7", "SLURM_GPUS_HET_GROUP_0": "1"}, "'nid7' is not among"),
+    (GUIDE, {f"SLURM_GPUS_HET_GROUP_{n}": "1" for n in (0, 1)}, "several groups have GPUs"),
+    (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, "several tasks on a node"),
+    (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "1,12(x2)"}, "several tasks on a node"),
+    (RECORDED, {"SLURM_LOCALID": "1"}, "several tasks on a node"),
+    (PLAIN, {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+    (PLAIN, {"SLURM_JOB_NODELIST": "lx[15"}, "cannot read the host list"),
+    ({"STOKER_PLACE": "slurm"}, {}, "no SLURM_STEP_ID; start train.py with srun"),
+]
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n1",
-            "SLURM_PROCID": "0",
-        },  # the batch script itself
-    ],
-)
-def test_no_step_is_no_host_of_slurm(variables: dict[str, str]) -> None:
-    assert resource_of(variables) is None
-
-
-@pytest.mark.parametrize(
-    ("base", "change", "message"),
-    [
-        (GUIDE, {"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
-        (
-            GUIDE,
-            {"SLURM_JOB_NODELIST_HET_GROUP_1": ""},
-            "SLURM_JOB_NODELIST_HET_GROUP_1 is not set",
-        ),
-        (GUIDE, {"SLURM_HET_SIZE": "two"}, "SLURM_HET_SIZE='two'"),
-        (GUIDE, {"SLURM_HET_SIZE": "0"}, "SLURM_HET_SIZE='0'"),
-        (
-            GUIDE,
-            {"SLURM_JOB_NODELIST": "nid00001"},
-            "leaves out nid00011, nid00012.*--het-group=0,1",
-        ),
-        (
-            GUIDE,
-            {"SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00001-00002]", "SLURM_JOB_NODELIST": ""},
-            "nid00001 bel",
-        ),
-        (GUIDE, {"SLURMD_NODENAME": "nid7", "SLURM_GPUS_HET_GROUP_0": "1"}, "'nid7' is not among"),
-        (
-            GUIDE,
-            {"SLURM_GPUS_HET_GROUP_0": "1", "SLURM_GPUS_HET_GROUP_1": "1"},
-            "several groups have GPUs",
-        ),
-        (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, "several tasks on a node"),
-        (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "1,12(x2)"}, "several tasks on a node"),
-        (RECORDED, {"SLURM_LOCALID": "1"}, "several tasks on a node"),
-        (PLAIN, {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
-        (PLAIN, {"SLURM_JOB_NODELIST": "lx[15"}, "cannot read the host list"),
-        ({"STOKER_PLACE": "slurm"}, {}, "no SLURM_STEP_ID; start train.py with srun"),
-    ],
-)
+@pytest.mark.parametrize(("base", "change", "message"), WRONG)
 def test_wrong_or_partial_variables_are_one_line(
     base: dict[str, str], change: dict[str, str], message: str
 ) -> None:
@@ -196,33 +141,26 @@ def test_wrong_or_partial_variables_are_one_line(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("alpha,beta,gamma", ["alpha", "beta", "gamma"]),  # CONF
-        ("lx[15,18,32-33]", ["lx15", "lx18", "lx32", "lx33"]),  # CONF
-        ("gpu[01-03,07],cpu-[1-2]x", ["gpu01", "gpu02", "gpu03", "gpu07", "cpu-1x", "cpu-2x"]),
-        (
-            "rack[0-1]_blade[0-1]",
-            ["rack0_blade0", "rack0_blade1", "rack1_blade0", "rack1_blade1"],
-        ),  # CONF
-        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("a.example.org", ["a.example.org"]),
-    ],
-)
-def test_host_lists(text: str, hosts: list[str]) -> None:
-    assert hosts_in(text) == hosts
+HOST_LISTS = {
+    "alpha,beta,gamma": "alpha beta gamma",  # CONF
+    "lx[15,18,32-33]": "lx15 lx18 lx32 lx33",  # CONF
+    "gpu[01-03,07],cpu-[1-2]x": "gpu01 gpu02 gpu03 gpu07 cpu-1x cpu-2x",
+    "rack[0-1]_blade[0-1]": "rack0_blade0 rack0_blade1 rack1_blade0 rack1_blade1",  # CONF
+    "n[8-11]": "n8 n9 n10 n11",
+    "n[098-101]": "n098 n099 n100 n101",
+    "a.example.org": "a.example.org",
+    "linux[0000-1023]": " ".join(f"linux{number:04}" for number in range(1024)),  # CONF
+}
 
 
-def test_a_long_host_list() -> None:
-    found = hosts_in("linux[0000-1023]")  # CONF
-    assert len(found) == 1024 and found[0] == "linux0000" and found[-1] == "linux1023"
+def test_host_lists() -> None:
+    assert {text: " ".join(hosts_in(text)) for text in HOST_LISTS} == HOST_LISTS
 
 
-@pytest.mark.parametrize(
-    "text", ["n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n[1-]", "n[[1]]", "n[1-9999999]", "[", " "]
-)
+NO_LISTS = ["n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n[1-]", "n[[1]]", "n[1-9999999]", "[", " "]
+
+
+@pytest.mark.parametrize("text", NO_LISTS)
 def test_what_is_no_host_list_is_refused(text: str) -> None:
     with pytest.raises(TopologyError, match=r"cannot read the host list|more than"):
         hosts_in(text)
@@ -237,18 +175,10 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
     assert not [name for name in found if set(name) & set("[],")]
 
 
-@pytest.mark.parametrize(
-    ("visible", "gpus"),
-    [
-        (None, 4),
-        ("0,1", 2),
-        ("", 0),
-        ("0,1,2,3,4,5,6,7", 4),
-        ("-1", 0),
-        ("1,-1,2", 1),
-        ("NoDevFiles", 0),
-    ],
-)
+VISIBLE = {None: 4, "0,1": 2, "": 0, "0,1,2,3,4,5,6,7": 4, "-1": 0, "1,-1,2": 1, "NoDevFiles": 0}
+
+
+@pytest.mark.parametrize(("visible", "gpus"), VISIBLE.items())
 def test_only_the_gpus_that_slurm_gave_the_job_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
 ) -> None:
@@ -260,17 +190,12 @@ def test_only_the_gpus_that_slurm_gave_the_job_count(
     assert count_gpus(tmp_path) == gpus
 
 
-@pytest.mark.parametrize(
-    ("variables", "memory"),
-    [
-        (RECORDED, 0),  # --mem=0: the whole node
-        ({**RECORDED, "SLURM_MEM_PER_NODE": "8", "SLURM_MEM_PER_NODE_HET_GROUP_1": "2048"}, 2048),
-        ({**RECORDED, "SLURM_MEM_PER_CPU_HET_GROUP_1": "500"}, 1500),
-        ({**PLAIN, "SLURM_MEM_PER_NODE": "4096"}, 4096),
-    ],
-)
-def test_memory_is_that_of_the_hosts_own_component(variables: dict[str, str], memory: int) -> None:
-    assert memory_mb(variables) == memory
+def test_memory_is_that_of_the_hosts_own_component() -> None:
+    own = {"SLURM_MEM_PER_NODE": "8", "SLURM_MEM_PER_NODE_HET_GROUP_1": "2048"}
+    assert memory_mb(RECORDED) == 0, "--mem=0: the whole node"
+    assert memory_mb(RECORDED | own) == 2048
+    assert memory_mb(RECORDED | {"SLURM_MEM_PER_CPU_HET_GROUP_1": "500"}) == 1500
+    assert memory_mb(PLAIN | {"SLURM_MEM_PER_NODE": "4096"}) == 4096
 
 
 def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:

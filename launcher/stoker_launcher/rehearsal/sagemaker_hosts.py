@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +39,6 @@ sys.path.append({folder!r})
 from sagemaker_training.cli.train import main
 main()
 """
-INSTALL_TIMEOUT_S = 600
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
@@ -167,40 +166,24 @@ def toolkit_folder() -> Path:
         if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
             return Path(str(metadata.distribution("sagemaker-training").locate_file("")))
     folder = cache_folder()
-    if not (folder / "complete").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two rehearsals may start at once
-            if not (folder / "complete").is_file():
-                _install_toolkit(folder)
+    if not folder.is_dir():
+        _install_toolkit(folder)
     return folder
 
 
 def _install_toolkit(folder: Path) -> None:
     print(f"installing {TOOLKIT} into {folder} (once)", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-input",
-        "--target",
-        str(folder),
-    ]
-    command.append(f"sagemaker-training=={TOOLKIT_VERSION}")
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
-        )
-        reason = (
-            (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else ""
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"pip took more than {INSTALL_TIMEOUT_S} s"
-    if reason:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = tempfile.mkdtemp(prefix=".stoker-", dir=folder.parent)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target", draft]
+    wanted = f"sagemaker-training=={TOOLKIT_VERSION}"
+    done = subprocess.run([*pip, wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(draft)
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UsageError(
             f"rehearsal.entry: cannot install {TOOLKIT}: {reason}; rehearsal.entry=container works without it"
         )
-    (folder / "complete").touch()
+    Path(draft).chmod(0o755)
+    with contextlib.suppress(OSError):  # another rehearsal has installed it meanwhile
+        Path(draft).rename(folder)
