@@ -63,3 +63,25 @@ def served(application: Callable[..., Any]) -> Iterator[dict[str, str]]:
 
 def moto_server() -> contextlib.AbstractContextManager[dict[str, str]]:
     return served(moto())
+
+
+def training_job(state: str, secondary: str, name: str = "j", **more: Any) -> dict[str, Any]:
+    """A description of a training job, in the service's own shape."""
+    return {
+        "TrainingJobName": name,
+        "TrainingJobArn": f"arn:aws:sagemaker:{REGION}:123456789012:training-job/{name}",
+        "ModelArtifacts": {"S3ModelArtifacts": "s3://b/model.tar.gz"},
+        "TrainingJobStatus": state,
+        "SecondaryStatus": secondary,
+        "AlgorithmSpecification": {"TrainingInputMode": "File"},
+        "ResourceConfig": {
+            "VolumeSizeInGB": 100,
+            "InstanceGroups": [
+                {"InstanceGroupName": "gpu", "InstanceType": "ml.g5.2xlarge", "InstanceCount": 1},
+                {"InstanceGroupName": "cpu", "InstanceType": "ml.c5.4xlarge", "InstanceCount": 2},
+            ],
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
+        "CreationTime": 1,
+        **more,
+    }

@@ -19,6 +19,7 @@ from stoker_launcher.places import remote, sagemaker
 from stoker_launcher.places.sagemaker import aws
 from stoker_launcher.places.sagemaker.training_job import SageMakerRequest
 from tests.fakes.aws import REGION, moto, served
+from tests.fakes.aws import training_job as training
 from tests.refusals import refused
 
 BUCKET = "stoker-test"
@@ -247,21 +248,6 @@ def described(status: str, *attempts: str, **more: Any) -> dict[str, Any]:
     required = {"jobId": "id-1", "jobName": "j", "jobQueue": "q", "startedAt": 0}
     kind = {"serviceJobType": "SAGEMAKER_TRAINING", "status": status}
     return {**required, **kind, "attempts": resources[:-1], **latest, **more}
-
-
-def training(state: str, secondary: str, **more: Any) -> dict[str, Any]:
-    return {
-        "TrainingJobName": "j",
-        "TrainingJobArn": ARN,
-        "ModelArtifacts": {"S3ModelArtifacts": "s3://b/model.tar.gz"},
-        "TrainingJobStatus": state,
-        "SecondaryStatus": secondary,
-        "AlgorithmSpecification": {"TrainingInputMode": "File"},
-        "ResourceConfig": {"VolumeSizeInGB": 1, "InstanceType": TYPES[0], "InstanceCount": 1},
-        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
-        "CreationTime": 1,
-        **more,
-    }
 
 
 @pytest.mark.parametrize(

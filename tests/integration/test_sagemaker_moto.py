@@ -19,7 +19,7 @@ from stoker.errors import UsageError
 from stoker_launcher.job import Job
 from stoker_launcher.places import remote, sagemaker
 from stoker_launcher.places.sagemaker import aws
-from tests.fakes.aws import REGION, moto, moto_server, served
+from tests.fakes.aws import REGION, moto, moto_server, served, training_job
 from tests.refusals import refused
 
 BUCKET = "stoker-test"
@@ -259,27 +259,6 @@ def stubbed() -> Iterator[Stubber]:
         yield stubber
 
 
-def answer(state: str, secondary: str, **more: Any) -> dict[str, Any]:
-    return {
-        "TrainingJobName": "j",
-        "TrainingJobArn": f"arn:aws:sagemaker:{REGION}:123456789012:training-job/j",
-        "ModelArtifacts": {"S3ModelArtifacts": "s3://b/model.tar.gz"},
-        "TrainingJobStatus": state,
-        "SecondaryStatus": secondary,
-        "AlgorithmSpecification": {"TrainingInputMode": "File"},
-        "ResourceConfig": {
-            "VolumeSizeInGB": 100,
-            "InstanceGroups": [
-                {"InstanceGroupName": "gpu", "InstanceType": "ml.g5.2xlarge", "InstanceCount": 1},
-                {"InstanceGroupName": "cpu", "InstanceType": "ml.c5.4xlarge", "InstanceCount": 2},
-            ],
-        },
-        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
-        "CreationTime": 1,
-        **more,
-    }
-
-
 @pytest.mark.parametrize(
     ("state", "secondary", "more", "text", "code"),
     [
@@ -293,9 +272,9 @@ def test_ends_of_a_job(
     stubbed: Stubber, state: str, secondary: str, more: dict[str, Any], text: str, code: int
 ) -> None:
     job = sagemaker.SageMakerRun(REGION, "j", poll_s=0.01)
-    stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
+    stubbed.add_response("describe_training_job", training_job("InProgress", "Training"))
     for _ in range(2):
-        stubbed.add_response("describe_training_job", answer(state, secondary, **more))
+        stubbed.add_response("describe_training_job", training_job(state, secondary, **more))
     assert job.wait() == code
     assert job.status() == text
 
@@ -304,7 +283,7 @@ def test_a_denied_request_is_not_asked_again(
     stubbed: Stubber, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(remote, "UNREACHABLE_S", 0.2)
-    stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
+    stubbed.add_response("describe_training_job", training_job("InProgress", "Training"))
     stubbed.add_client_error("describe_training_job", "AccessDeniedException")
     with pytest.raises(remote.LostError, match=r"launcher\.json"):
         sagemaker.SageMakerRun(REGION, "j", poll_s=0.01).wait()
@@ -352,7 +331,9 @@ def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:
 def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
     stubbed.add_response(
         "describe_training_job",
-        answer("Completed", "Completed", BillableTimeInSeconds=7200, TrainingTimeInSeconds=7300),
+        training_job(
+            "Completed", "Completed", BillableTimeInSeconds=7200, TrainingTimeInSeconds=7300
+        ),
     )
     closing = sagemaker.SageMakerRun(REGION, "j").closing()
     rows = [line.split() for line in closing.splitlines()]
