@@ -23,7 +23,6 @@ from stoker_launcher.advise.check.timeline import (
     Take,
     TimeShare,
     enough,
-    judged_steps,
     steady,
     steps_of,
     wait_share,
@@ -57,7 +56,7 @@ def epoch(
 
 def share_of(takes: Sequence[Take], *loaders: Loader) -> TimeShare:
     loaders = loaders or (TRAINS,)
-    return wait_share(judged_steps(steps_of(takes, loaders, 0), loaders[0]))
+    return wait_share(steady(steps_of(takes, loaders, 0), loaders[0]))
 
 
 def zipped() -> list[Take]:
@@ -75,8 +74,6 @@ PREFETCHED = [
     *(Take(0, 0, i, 30 + (i - 4) / 10, 30.09 + (i - 4) / 10) for i in range(5, 60)),
 ]
 """Four batches were prefetched while the first step compiled for 30 s; then each is waited for."""
-SHORT = [take for n in range(12) for take in epoch(2, 0.3, 0.1, number=n, since=10.0 * n)]
-"""Of 21 steps, ten begin an epoch, and wait for the start of the workers as well."""
 
 
 def validated() -> list[Take]:
@@ -95,7 +92,6 @@ def validated() -> list[Take]:
         (zipped(), [TRAINS, replace(TRAINS)], 0.5),
         (validated(), [TRAINS, VALIDATES], 0.5),
         (PREFETCHED, [WORKERS], 0.9),
-        (SHORT, [replace(WORKERS, starts=[0.4] * 12)], (6.3 + 4) / (8.4 + 4)),
     ],
 )
 def test_the_share_is_the_time_in_next_against_the_whole_step(
@@ -181,7 +177,7 @@ def one(
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
     cost = FetchCost(cpu, blocked, 8, 50)
     bytes_ = 8 * 150_528
-    return Checked(0, WORKERS, 50, TimeShare(share, spread), step_s, 8, bytes_, None, cost, False)
+    return Checked(0, WORKERS, 50, TimeShare(share, spread), step_s, 8, bytes_, None, cost)
 
 
 CANNOT = "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up, beside one for the script"

@@ -131,22 +131,6 @@ def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     return found
 
 
-def judged_steps(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
-    """The steady steps, or all but the script's first if epochs are too short.
-
-    The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
-    """
-    found = steady(steps, loader)
-    if len(found) >= LEAST_STEPS:
-        return found
-    starts = {(epoch, 0): spent for epoch, spent in enumerate(loader.starts)}
-    return [
-        step._replace(whole=step.whole + started, wait=step.wait + started)
-        for step in steps[STARTING:]
-        for started in [starts.get((step.epoch, step.number), 0.0)]
-    ]
-
-
 def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
     if len(steps) < LEAST_STEPS:
         return TimeShare(_share(steps), 1.0)
@@ -164,8 +148,6 @@ def _share(steps: Sequence[TimedStep]) -> float:
 def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bool:
     """Whether the steps so far are enough: `wanted` ones, or None: until the share is certain."""
     found = steady(steps, loader)
-    if not found and steps and steps[-1].epoch >= 2:
-        found = judged_steps(steps, loader)
     if wanted is not None:
         return len(found) >= wanted
     long = sum(step.whole for step in found) > LONG_S

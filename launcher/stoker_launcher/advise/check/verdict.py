@@ -14,12 +14,10 @@ from stoker.figures import count_of, duration
 from stoker_launcher.advise.advice import Advice, Measured, table_name
 from stoker_launcher.advise.check.timeline import (
     LEAST_STEPS,
-    STARTING,
     Loader,
     Take,
     TimeShare,
     epoch_start,
-    judged_steps,
     steady,
     steps_of,
     training,
@@ -66,8 +64,6 @@ class Checked:
     start_s: float | None
     """From the start of an epoch to its first batch."""
     fetched: FetchCost | None
-    whole_epochs: bool
-    """The epochs are so short that their starts are included in the share."""
 
     @property
     def compute_s(self) -> float:
@@ -126,7 +122,7 @@ def checked(
         if not loader.batches:
             continue
         steps = steps_of(takes, loaders, number)
-        kept = judged_steps(steps, loader)[:wanted]
+        kept = steady(steps, loader)[:wanted]
         fetched = fetched_of([one for one in sums if one["loader"] == number])
         sized = max(loader.sized_batches, 1)
         found.append(
@@ -140,13 +136,13 @@ def checked(
                 bytes_per_step=loader.batch_bytes / sized,
                 start_s=epoch_start(takes, loader, number),
                 fetched=fetched,
-                whole_epochs=len(steady(steps, loader)) < LEAST_STEPS,
             )
         )
     if found[0].steps < LEAST_STEPS:
+        least = LEAST_STEPS + loaders[main].warmup + 1
         raise UsageError(
-            f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least"
-            f" {LEAST_STEPS + STARTING + 1} are needed: use more data or epochs"
+            f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least {least} are"
+            " needed, in epochs of more than twice num_workers: use more data or epochs"
         )
     return found
 
@@ -235,7 +231,7 @@ def help_here(one: Checked, cpus: float) -> Iterator[str]:
     start, length = one.start_s or 0.0, one.loader.length
     # With one epoch of several lengths, the script ends its epochs itself, in one iterator.
     endless = len(one.loader.starts) <= 1 and one.loader.batches > (length or 0)
-    if not now or one.loader.persistent or one.whole_epochs or not length or endless:
+    if not now or one.loader.persistent or not length or endless:
         return
     if (share := start / (start + length * one.step_s)) >= SLOW_START:
         yield (
@@ -281,7 +277,6 @@ def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> lis
     by = f"with CUDA events ({gpu})" if gpu else "by the time in next() and between calls"
     said = {
         "the loader is the one iterated most": not first.loader.trains,
-        "epochs are short, so the figures include worker start-up": first.whole_epochs,
         "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": (
             UNSURE < first.share.spread < UNCERTAIN
         ),
