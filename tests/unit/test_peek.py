@@ -121,18 +121,9 @@ def test_problems_that_are_found(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (
-            "train.batch_size=61",
-            "train.batch_size: 61 records × 1 train worker exceed the 60 training records",
-        ),
-        (
-            "train.workers=2",
-            "train.batch_size: 32 records × 2 train workers exceed the 60 training records",
-        ),
-        (
-            "checkpoint.monitor=val/ac1",
-            "checkpoint.monitor: no metric 'val/ac1'; did you mean val/acc1?",
-        ),
+        ("train.batch_size=61", "61 records × 1 train worker exceed the 60 training records"),
+        ("train.workers=2", "32 records × 2 train workers exceed the 60 training records"),
+        ("checkpoint.monitor=val/ac1", "no metric 'val/ac1'; did you mean val/acc1?"),
         ("train.early_stopping.monitor=val/los", "no metric 'val/los'; did you mean val/loss?"),
     ],
 )
@@ -197,25 +188,23 @@ def test_the_examples_digits_with_their_labels(tmp_path: Path, digits: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("module", "recipe", "records", "on_screen", "on_page"),
+    ("recipe", "records", "on_screen", "on_page"),
     [
         (
-            "text",
-            "Reviews",
+            "text:Reviews",
             80,
-            r"text +text +\d+ chars … \d+ chars[\s\S]*ids +int64 +\d+ … \d+ ",
+            r"\d+ chars … \d+ chars[\s\S]*ids +int64 +\d+ … \d+ ",
             r">ids, \d+</p>",
         ),
-        ("audio", "Tones", 40, r"frames", r'alt="frames, \d+×64 of record'),
+        ("audio:Tones", 40, r"frames", r'alt="frames, \d+×64 of record'),
     ],
 )
 def test_text_sound_and_rows_of_any_length(
-    tmp_path: Path, module: str, recipe: str, records: int, on_screen: str, on_page: str
+    tmp_path: Path, recipe: str, records: int, on_screen: str, on_page: str
 ) -> None:
-    importlib.import_module(f"recipes.{module}").write(tmp_path / "data", records)
-    result, page = peek(
-        tmp_path, "-n", "4", recipe=f"recipes.{module}:{recipe}", data=str(tmp_path / "data")
-    )
+    recipe = f"recipes.{recipe}"
+    importlib.import_module(recipe.partition(":")[0]).write(tmp_path / "data", records)
+    result, page = peek(tmp_path, "-n", "4", recipe=recipe, data=str(tmp_path / "data"))
     assert result.exit_code == 0, result.output
     assert re.search(on_screen, result.output)
     assert len(re.findall(on_page, page)) == 4
@@ -248,20 +237,17 @@ def test_a_page_that_is_written_where_the_user_works_needs_no_network(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--n", "0"], "--n: between 1 and 512 (got 0)"),
-        (["--split", "test"], "--split: train or val (got 'test')"),
-        (["--rank", "1"], "--rank: selects a train worker of a run; add --step N"),
-        (
-            ["--out", "/no/such/folder/x.html"],
-            "--out /no/such/folder/x.html: /no/such/folder does not exist",
-        ),
-        (["params.records=0"], "peek: the train split has no records"),
+        ("--n 0", "--n: between 1 and 512 (got 0)"),
+        ("--split test", "--split: train or val (got 'test')"),
+        ("--rank 1", "--rank: selects a train worker of a run; add --step N"),
+        ("--out /none/x.html", "--out /none/x.html: /none does not exist"),
+        ("params.records=0", "peek: the train split has no records"),
     ],
 )
 def test_what_cannot_be_looked_at_is_said_in_one_line(
-    tmp_path: Path, words: list[str], line: str
+    tmp_path: Path, words: str, line: str
 ) -> None:
-    result, _ = peek(tmp_path, *words)
+    result, _ = peek(tmp_path, *words.split())
     assert isinstance(result.exception, UsageError), result.output
     assert str(result.exception) == line
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -269,16 +255,10 @@ def test_what_cannot_be_looked_at_is_said_in_one_line(
     assert "a script reads its own" in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "{here}/my set #2",
-        "~/my set #2",
-        "$HOME/my set #2",
-        "${{HOME}}/my set #2",
-        "[my] {{set}}: 010",
-    ],
-)
+HOMES = ("{here}/my set #2", "~/my set #2", "$HOME/my set #2", "${{HOME}}/my set #2")
+
+
+@pytest.mark.parametrize("typed", [*HOMES, "[my] {{set}}: 010"])
 def test_a_folder_named_on_the_command_line_is_the_one_that_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
 ) -> None:
@@ -291,12 +271,8 @@ def test_a_folder_named_on_the_command_line_is_the_one_that_is_read(
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40, 40), (number, 0, 0)).save(file)
     data = typed.format(here=tmp_path)
-    words = [
-        f"params.data={data}",
-        "params.augment=none",
-        "params.image_size=032",
-        "params.model=resnet18",
-    ]
+    words = ["params.augment=none", "params.image_size=032", "params.model=resnet18"]
+    words.append(f"params.data={data}")
     result, _ = peek(tmp_path, *words, recipe="ImageClassification")
     assert "look: 15 train records from" in result.output
     assert re.search(r"label +int64 +0 +0 … 2", result.output), result.output
