@@ -102,12 +102,8 @@ def run(
 
         return follow(submitted)
     code, run_dir = submitted.wait(), getattr(submitted, "run_dir", None)
-    if (
-        code not in (0, 2)
-        and run_dir
-        and (line := continuation(run_dir, job.resolved.config, sys.argv))
-    ):
-        print(f"continue: {line}")
+    if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config)):
+        print(line)
     return code
 
 

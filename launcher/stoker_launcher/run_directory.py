@@ -18,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.figures import count_of
@@ -341,22 +340,13 @@ def kept_outside(config: Config, place: Place | None = None) -> str:
     return where
 
 
-def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
-    """The command that continues a run which has stopped; empty without a checkpoint."""
+def continuation(run_dir: Path, config: Config) -> str:
+    """How a run that has stopped is continued; empty without a checkpoint."""
     if not (kept_in(run_dir, config) or kept_outside(config)):
         return ""
-    end = words.index("--") if "--" in words else len(words)
-    options, rest = words[1:end], words[end:]
-    if "--resume" in options:
-        at = options.index("--resume")
-        options = options[:at] + options[at + 2 :]
-    options = [word for word in options if not word.startswith("--resume=")]
     here = Path.cwd()
     where = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    program = ["stoker"] if Path(words[0]).name == "stoker" else ["python", words[0]]
-    halves = (word.partition("=") for word in options)
-    shown = [f"{key}={redact(value, key)}" if sign else key for key, sign, value in halves]
-    return shlex.join([*program, *shown, "--resume", str(where), *redact(rest, "args")])
+    return f"continue: the same command with --resume {shlex.quote(str(where))}"
 
 
 def _run(run_dir: Path, place: Place, config: Config) -> Resume:

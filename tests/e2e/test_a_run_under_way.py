@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import signal
 import stat
@@ -83,8 +82,7 @@ def test_status_judges_it_the_dashboard_opens_with_its_token_alone_and_ctrl_c_le
         code = job.wait(timeout=240)
     shown = screen.read_text()
     assert code == 130 and "stopped: Ctrl-C" in shown and "Traceback" not in shown, shown
-    again = shlex.join(["python", *command[1:]])
-    assert f"continue: {again} --resume runs/{run.readlink()}" in shown.replace(
+    assert f"continue: the same command with --resume runs/{run.readlink()}" in shown.replace(
         f"{tmp_path}/", ""
     ), shown
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"

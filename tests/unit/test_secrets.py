@@ -26,7 +26,6 @@ from stoker_launcher.job import open_job
 from stoker_launcher.rehearsal.host import SPEC_VARIABLE
 from stoker_launcher.rehearsal.running import keep_ray_logs
 from stoker_launcher.rehearsal.world import World
-from stoker_launcher.run_directory import continuation
 from tests.clouds import WORDS
 from tests.command_line import type_command
 
@@ -292,22 +291,6 @@ def test_messages_that_quote_the_environment_lose_its_secrets(
     kept = f"128000 {__file__} token {Path.cwd()}"
     text = f"aws/s3cret+Key42 http://ann:pr0xy%2Dpass@proxy:3128 pr0xy-pass {kept}"
     assert redaction.scrub(text) == (f"{REDACTED} http://{REDACTED}@proxy:3128 {REDACTED} {kept}")
-
-
-def test_the_command_that_continues_a_run_repeats_no_secret(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
-    words = [
-        "stoker",
-        "job.yaml",
-        f"params.hf_token={SECRET}",
-        "train.lr=0.1",
-        "--",
-        "--token",
-        SECRET,
-    ]
-    line = continuation(tmp_path, load(None, ["name=a"]).config, words)
-    assert SECRET[:12] not in line and "train.lr=0.1" in line
-    assert line.count(REDACTED) == 2
 
 
 def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(
