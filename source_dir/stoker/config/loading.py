@@ -107,11 +107,12 @@ def load(
                 params[name] = expanded_paths(value)
         except ValueError as error:
             problems.append(f"{origins.get(f'params.{name}', where)}: params.{name}: {error}")
-    for keys in redaction.redacted_at(tree):
-        problems.append(
-            f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
-            f" set it with {'.'.join(keys)}=…"
-        )
+    for key, value in leaves(tree):
+        if redaction.REDACTED in str(value):
+            problems.append(
+                f"{where}: {key}: is {redaction.REDACTED}, because runs do not store secrets; set it"
+                f" with {key}=…"
+            )
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -231,21 +232,14 @@ def to_yaml(config: Config) -> str:
 
 
 def secrets_json(config: BaseModel) -> str | None:
+    """What `redact` hides, by key and place in lists: the rest has types that JSON has not."""
 
     def hidden(whole: Any, shown: Any) -> Any:
-        if isinstance(whole, Mapping):
-            return {
-                key: hidden(below, shown[key])
-                for key, below in whole.items()
-                if below != shown[key]
-            }
-        if isinstance(
-            whole, list
-        ):  # only what is hidden of it: the rest has types that JSON has not
-            return hidden(
-                *({str(at): item for at, item in enumerate(part)} for part in (whole, shown))
-            )
-        return whole
+        if isinstance(whole, list):
+            whole, shown = dict(enumerate(whole)), dict(enumerate(shown))
+        if not isinstance(whole, Mapping):
+            return whole
+        return {key: hidden(whole[key], shown[key]) for key in whole if whole[key] != shown[key]}
 
     tree = config.model_dump(mode="json")
     shown = redaction.redact(tree)

@@ -46,17 +46,6 @@ def is_secret(name: str, value: Any = "") -> bool:
     return not number and _SECRET.search(words) is not None
 
 
-def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    if isinstance(tree, Mapping):
-        for key, below in tree.items():
-            yield from redacted_at(below, (*path, str(key)))
-    elif isinstance(tree, list | tuple):
-        for below in tree:
-            yield from redacted_at(below, path)
-    elif isinstance(tree, str) and REDACTED in tree:
-        yield path
-
-
 def redact(
     value: Any,
     name: str = "",

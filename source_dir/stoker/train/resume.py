@@ -13,7 +13,8 @@ from stoker.checkpoints.format import (
     newest_valid,
     other_job,
 )
-from stoker.config.redaction import redact, redacted_at
+from stoker.config.loading import leaves
+from stoker.config.redaction import REDACTED, redact
 from stoker.config.schema import Config
 from stoker.config.values import is_path
 from stoker.errors import UsageError
@@ -179,7 +180,7 @@ def check_same_run(
     ]
     for name in sorted({*before["params"], *now["params"]}):
         old, new = before["params"].get(name), now["params"].get(name)
-        hidden = [".".join(keys) for keys in redacted_at({name: new})]
+        hidden = [key for key, value in leaves({name: new}) if REDACTED in str(value)]
         if hidden:
             log(f"params.{', params.'.join(hidden)}: secret, not compared with {start.name}")
         if old == new or (name == "class_names" and old is None):  # names alone change nothing
