@@ -70,7 +70,7 @@ class CheckpointManager:
         self.resumed: Checkpoint | None = None
         self.pending: dict[str, Any] | None = None
         """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
-        self._completes = False
+        self._own = False
         """Whether that checkpoint is in this run's folder, so that its metadata can be changed."""
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
@@ -116,14 +116,7 @@ class CheckpointManager:
             "books": books,
         }
         self.history.append(entry)
-        if self.pending is not None and self._completes:
-            self.pending = None
-            if self.worker.rank == 0:
-                changes = self._after(metrics)
-                what = f"the metrics of the checkpoint of step {self.worker.step}"
-                self.writer.submit(what, partial(self._change, changes))
-        else:
-            self.take(progress or Progress(epoch + 1), metrics)
+        self.take(progress or Progress(epoch + 1), metrics)
         return reason
 
     def take(
@@ -132,22 +125,23 @@ class CheckpointManager:
         """Take a checkpoint now; the slow part runs in the background. Collective.
 
         Without metrics it does not compete for best; `pending`: the epoch to validate next. If this step's
-        checkpoint is there, as when `every_steps` divides an epoch, it stays, and only its meta data change.
+        checkpoint is there, as after a validation, it stays, and only its metadata change.
         """
         worker, started = self.worker, time.perf_counter()
         check_state(worker, progress)
         check_scale(worker, progress.epoch)
-        again = self._completes and worker.kept == name_of(worker.step)
+        again = self._own and worker.kept == name_of(worker.step)
+        validated = again and self.pending is not None
         if not again:
             self._make_room()  # the copies of the previous checkpoint are about to be overwritten
         parts = gather(worker, rank_part(worker, progress))
         live = {} if again else live_state(worker)
-        self.pending, self._completes = pending, True
+        self.pending, self._own = pending, True
         worker.kept = name_of(worker.step)
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        self._position = self._ask_position(progress, parts)
+        self._position = None if validated else self._ask_position(progress, parts)
         if again:
             write = partial(self._change, meta, self._position)
         else:
@@ -181,20 +175,14 @@ class CheckpointManager:
             "epoch_samples": progress.samples,
             "workers": worker.world_size,
             "global_batch": worker.global_batch,
-            **self._after(metrics),
-            "config": self._config,
-            "time": time.time(),
-            **({"started": clock[0], "seconds": time.time() - clock[1]} if clock else {}),
-        }
-
-    def _after(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """What a validation changes."""
-        return {
             "metrics": finite(metrics),
-            "monitored": monitored(self.worker.config, metrics) if metrics else None,
+            "monitored": monitored(worker.config, metrics) if metrics else None,
             "early_stopping": asdict(self.early_stopping) if self.early_stopping else None,
             "history": list(self.history),
             "pending": self.pending,
+            "config": self._config,
+            "time": time.time(),
+            **({"started": clock[0], "seconds": time.time() - clock[1]} if clock else {}),
         }
 
     def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
@@ -253,7 +241,7 @@ class CheckpointManager:
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.resumed, self._last = saved, saved
         self.pending, worker.kept = saved.pending, saved.name
-        self._completes = own = strategies.from_rank(saved.store.where == self.store.where)
+        self._own = own = strategies.from_rank(saved.store.where == self.store.where)
         self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
         self.run = (
             meta.get("run", self.run) if own else self.run
