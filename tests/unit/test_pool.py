@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config.places import CpuHostsConfig
 from stoker.config.schema import Config
-from stoker.events.kinds import Event, Note, StepLogged
-from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import GROW_AFTER_S, SHRINK_AFTER_S, ChainHost, Pool, chain_hosts
-from stoker.serve.scaling import EXPIRES_S, RENEW_S, Elastic
 
 GPU, A, B = ChainHost("gpu", 4, trains=True), ChainHost("a", 4), ChainHost("b", 4)
 
@@ -140,160 +136,8 @@ def test_where_train_workers_run_is_where_training_happens() -> None:
 TRAINS = ChainHost("g", 2, trains=True, name="gpu-1")
 
 
-class Given:
-    def __init__(self, count: int = 0) -> None:
-        self.count, self.options = count, CpuHostsConfig(max=9)
-        self.steps: list[tuple[float, float, float]] = []
-        self.blocks: list[tuple[float, float]] = []
-        self.next: tuple[int, str] | None = None
-        self.looked: tuple[int, list[int], bool] | None = None
-
-    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
-        self.steps.append((samples, seconds, late_s))
-
-    def made(self, records: float, seconds: float) -> None:
-        self.blocks.append((records, seconds))
-
-    def look(self, now: float, own: int, joined: list[int], ended: bool) -> str:
-        self.looked = own, joined, ended
-        (self.count, reason), self.next = self.next or (self.count, ""), None
-        return reason
-
-    def missing(self, now: float) -> int:
-        return 0
-
-
-class Requests:
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, float]] = []
-
-    def send(self, count: int, expires_s: float) -> None:
-        self.sent.append((count, expires_s))
-
-
-class Case:
-    def __init__(self, count: int = 0, scaled: bool = True) -> None:
-        self.given, self.requests, self.events = Given(count), Requests(), list[Event]()
-        self.costs = {"train": ChainCosts(), "val": ChainCosts()}
-        self.elastic: Any = Elastic(self.events.append, self.costs, CpuHostsConfig())
-        if scaled:
-            self.elastic.scaler, self.elastic._request = self.given, self.requests
-
-    def told(self) -> list[tuple[str, dict[str, Any]]]:
-        return [(event.event, event.values()) for event in self.events]
-
-    def staying(
-        self,
-        *hosts: ChainHost,
-        draining: set[str] = frozenset(),  # type: ignore[assignment]
-        now: float = 0.0,
-        bound: tuple[str, ...] = (),
-    ) -> list[str]:
-        return [host.node for host in self.elastic.split([*hosts], draining, now, False, bound)]
-
-
-def cpu(node: str) -> ChainHost:
-    return ChainHost(node, 4, name=f"cpu-{node}", scaled=True)
-
-
-def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> None:
-    case = Case(count=3)
-    assert case.staying(TRAINS, cpu("b")) == ["g", "b"]
-    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b", "c"]
-    case.given.next = (1, "because")
-    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
-    assert case.elastic.closing == {"a", "c"}
-    assert case.told() == [
-        ("cpu_hosts", {"count": 1, "reason": "because"}),
-        ("closing", {"nodes": ["a", "c"]}),
-    ]
-    case.given.next = (2, "more")
-    assert case.staying(TRAINS, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
-    assert case.given.looked == (2, [4], False), "decided from the host that was in use"
-
-
-def test_a_host_that_reads_a_stream_is_let_go_when_that_has_ended() -> None:
-    """Another process would have to read the stream again, which not all streams allow."""
-    case = Case(count=2)
-    case.staying(TRAINS, cpu("a"), cpu("b"))
-    case.given.next = (0, "enough")
-    assert case.staying(TRAINS, cpu("a"), cpu("b"), bound=("b",)) == ["g", "b"]
-    assert case.staying(TRAINS, cpu("a"), cpu("b")) == ["g"]
-    assert case.staying(TRAINS, cpu("b"), draining={"b"}, bound=("b",)) == ["g"], (
-        "what others take away, goes"
-    )
-
-
 def test_a_chain_worker_that_reads_a_stream_stays_where_others_end() -> None:
     pool = Pool(bound={"p2"})
-    pool.update([TRAINS, cpu("a")], False, 0.0)
+    pool.update([TRAINS, ChainHost("a", 4)], False, 0.0)
     pool.workers_are({"p1": "g", "p2": "g"}, 0.0)
     assert pool.leaving == ["p1"]
-
-
-def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
-    case = Case(count=2)
-    case.staying(TRAINS, cpu("a"), cpu("b"))
-    case.given.next = (1, "because")
-    case.staying(TRAINS, cpu("a"), cpu("b"))
-    case.staying(TRAINS, cpu("a"))
-    assert case.told()[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
-    case.given.next = (0, "done")
-    case.staying(TRAINS, cpu("a"))
-    assert case.told()[-1] == ("closing", {"nodes": ["b", "a"]})
-
-
-def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
-    for case in (Case(count=2), Case(scaled=False)):
-        assert case.staying(TRAINS, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
-        assert case.staying(TRAINS, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
-        notes = [event.text for event in case.events if isinstance(event, Note)]
-        assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
-    assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
-    assert case.elastic.closing == set(), "and keeps its chain workers"
-
-
-def step(
-    number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0
-) -> StepLogged:
-    terms = {"wait_production": production, "compute": 100.0 - production}
-    return StepLogged(
-        step=number, epoch=epoch, epoch_samples=samples, elapsed_s=elapsed_s, terms_ms=terms,
-        loss=1.0, lr=0.1, wait_s=0.0,
-    )  # fmt: skip
-
-
-def test_training_is_measured_between_logged_steps_without_the_start() -> None:
-    case = Case()
-    case.elastic.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
-    case.elastic.stepped(step(11, 0, 176, 41.0, 50.0))
-    case.elastic.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
-    case.elastic.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
-    case.elastic.stepped(step(21, 1, 176, 1.1, 10.0))
-    assert case.given.steps == [
-        (160, pytest.approx(1.0), pytest.approx(0.5)),
-        (48, 0.5, 0.0),
-        (160, pytest.approx(1.0), pytest.approx(0.1)),
-    ]
-
-
-def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
-    case = Case(count=2)
-    for now in range(int(3 * RENEW_S)):
-        case.staying(TRAINS, now=float(now))
-        case.elastic.send(float(now))
-    assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
-    case.given.next = (5, "more")
-    case.staying(TRAINS, now=30.5)
-    case.elastic.send(30.5)
-    assert case.requests.sent[-1] == (5, EXPIRES_S)
-
-
-def test_blocks_of_all_splits_count_once() -> None:
-    case = Case()
-    case.costs["train"].records, case.costs["train"].seconds = 100, 4.0
-    case.staying(TRAINS)
-    case.costs["val"].records, case.costs["val"].seconds = 50, 1.0
-    case.staying(TRAINS)
-    case.staying(TRAINS)
-    assert case.given.blocks == [(100, 4.0), (50, 1.0)]

@@ -1,14 +1,18 @@
-"""How many CPU hosts a run requests from an autoscaler, against a simulated job."""
+"""How many CPU hosts a run requests from an autoscaler, against a simulated job, and which hosts leave."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from stoker.config.places import CpuHostsConfig
-from stoker.serve.scaling import Scaler
+from stoker.events.kinds import Event, Note, StepLogged
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.pool import ChainHost
+from stoker.serve.scaling import EXPIRES_S, RENEW_S, Elastic, Scaler
 from stoker.sizing.model import ClusterShape, Workload, cheapest_count
 
 
@@ -162,3 +166,119 @@ def test_hosts_that_never_join_are_reported() -> None:
     job.run(100)
     assert job.scaler.missing(job.now) == 1
     assert not job.scaler.missing(job.now), "once per deadline"
+
+
+TRAINS = ChainHost("g", 2, trains=True, name="gpu-1")
+A, B, C = (ChainHost(node, 4, name=f"cpu-{node}", scaled=True) for node in "abc")
+
+
+class Requests:
+    """In place of Ray's autoscaler."""
+
+    def __init__(self, resource: str) -> None:
+        self.sent: list[tuple[int, float]] = []
+
+    def send(self, count: int, expires_s: float) -> None:
+        self.sent.append((count, expires_s))
+
+
+@pytest.fixture(autouse=True)
+def no_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.serve.scaling.HostRequest", Requests)
+
+
+class Cluster:
+    def __init__(self, count: int = 0, most: int = 9) -> None:
+        self.events, self.costs = list[Event](), {"train": ChainCosts(), "val": ChainCosts()}
+        self.elastic: Any = Elastic(self.events.append, self.costs, CpuHostsConfig(max=most))
+        self.scaler = self.elastic.scaler
+        if self.scaler:
+            self.scaler.count = count
+
+    def told(self) -> list[tuple[str, dict[str, Any]]]:
+        return [(event.event, event.values()) for event in self.events]
+
+    def staying(self, *hosts: ChainHost, draining: str = "", bound: str = "") -> list[str]:
+        return [host.node for host in self.elastic.split([*hosts], {*draining}, 0.0, False, bound)]
+
+
+def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> None:
+    cluster = Cluster(count=3)
+    assert cluster.staying(TRAINS, B) == ["g", "b"]
+    assert cluster.staying(TRAINS, A, B, C) == ["g", "a", "b", "c"]
+    cluster.scaler.count = 1
+    assert cluster.staying(TRAINS, A, B, C) == ["g", "b"]
+    assert cluster.elastic.closing == {"a", "c"}
+    assert cluster.told() == [("closing", {"nodes": ["a", "c"]})]
+    cluster.scaler.count = 2
+    assert cluster.staying(TRAINS, A, B, C) == ["g", "a", "b"]
+
+
+def test_a_host_that_reads_a_stream_is_let_go_when_that_has_ended() -> None:
+    """Another process would have to read the stream again, which not all streams allow."""
+    cluster = Cluster(count=2)
+    cluster.staying(TRAINS, A, B)
+    cluster.scaler.count = 0
+    assert cluster.staying(TRAINS, A, B, bound="b") == ["g", "b"]
+    assert cluster.staying(TRAINS, A, B) == ["g"]
+    assert cluster.staying(TRAINS, B, draining="b", bound="b") == ["g"], "others take it away"
+
+
+def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
+    cluster = Cluster(count=2)
+    cluster.staying(TRAINS, A, B)
+    cluster.scaler.count = 1
+    cluster.staying(TRAINS, A, B)
+    cluster.staying(TRAINS, A)
+    assert cluster.told() == [("closing", {"nodes": ["b"]})], "still named, and told once"
+    cluster.scaler.count = 0
+    cluster.staying(TRAINS, A)
+    assert cluster.told()[-1] == ("closing", {"nodes": ["b", "a"]})
+
+
+def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
+    for cluster in (Cluster(count=2), Cluster(most=0)):
+        for _ in range(2):
+            assert cluster.staying(TRAINS, A, B, draining="a") == ["g", "b"]
+        notes = [event.text for event in cluster.events if isinstance(event, Note)]
+        assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
+    assert cluster.staying(A, draining="a") == ["a"], "the only one works to the end"
+    assert cluster.elastic.closing == set(), "and keeps its chain workers"
+
+
+def step(number: int, epoch: int, samples: int, elapsed_s: float, late: float = 0.0) -> StepLogged:
+    terms = {"wait_production": late, "compute": 100.0 - late}
+    return StepLogged(
+        step=number, epoch=epoch, epoch_samples=samples, elapsed_s=elapsed_s, terms_ms=terms,
+        loss=1.0, lr=0.1, wait_s=0.0,
+    )  # fmt: skip
+
+
+def test_training_and_blocks_are_measured_once_and_without_the_start() -> None:
+    cluster = Cluster()
+    for each in (
+        step(1, 0, 16, 40.0, 99.0),  # waits for processes to start
+        step(11, 0, 176, 41.0, 50.0),
+        step(16, 1, 48, 0.5),  # a new pass counts from its own beginning
+        step(11, 1, 16, 0.1, 90.0),  # started again from a checkpoint
+        step(21, 1, 176, 1.1, 10.0),
+    ):
+        cluster.elastic.stepped(each)
+    assert cluster.scaler._steps.sums() == pytest.approx((368, 2.5, 0.6))
+    for split, records, seconds in (("train", 100, 4.0), ("val", 50, 1.0), ("val", 50, 1.0)):
+        cluster.costs[split].records, cluster.costs[split].seconds = records, seconds
+        cluster.staying(TRAINS)
+    assert cluster.scaler._blocks.sums() == (150, 5.0, 0.0)
+
+
+def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
+    cluster = Cluster(count=2)
+    for now in range(int(3 * RENEW_S)):
+        cluster.elastic.split([TRAINS], set(), float(now), False)
+        cluster.elastic.send(float(now))
+    assert cluster.elastic._request.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
+    cluster.elastic.split([TRAINS], set(), 30.5, True)
+    cluster.elastic.send(30.5)
+    assert cluster.elastic._request.sent[-1] == (0, EXPIRES_S)
+    reason = "all records of the run are preprocessed"
+    assert cluster.told() == [("cpu_hosts", {"count": 0, "reason": reason})]
