@@ -97,6 +97,7 @@ def run(
     if options.dry_run:
         return 0
     submitted = place.submit(request)
+    del request  # and the staged copy of the source, which may hold secrets
     if isinstance(submitted, RemoteRun):
         from stoker_launcher.places.remote import follow
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from stoker_launcher.places import attach, remote
 from stoker_launcher.places import ray as ray_jobs
 from stoker_launcher.places import ray as ray_place
 from stoker_launcher.places.ray import RayRun
+from tests.command_line import type_command
 from tests.fakes import ray_plugin
 from tests.fakes.answers import Answer, answering
 from tests.refusals import refused
@@ -166,6 +168,27 @@ class Dashboard:
         elif request.path.endswith("/logs"):
             found = {"logs": "step 1\n"}
         return 200, "application/json", json.dumps(found).encode()
+
+
+def test_no_copy_of_the_source_stays_behind_while_a_job_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dashboard, left = Dashboard(), list[Path]()
+
+    def answer(request: BaseHTTPRequestHandler) -> Answer:
+        if request.path.endswith("/logs"):
+            left.extend(tmp_path.glob("stoker-*/code"))
+            dashboard.state = "SUCCEEDED"
+        return dashboard.answer(request)
+
+    (tmp_path / "job.yaml").write_text("name: probe\noutput_dir: /mnt/shared/runs\n")
+    with answering(answer) as address:
+        words = [str(tmp_path / "job.yaml"), "recipe=rows:Counting", "--on", "ray"]
+        words += ["--address", address, "--source-dir", str(Path(__file__).parents[1] / "recipes")]
+        code, lines, shown = type_command(words, capsys)
+    assert (code, lines) == (0, []) and "step 1" in shown
+    assert dashboard.sent and not left
 
 
 def plugged_job() -> ray_place.RayRequest:

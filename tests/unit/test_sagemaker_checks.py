@@ -56,7 +56,7 @@ def test_the_first_refusal_names_all_that_is_missing(monkeypatch: pytest.MonkeyP
 
 WRONG: dict[str, list[str]] = {
     "gpu.type": [NO_PAIR, "gpu.type=ml.g5.3xlarge"],
-    "groups": [f"{NO_PAIR}; groups={many('{name: gN, type: ml.c5.xlarge}', 6)}"],
+    "groups": ["groups=[{name: x, type: ml.c5.xlarge}]", f"{NO_PAIR}; groups={many('{name: gN, type: ml.c5.xlarge}', 6)}"],
     "groups.0.name": [f"{NO_PAIR}; groups=[{{name: {'a' * 65}, type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]"],
     "cluster.gpu_group": [f"{NO_PAIR}; groups=[{{name: a, type: ml.c5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "cluster.gpu_group=trainers"],
     "cluster.min_cpu_hosts": ["cluster.min_cpu_hosts=3"],

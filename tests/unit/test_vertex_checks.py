@@ -34,7 +34,10 @@ def make_job(changes: str, source_dir: Path | None = None) -> Job:
 
 WRONG: dict[str, list[str]] = {
     "gpu.machine_type": [NO_PAIR],
-    "pools": [pools("gpu g2-standard-8", "gpu a2-highgpu-1g")],
+    "pools": [
+        "pools=[{name: x, machine_type: c2-standard-8}]",
+        pools("gpu g2-standard-8", "gpu a2-highgpu-1g"),
+    ],
     "": [f"{N1}; gpu.accelerator=NVIDIA_TESLA_T5"],
     "cluster.gpu_group": [pools("a g2-standard-8", "b a2-highgpu-1g"), "cluster.gpu_group=gpus"],
     "train.workers": ["train.workers=3"],

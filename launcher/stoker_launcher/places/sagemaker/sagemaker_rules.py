@@ -71,6 +71,8 @@ def _settings(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
     if not request.groups:
         yield "sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge"
+    if settings.groups and (settings.gpu.type or settings.cpu.type):
+        yield "sagemaker.groups: given with sagemaker.gpu or cpu, and all would be billed; keep one form"
     shown: dict[str, Mapping[str, object]] = {
         "sagemaker.environment": settings.environment,
         "sagemaker.hyperparameters": settings.hyperparameters,

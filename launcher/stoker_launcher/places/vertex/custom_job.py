@@ -222,6 +222,9 @@ def problems(request: VertexRequest) -> list[str]:
         ),
         "image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from Artifact"
         " Registry or Docker Hub (docs/vertex.md)": not settings.image,
+        "pools: given together with vertex.gpu or cpu, and all would be billed; keep one form": bool(
+            settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type)
+        ),
         "gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8": (
             not pools
         ),
