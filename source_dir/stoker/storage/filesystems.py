@@ -252,7 +252,7 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
     try:
         found: list[Any] = _remembered(
             folder,
-            "below" if recursive else "in",
+            f"{'below' if recursive else 'in'} {filesystem.type_name}",
             lambda: (
                 _below_in_parts(filesystem, folder)
                 if recursive and isinstance(filesystem, fs.S3FileSystem)
@@ -321,32 +321,23 @@ def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
     One listing of all if folders are not strictly inside each other, as with `//` in keys, or may not be
     listed by themselves.
     """
-    from pyarrow import fs
-
-    def listed(folder: str, recursive: bool = True) -> list[Any]:
-        found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
-        return found
-
     found: list[Any] = []
-    folders = [folder]
+    folders, whole = [folder], partial(entries, filesystem, recursive=True)
     with contextlib.suppress(OSError), ThreadPoolExecutor(LISTS) as pool:
         while 0 < len(folders) < LISTS:
-            parts = list(pool.map(partial(listed, recursive=False), folders))
-            level = [
-                (parent, info) for parent, part in zip(folders, parts, strict=True) for info in part
-            ]
-            inside = [info.path for parent, info in level if info.path.startswith(f"{parent}/")]
-            if len({*inside}) < len(level) or any(
-                "//" in path or path[-1] == "/" for path in inside
-            ):
-                return listed(folder)
-            below = [info.path for _, info in level if not info.is_file]
+            parts = pool.map(partial(entries, filesystem), folders)
+            level = [info for part in parts for info in part]
+            paths = [info.path for info in level]
+            odd = any("//" in path or path[-1] == "/" for path in paths)
+            if odd or len({*paths, *folders}) < len(paths) + len(folders):
+                return whole(folder)
+            below = [info.path for info in level if not info.is_file]
             if len(below) > MOST_LISTED:
                 break
-            found += [info for _, info in level]
+            found += level
             folders = below
-        return found + [info for part in pool.map(listed, folders) for info in part]
-    return listed(folder)
+        return found + [info for part in pool.map(whole, folders) for info in part]
+    return whole(folder)
 
 
 def is_local(path: str) -> bool:
@@ -417,7 +408,11 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
         return filesystem.get_file_info(path)
 
     try:
-        return ask() if isinstance(filesystem, fs.LocalFileSystem) else _remembered(path, "is", ask)
+        return (
+            ask()
+            if isinstance(filesystem, fs.LocalFileSystem)
+            else _remembered(path, f"is {filesystem.type_name}", ask)
+        )
     except OSError as error:
         raise UsageError(
             f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}"
