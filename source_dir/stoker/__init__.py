@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from stoker.errors import DataError, StokerError, UsageError
     from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
+    from stoker.loader.offload import MultiThreadedAugmenter, offload
     from stoker.loader.pass_timer import timed
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataError",
     "DataLoader",
+    "MultiThreadedAugmenter",
     "Recipe",
     "RunError",
     "RunInterrupt",
@@ -26,6 +28,7 @@ __all__ = [
     "UsageError",
     "checkpoint_dir",
     "log",
+    "offload",
     "replace_torch_loader",
     "run",
     "runs_dataframe",
@@ -39,6 +42,7 @@ _EXPORTS = {
     **dict.fromkeys(("RunError", "RunInterrupt", "RunResult", "run"), "stoker_launcher.notebook"),
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
+    **dict.fromkeys(("MultiThreadedAugmenter", "offload"), "stoker.loader.offload"),
     "replace_torch_loader": "stoker.loader.dataloader",
     "runs_dataframe": "stoker.events.runs",
     "timed": "stoker.loader.pass_timer",
