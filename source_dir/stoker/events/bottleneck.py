@@ -97,47 +97,30 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
     """The GPU; lost hosts or one wait if they explain the whole wait; or what training waited for most."""
     if waiting(summary) < INPUT_BOUND:
         return "gpu"
-    waits = {
-        "production": times["wait_production_s"],
-        "transfer": times["wait_transfer_s"],
-        "here": times["wait_collate_s"] + times["host_to_device_s"],
-    }
+    waits = {name: times[f"{name}_s"] for name in STEP_TERMS if name != "compute"}
     # Events are of all starts, times of this one.
     here = {host.node_id for host in summary.cluster.hosts}
     lost = sum(each["event"] == "host_lost" and each["node"] in here for each in summary.events)
     if lost and sum(waits.values()) <= RECOVERY_S * lost:
         return "lost_hosts"
-    most = max(waits, key=lambda name: waits[name])
-    binds = _most_waited_for(summary, times, most)
     if _without_one_wait(summary):
         return "one_wait"
-    by_network = binds == "network" and most != "production"  # or by the storage that is read
-    limit = (
-        chain_limit(summary) if binds == "cpu" else network_limit(summary) if by_network else None
-    )
-    return binds if near(summary, limit) else "late"
-
-
-def _most_waited_for(summary: Summary, times: Mapping[str, float], most: str) -> Bottleneck:
+    production, transfer = waits.pop("wait_production"), waits.pop("wait_transfer")
     preprocess, train = set(summary.chain_tasks_by_host), set(summary.train_workers_by_host)
-    if most == "production":
-        busy = _mean_pct(summary, preprocess)
+    if production >= max(transfer, sum(waits.values())):
+        busy, both = _mean_pct(summary, preprocess), _mean_pct(summary, preprocess & train)
         if busy is not None and busy < BUSY_PCT:
-            return "network"
+            return "network"  # to the storage that it reads
+        if near(summary, chain_limit(summary)):
+            return "cpu"
         # Where training takes the CPUs that preprocess, they are busy, but not with the chain.
-        shared = _mean_pct(summary, preprocess & train)
-        taken = (
-            shared is not None
-            and shared >= SATURATED_PCT
-            and not near(summary, chain_limit(summary))
-        )
-        return "gpu_host_cpu" if taken else "cpu"
-    if most == "transfer":
-        receiving = _mean_pct(summary, train)
-        saturated = receiving is not None and receiving >= SATURATED_PCT
-        fetching = times["fetch_cpu_s"] / max(times["fetch_s"], 1e-9)
-        return "gpu_host_cpu" if saturated or fetching >= BUSY_FETCHING else "network"
-    return "gpu_host_cpu"
+        return "late" if both is None or both < SATURATED_PCT else "gpu_host_cpu"
+    receiving = _mean_pct(summary, train) or 0.0
+    fetching = times["fetch_cpu_s"] / max(times["fetch_s"], 1e-9)
+    saturated = receiving >= SATURATED_PCT or fetching >= BUSY_FETCHING
+    if saturated or transfer < sum(waits.values()):
+        return "gpu_host_cpu"
+    return "network" if near(summary, network_limit(summary)) else "late"
 
 
 def _mean_pct(summary: Summary, names: set[str]) -> float | None:
