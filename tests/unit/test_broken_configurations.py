@@ -121,7 +121,7 @@ COMMANDS = {
     "--dashboard --on rehearsal": "--dashboard: is not supported with --on rehearsal",
     "--dashboard --on vertex": "--dashboard: is not supported with --on vertex",
     "--on rehearsal cluster.dashboard=true": "cluster.dashboard: only for local runs",
-    "--on ray --address head:8265": "use http://<head>:8265",
+    "--on ray --address head:8265": "jobs go to the dashboard, http://<head>:8265",
     "--on rehearsal rehearsal.hosts=gpu": "'gpu' is not group=count",
     "--on rehearsal rehearsal.faults=explode:algo-1": "'explode:algo-1' is not action:host@20s",
     "--resume nowhere": "--resume nowhere: no such folder",
