@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -333,12 +332,15 @@ def as_they_are_now(project: Project) -> Iterator[None]:
     named = [name.partition(":")[0] for name in (config.recipe, config.data.prepare) if name]
     top = {name.partition(".")[0] for name in named}
     top |= {path.stem for path in folder.iterdir()} if folder is not None else set()
-    # Some packages cannot be imported twice.
     top -= {"stoker", "stoker_launcher", "__main__", *sys.stdlib_module_names}
-    top -= metadata.packages_distributions().keys()
+
+    def installed(module: ModuleType) -> bool:  # some packages cannot be imported twice
+        about = vars(module)
+        return "-packages/" in f"{about.get('__file__')} {about.get('__path__')}"
 
     def own() -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in top}
+        names = [name for name in [*sys.modules] if name.split(".")[0] in top]
+        return {name: sys.modules.pop(name) for name in names if not installed(sys.modules[name])}
 
     before = own()
     importlib.invalidate_caches()
