@@ -30,7 +30,7 @@ from stoker_launcher.rehearsal.plan import PlannedHost, RehearsalRequest
 HELD_LINES = 20
 END_S = 60.0
 """How long the kernel may take to end the namespaces once all hosts have ended."""
-PACKAGES = {"util-linux": ("unshare", "nsenter", "mount"), "iproute2": ("ip", "tc")}
+TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
 
 
 def unshare_command() -> list[str]:
@@ -39,10 +39,9 @@ def unshare_command() -> list[str]:
         raise UsageError(
             f"--on rehearsal: needs Linux namespaces, but this is {sys.platform}{instead}"
         )
-    needed = [(tool, package) for package, tools in PACKAGES.items() for tool in tools]
-    absent = [f"{tool} (package {package})" for tool, package in needed if not shutil.which(tool)]
-    if absent:
-        raise UsageError(f"--on rehearsal: needs {', '.join(absent)}{instead}")
+    if absent := [tool for tool in TOOLS if not shutil.which(tool)]:
+        packages = "packages util-linux and iproute2"
+        raise UsageError(f"--on rehearsal: needs {', '.join(absent)} ({packages}){instead}")
     reason = ""
     as_user = ["--user", "--map-root-user"]
     for options in [[], as_user] if os.geteuid() == 0 else [as_user]:
@@ -319,21 +318,16 @@ class Display:
             for result in run.results.values()
         ]
         head = ("host", "group", "type", "started", "ended", "exit code", "notes")
-        self._console.print(Text(f"\nrehearsal {run.id}: {run.status().split(':')[0]}"))
-        self._console.print(Text(table(head, rows)))
-        if run.formed_after_last_host_s is not None:
-            formed = f"cluster formed {run.formed_after_last_host_s} s after the last host started"
-            self._console.print(formed)
-        if run.workers_gone_s is not None:
-            self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head ended")
-        for clash in run.clashes:
-            self._console.print(f"conflict: {clash}", style="yellow")
-        for missed in run.missed:
-            self._console.print(Text(f"not injected: {missed}", style="red"))
-        if run.failure_reason:
-            self._console.print(Text(f"FailureReason: {run.failure_reason}", style="red"))
-        for text in results(run.run_dir, run.status() == "succeeded"):
-            self._console.print(Text(text))
+        lines = [f"\nrehearsal {run.id}: {run.status().split(':')[0]}", table(head, rows)]
+        if (formed_s := run.formed_after_last_host_s) is not None:
+            lines.append(f"cluster formed {formed_s} s after the last host started")
+        if (gone_s := run.workers_gone_s) is not None:
+            lines.append(f"worker hosts gone {gone_s} s after the head ended")
+        lines += [f"conflict: {clash}" for clash in run.clashes]
+        lines += [f"not injected: {missed}" for missed in run.missed]
+        lines += [f"FailureReason: {run.failure_reason}"] if run.failure_reason else []
+        for line in [*lines, *results(run.run_dir, run.status() == "succeeded")]:
+            self._console.print(Text(line))
 
 
 def results(run_dir: Path, succeeded: bool) -> list[str]:
