@@ -242,6 +242,8 @@ LIMITS: dict[str, list[Any]] = {
 def test_no_request_holds_more_than_the_model_allows() -> None:
     good = request_of(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
     assert sagemaker_rules.problems(good) == []
+    own = {"sagemaker.request": "{RemoteDebugConfig: {EnableRemoteDebug: true}}"}
+    assert sagemaker.plan(make_job(own), offline=True).body["RemoteDebugConfig"]
     for path, values in LIMITS.items():
         for value in values:
             body = copy.deepcopy(good.body)

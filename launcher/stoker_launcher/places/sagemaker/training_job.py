@@ -231,7 +231,7 @@ def request_of(job: Job, name: str, region: str, s3_uri: str) -> SageMakerReques
         },
         "MlflowConfig": _mlflow(config),
         "RemoteDebugConfig": {  # a session of Systems Manager leads to the dashboard
-            "EnableRemoteDebug": Keyed(config.cluster.dashboard or None, "cluster.dashboard")
+            "EnableRemoteDebug": config.cluster.dashboard or None
         },
         "Tags": Keyed(
             [
