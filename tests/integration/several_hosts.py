@@ -499,7 +499,7 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
         )
 
     def rests(planner: Any) -> bool:
-        return not planner.active and planner._held_bytes() >= planner.budget_bytes
+        return not planner.active and planner._held_bytes() >= planner.shared.budget_bytes
 
     full = [bool(until(lambda train=train: is_full(train))) for train in trains]
     made = [sum(made_by(train).values()) for train in trains]
