@@ -86,7 +86,8 @@ class MultiThreadedAugmenter(Offload[Any]):
         num_processes: workers, which are streams on the cluster's CPUs.
         num_cached, wait_time, num_cached_per_queue, timeout: without effect; batches are read ahead as from
             `stoker.DataLoader`.
-        seeds: of NumPy's generator in each worker; None draws them from torch's.
+        seeds: of NumPy's generator in each worker, as theirs; None draws them from torch's. Python's and torch's
+            generators, which are alike in all their processes, differ here.
         pin_memory: as in torch's DataLoader.
     """
 
