@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.harness import Measure
 from tests.fakes.ray_nodes import ray_nodes
@@ -37,7 +38,9 @@ class Picture:
         self.dtype = dtype
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return images(len(batch["index"]), self.dtype)
+        made = images(len(batch["index"]), self.dtype)
+        # Channels first, which is the layout of a tensor; an array's is channels last.
+        return made if self.dtype == "uint8" else made | {"image": torch.from_numpy(made["image"])}
 
 
 _KEPT: dict[tuple[int, str], Any] = {}
