@@ -10,7 +10,7 @@ SYSTEM := $(VENV)/.system
 # Containers often set it; the tests would then compile all their files again in each of their processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all check lint types unit integration rehearsal e2e slow old test-versions soak storm
+.PHONY: help setup demo test test-all check lint types unit integration rehearsal e2e slow old test-versions test-programs soak storm
 .PHONY: docs bench bench-peers bench-gpu coverage build sbom audit clean
 
 help:  ## list these targets
@@ -59,6 +59,9 @@ old: setup  ## a small job and a lost host on the oldest Ray
 
 test-versions: setup  ## a selection on the oldest, a middle and the newest Ray, Python 3.11 to 3.13, PyTorch from 2.6
 	@bash scripts/versions.sh oldest middle newest
+
+test-programs: setup  ## train other projects' programs, such as nnU-Net, with Stoker
+	@bash scripts/programs.sh
 
 SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
