@@ -201,6 +201,8 @@ def test_in_a_synced_folder_the_manifest_appears_last(tmp_path: Path, monkeypatc
     whole = type(store.filesystem).open_output_stream  # type: ignore[attr-defined]
 
     class Watched:
+        __class__ = type(store.filesystem)  # type: ignore[attr-defined,assignment]
+
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 

@@ -93,7 +93,16 @@ def _meant(value: Any, kind: Any) -> Any:
             if (found := adapter.validate_python(choice)) == choice:
                 return choice
             return found if isinstance(found, int | float) else to_jsonable_python(found)
-    return text
+    return words if isinstance(words, dict | list) and _wrong_within(adapter, words) else text
+
+
+def _wrong_within(adapter: TypeAdapter[Any], tree: Any) -> bool:
+    """Whether what is wrong has a key in the tree, which the refusal then names."""
+    try:
+        adapter.validate_python(tree)
+    except ValidationError as error:
+        return all(each["loc"] for each in error.errors())
+    return False
 
 
 def _each(value: Any, read: Callable[[Any], Any]) -> Any:
