@@ -188,7 +188,7 @@ def test_what_the_command_line_shows_holds_no_secret(
     path = job_file(tmp_path, hf_token=SECRET, data="x")
     for text in (f"tracking.mlflow.timeout_s={SECRET}", f"params.password={SECRET}"):
         try:
-            commands.show(path, [text], Path("tests/recipes"))
+            commands.show(path, [text], Path(__file__).parents[1] / "recipes")
         except UsageError as error:
             assert SECRET in str(error), "what stands under an ordinary key is shown"
     with pytest.raises(UsageError) as caught:
