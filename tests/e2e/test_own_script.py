@@ -114,7 +114,8 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     assert (tmp_path / "runs/latest").resolve() == run
     assert "4 files from before" in done.stdout
     reason = "ValueError: rank 1 has no data (train.py:51) (rank 1); see logs/script-rank-1.log"
-    assert f"error: {reason}; then " in done.stdout, "what it made fail follows"
+    # Rank 0, which it makes fail, may have been ended before it said so: tests/unit/test_script_ranks.py.
+    assert f"error: {reason}" in done.stdout
     found = summary(tmp_path)
     assert found["status"] == "failed" and found["error"].startswith(reason)
     assert {(run / "checkpoints" / f"nodes-{rank}").read_text() for rank in (0, 1)} == {"1"}
