@@ -294,6 +294,7 @@ def silent_agents() -> dict[str, Any]:
             emptied=lambda: ended,
             died=died.append,
         )
+        of_all.start()
         until(lambda: {*died} == hosts)
         agents.AGENT_START_S = 120.0
     served = bool(until(lambda: of_all.directory().servers.keys() == hosts))

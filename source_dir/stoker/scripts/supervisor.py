@@ -132,6 +132,7 @@ class Supervisor:
         from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
 
         self._agents = Agents(self._tell)
+        self._agents.start()
 
     def report(
         self,

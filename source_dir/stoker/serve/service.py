@@ -86,6 +86,7 @@ class DataService(ABC):
             emptied=self.emptied,
             unused=self.shared.holdings.unused,
             died=self.agent_died,
+            noticing=self._ends_the_attempt,
         )
         elastic = Elastic(self.event, chain, config.cluster.cpu_hosts)
         self.hosts = Hosts(self.shared.pool, elastic, agents)
@@ -103,10 +104,10 @@ class DataService(ABC):
             self.event(event.received())
 
     def start_engine(self, me: Any) -> None:
-        self.hosts.agents.own = me
         if not self.shared.pool.slots:  # chain workers are to start, now
             self._look_now.set()
         if self._started.acquire(blocking=False):
+            self.hosts.agents.start(me)
             threading.Thread(target=self._look, args=(me,), name="look", daemon=True).start()
 
     @cached_property

@@ -129,7 +129,8 @@ class Agents:
 
     An agent that dies is restarted with a note. Its host's blocks and cache go with it, and until it answers,
     no other host gets blocks from there. If it dies too often, its host is lost until that is an hour ago.
-    `emptied` has the nodes that no longer need an agent.
+    `emptied` has the nodes that no longer need an agent, and `noticing` is entered for each round of looks: an
+    error in one must not end them unseen.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class Agents:
         emptied: Callable[[], set[str]] = set,
         unused: Callable[[str], list[str]] = lambda node: [],
         died: Callable[[str], None] = lambda node: None,
+        noticing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._emptied, self._unused, self._died = emptied, unused, died
+        self._noticing = noticing
         self.run, self.secret = secrets.token_hex(8), secrets.token_bytes(32)
         self.folder = here(self.run)
         self._told, self._cache, self._note = told, cache, note
@@ -150,15 +153,19 @@ class Agents:
         self._not_before: dict[str, float] = {}
         """When an agent that died may be restarted, by node."""
         self._cleaners = clean_up(self.folder, cache)
-        self.own: Any = None
-        """The actor in which this runs, from its start on."""
+        self._own: Any = None
         self._server: dict[str, Server] = {}
         """The head's, once there is another host: whoever runs there maps the blocks that are there."""
         self._agents: dict[str, _Agent] = {}
         """By node. The thread `hosts` puts another in its place, and changes none."""
         self.lost: frozenset[str] = frozenset()
         """Nodes that are lost, but alive by Ray: they answer nothing, or their agents died too often."""
-        threading.Thread(target=self._watch, name="hosts", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
+
+    def start(self, own: Any = None) -> None:
+        """Begin to watch; `own` is the actor in which this runs, if it has blocks."""
+        self._own = own
+        self._thread.start()
 
     def directory(self) -> Directory:
         servers = {node: agent.server for node, agent in self._agents.items() if agent.server}
@@ -169,41 +176,41 @@ class Agents:
         return set(self._agents)
 
     def _watch(self) -> None:
+        meter = Meter()
+        while True:
+            started = time.monotonic()
+            with self._noticing():
+                self._look(meter)
+            time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
+
+    def _look(self, meter: Meter) -> None:
         import ray
 
         own = ray.get_runtime_context().get_node_id()
-        meter = Meter()
-        while True:
-            alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
-            for node in alive.keys() & self._emptied():
-                del alive[node]  # an autoscaler does not remove a host on which an actor runs
-                if node in self._agents:
-                    ray.kill(self._agents[node].actor)
-            agents = {node: agent for node, agent in self._agents.items() if node in alive}
-            if len(alive) > 1 and self.own is not None and not self._server:
-                self._server = {own: Server(self.own, *self._serve(ray.util.get_node_ip_address()))}
-            for node in alive.keys() - agents.keys() - {own}:
-                if self._not_before.get(node, 0.0) <= time.monotonic():
-                    agents[node] = self._start(node)
-            started = time.monotonic()
-            used, died = self._answers(agents)
-            self._agents = {node: agent for node, agent in agents.items() if node not in died}
-            for node, cause in died.items():
-                self._bury(node, alive[node], cause)
-            silent = {node for node, agent in self._agents.items() if agent.is_lost()}
-            for node in silent - self.lost:
-                self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
-            given_up = {
-                n
-                for n in alive
-                if n not in self._agents and len(self._deaths.get(n, [])) > RESTARTS
-            }
-            self.lost = frozenset(silent | given_up - {own})
-            self.folder.remove(self._unused(own))
-            used[own] = meter.sample()
-            gpus = {node: use for node, (_, use) in used.items() if use}
-            self._told(HostCpu(hosts={node: cpu for node, (cpu, _) in used.items()}, gpus=gpus))
-            time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
+        alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
+        for node in alive.keys() & self._emptied():
+            del alive[node]  # an autoscaler does not remove a host on which an actor runs
+            if node in self._agents:
+                ray.kill(self._agents[node].actor)
+        agents = {node: agent for node, agent in self._agents.items() if node in alive}
+        if len(alive) > 1 and self._own is not None and not self._server:
+            self._server = {own: Server(self._own, *self._serve(ray.util.get_node_ip_address()))}
+        for node in alive.keys() - agents.keys() - {own}:
+            if self._not_before.get(node, 0.0) <= time.monotonic():
+                agents[node] = self._start(node)
+        used, died = self._answers(agents)
+        self._agents = {node: agent for node, agent in agents.items() if node not in died}
+        for node, cause in died.items():
+            self._bury(node, alive[node], cause)
+        silent = {node for node, agent in self._agents.items() if agent.is_lost()}
+        for node in silent - self.lost:
+            self._note(f"host {host_name(alive[node])} no longer answers: others do its work")
+        dying = {n for n in alive if len(self._deaths.get(n, [])) > RESTARTS}
+        self.lost = frozenset(silent | (dying - self._agents.keys()) - {own})
+        self.folder.remove(self._unused(own))
+        used[own] = meter.sample()
+        gpus = {node: use for node, (_, use) in used.items() if use}
+        self._told(HostCpu(hosts={node: cpu for node, (cpu, _) in used.items()}, gpus=gpus))
 
     def _serve(self, address: str) -> tuple[str, int]:
         try:
