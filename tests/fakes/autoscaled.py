@@ -19,12 +19,20 @@ from stoker.ray_compat import COMMAND_LINE
 
 HEAD_ID = "f" * 51 + "00000"
 """The head's node id for Ray's fake provider."""
-PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+GPU_TYPE = "gpu-on-demand"
+"""A type of host, and its group. Ray starts those that are there from the beginning, without a device."""
+PROVIDER = "hosts_of_any_memory.Provider"
 
 
 @contextlib.contextmanager
 def autoscaled(
-    *, head_cpus: int = 2, cpus: int = 2, most: int = 6, idle_s: float = 5.0, path: str = ""
+    *,
+    head_cpus: int = 2,
+    cpus: int = 2,
+    most: int = 6,
+    idle_s: float = 5.0,
+    path: str = "",
+    gpu_hosts: int = 0,
 ) -> Iterator[dict[str, str]]:
     """Environment of a driver on the head of such a cluster.
 
@@ -33,6 +41,7 @@ def autoscaled(
         cpus: of each host that the autoscaler adds.
         most: number of hosts that it may add.
         idle_s: it removes hosts that have done nothing for so long.
+        gpu_hosts: with a GPU, there from the beginning; the autoscaler may add one.
         path: where Ray's workers on all hosts import modules from.
     """
     scratch, port = Path(tempfile.mkdtemp(prefix="as")), free_port()
@@ -47,12 +56,13 @@ def autoscaled(
     }
     of_head = {
         "RAY_FAKE_CLUSTER": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), path]),
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     }
     config = scratch / "autoscaler.json"
-    config.write_text(json.dumps(_config(port, head_cpus, cpus, most, idle_s)))
+    config.write_text(json.dumps(_config(port, head_cpus, cpus, most, idle_s, gpu_hosts)))
     command = [
         sys.executable, "-c", COMMAND_LINE, "start", "--head", "--block",
         "--node-ip-address=127.0.0.1", f"--port={port}", f"--num-cpus={head_cpus}", "--num-gpus=0",
@@ -70,7 +80,9 @@ def autoscaled(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> dict[str, object]:
+def _config(
+    port: int, head_cpus: int, cpus: int, most: int, idle_s: float, gpu_hosts: int
+) -> dict[str, object]:
     store = 80 * 2**20
     # Ray does not fill in what an external provider leaves out.
     commands = (
@@ -81,6 +93,18 @@ def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> d
         "worker_start_ray",
         "initialization",
     )
+    with_gpu = {
+        "resources": {
+            "CPU": cpus,
+            "GPU": 1,
+            "memory": 2**40,  # at least what Ray finds on this machine
+            "object_store_memory": store,
+        },
+        "labels": {"stoker-group": GPU_TYPE},
+        "node_config": {},
+        "min_workers": gpu_hosts,
+        "max_workers": gpu_hosts + 1,
+    }
     return {
         **{f"{name}_commands": [] for name in commands},
         **{name: {} for name in ("auth", "file_mounts", "docker")},
@@ -115,5 +139,6 @@ def _config(port: int, head_cpus: int, cpus: int, most: int, idle_s: float) -> d
                 "min_workers": 0,
                 "max_workers": most,
             },
+            **({GPU_TYPE: with_gpu} if gpu_hosts else {}),
         },
     }

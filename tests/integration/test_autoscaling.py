@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes.autoscaled import autoscaled
+from fakes.autoscaled import GPU_TYPE, autoscaled
 
 pytestmark = pytest.mark.long
 
-SCRIPT = """
-import ray, stoker, torch, time
+DATASET = """
+import ray, time, torch
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
@@ -28,6 +28,9 @@ class Slow(torch.utils.data.Dataset):
     def __getitem__(self, index):
         time.sleep(0.04)
         return ray.get_runtime_context().get_node_id()
+"""
+SCRIPT = f"""{DATASET}
+import stoker
 
 nodes = set()
 for batch in stoker.DataLoader(Slow(), batch_size=4, num_workers=2):
@@ -43,6 +46,71 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
 FAST_MS, SLOW_MS = "250", "3000"
+
+
+GPU_HOSTS = """
+import ray, sys, time
+
+def gpu_hosts():
+    return [node["Labels"].get("stoker-group") for node in ray.nodes()].count(sys.argv[1])
+
+ray.init(log_to_driver=False)
+while not gpu_hosts():
+    time.sleep(0.2)
+"""
+BY_US = f"""{GPU_HOSTS}
+import stoker
+from stoker_dataset import Slow
+
+nodes = set()
+for batch in stoker.DataLoader(Slow(), batch_size=4, num_workers=2):
+    nodes |= set(batch)
+    if len(nodes) > 2:  # head, GPU host, CPU host
+        break
+print("GPU hosts:", gpu_hosts())
+"""
+BY_RAY_DATA = f"""{GPU_HOSTS}
+ray.data.DataContext.get_current().enable_progress_bars = False
+
+def slow(rows):
+    time.sleep(2)
+    return rows
+
+for rows in ray.data.range(2_000, override_num_blocks=1_000).map_batches(slow).iter_batches(batch_size=None):
+    if gpu_hosts() > 1:
+        break
+print("GPU hosts:", gpu_hosts())
+"""
+UNTIL_RAY_259 = {"RAY_DATA_CLUSTER_AUTOSCALER": "V2"}
+"""What Ray Data does by default there."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "own", "count"),
+    [
+        (BY_US, {"STOKER_CPU_HOSTS": '{"max": 2}', "STOKER_JOB": "scaled"}, 1),
+        (BY_RAY_DATA, UNTIL_RAY_259, 2),
+    ],
+    ids=["us", "ray data"],
+)
+def test_a_loader_requests_no_gpu_host_for_work_of_cpus_where_ray_data_does(
+    script: str, own: dict[str, str], count: int, tmp_path: Path
+) -> None:
+    """Ray starts a cluster and three hosts, which takes minutes on a busy machine."""
+    (tmp_path / "stoker_dataset.py").write_text(DATASET)
+    path = os.pathsep.join([str(ROOT / "source_dir"), str(tmp_path)])
+    with autoscaled(gpu_hosts=1, path=path) as environment:
+        assert f"GPU hosts: {count}" in run_in(environment | own, script, GPU_TYPE)
+
+
+def run_in(environment: dict[str, str], *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", *words],
+        env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
 
 
 class Scene:
