@@ -531,6 +531,22 @@ def test_a_pass_whose_loader_is_let_go_of_ends_though_its_work_refers_to_the_loa
     assert gone() is None
 
 
+def test_a_pass_does_not_keep_alive_what_its_loop_has() -> None:
+    def loop() -> Iterator[Any]:
+        has = Records()
+        for _ in DataLoader(Records(), 32):
+            yield weakref.ref(has)
+
+    running = loop()
+    gone = next(running)  # all batches are drawn by now
+    gc.disable()
+    try:
+        del running
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 class Endless(IterableDataset[Any]):
     at = 0
 

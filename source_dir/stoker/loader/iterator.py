@@ -268,6 +268,9 @@ class ClusterIterator:
             while len(batches) < together:
                 try:
                     batches.append((self._submitted, self._draw()))
+                except StopIteration:
+                    self._end = StopIteration()  # its own would keep the frames of the script alive
+                    break
                 except Exception as error:  # raised after the batches before it
                     self._end = error
                     break
