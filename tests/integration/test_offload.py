@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,3 +138,47 @@ def test_an_error_is_raised_where_its_item_would_come() -> None:
 def test_workers_are_a_number_from_1() -> None:
     with pytest.raises(ValueError, match="workers is a number from 1"):
         stoker.offload(breaks, workers=0)
+
+
+def draws(worker: int) -> Iterator[Any]:
+    """Of a process: itself, how many it has drawn before, and a draw of each generator."""
+    for n in itertools.count():
+        yield worker, os.getpid(), n, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+class Infinite(Iterator[Any]):
+    """As nnU-Net's data loader, which declares that it is endless."""
+
+    infinite = True
+
+    def set_thread_id(self, thread: int) -> None:
+        self.draws = draws(thread)
+
+    def __next__(self) -> Any:
+        return {"item": next(self.draws)}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: stoker.offload(draws, workers=2, endless=True),
+        lambda: map(
+            operator.itemgetter("item"),
+            stoker.MultiThreadedAugmenter(Infinite(), None, 2, seeds=[1, 2]),
+        ),
+    ],
+    ids=["offload", "augmenter"],
+)
+def test_an_endless_stream_whose_process_is_lost_begins_anew_with_other_draws(start: Any) -> None:
+    items = start()
+    found = [next(items) for _ in range(60)]
+    lost = found[-1][1]
+    os.kill(lost, signal.SIGKILL)
+    while found[-1][1] == lost or found[-2][1] == lost:
+        found.append(next(items))
+        assert len(found) < 400
+    assert [item[0] for item in found] == [0, 1] * (len(found) // 2), "workers take turns"
+    later = [item for item in found if item[1] != lost and item[0] == found[59][0]]
+    assert later[0][2] == 0, "it does not repeat what the script has"
+    for draw in (3, 4, 5):
+        assert len({item[draw] for item in found}) == len(found), "no draw twice"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler
 
 from stoker import DataLoader
-from stoker.loader.work import batch_digest
+from stoker.loader.digests import batch_digest
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 

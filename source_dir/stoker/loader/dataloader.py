@@ -62,6 +62,8 @@ class DataLoader(TorchDataLoader[Item]):
 
     _sends = False
     """Whether the loader is being packed for workers, as the object of a bound `collate_fn`."""
+    endless = False
+    """Whether each worker's stream has no end, and one that is lost begins anew: see `stoker.offload`."""
 
     def __init__(
         self,

@@ -26,8 +26,9 @@ from torch._utils import ExceptionWrapper
 from torch.autograd.profiler import record_function
 from torch.utils.data import IterableDataset, IterDataPipe
 
+from stoker.loader.digests import PLAIN
 from stoker.loader.makers import BatchTime, finalize
-from stoker.loader.work import PLAIN, Failed, LoadRequest, MadeBatch, digest_of
+from stoker.loader.work import Failed, LoadRequest, MadeBatch, digest_of
 from stoker.protocol import Shard
 from stoker.read.sources import restore_generators, states
 from stoker.serve.accounting import LEAST_ASSUMED
@@ -124,6 +125,7 @@ class ClusterIterator:
             shared_seed=shared_seed,
             where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
             ranks=world_and_rank(),
+            endless=loader.endless,
         )
         self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
         self._iterable = isinstance(loader.dataset, IterableDataset)
@@ -381,7 +383,8 @@ class ClusterIterator:
             if worker in self._over:
                 continue  # asked for before its end was known
             made: Any = value[0] if kind == "block" else None
-            repeated = made is not None and made.chain[0] == self._digests[worker]
+            same = made is not None and made.chain[0] == self._digests[worker]
+            repeated = same or (made is not None and self.request.endless)
             if isinstance(made, Failed) and not repeated:
                 return made  # that it could not be opened again explains more
             if not repeated:

@@ -46,11 +46,14 @@ class Offload(Iterator[Item]):
 
 
 def offload(
-    make_iterator: Callable[[int], Iterable[Item]], workers: int = 1, **options: Any
+    make_iterator: Callable[[int], Iterable[Item]],
+    workers: int = 1,
+    endless: bool = False,
+    **options: Any,
 ) -> Offload[Item]:
     """Make the items of an iterator on the cluster's CPUs: an endless generator, an augmenter, a `next()` loop.
 
-        batches = stoker.offload(lambda worker: crops(folder, seed=worker), workers=32)
+        batches = stoker.offload(lambda worker: crops(folder), workers=32, endless=True)
 
     Each worker calls `make_iterator` with its number, 0 to `workers - 1`, and is one stream on a CPU of the
     cluster. Items arrive as they are (arrays stay arrays), those of each worker in order and the workers
@@ -58,17 +61,19 @@ def offload(
     the next one, so it may be a buffer that is used again. An error is raised where its item would come.
 
     `random`, NumPy and torch are seeded in each worker as by torch's DataLoader, so `torch.manual_seed` makes a
-    run reproducible. A worker whose host is lost starts again elsewhere and makes its items again up to those
-    that the script has: its iterator must give the same ones, or the pass fails.
+    run reproducible. A worker whose host is lost starts again elsewhere. It makes its items again up to those
+    that the script has, and must give the same ones, or the pass fails; an endless one begins anew, seeded
+    differently.
 
     Args:
         make_iterator: is sent to the workers; open files and connections in it, not before.
         workers: streams, of which each needs one CPU.
+        endless: whether the iterators draw items at random for ever, so that none of them is to be repeated.
         **options: `address` and `stall_timeout_s` of `stoker.DataLoader`; its `pin_memory`, too.
     """
     if workers < 1:
         raise ValueError(f"workers is a number from 1, not {workers!r}")
-    return Offload(_loader(_Streams(make_iterator), workers, **options))
+    return Offload(_loader(_Streams(make_iterator), workers, endless, **options))
 
 
 class MultiThreadedAugmenter(Offload[Any]):
@@ -78,7 +83,9 @@ class MultiThreadedAugmenter(Offload[Any]):
         nnunet.NonDetMultiThreadedAugmenter = stoker.MultiThreadedAugmenter
 
     Worker i calls `data_loader.set_thread_id(i)` and then `next(data_loader)`, as theirs does; batches of the
-    workers take turns. Data on local paths must have the same paths on the CPU hosts.
+    workers take turns. If `data_loader.infinite` is set, as nnU-Net's is, a worker whose host is lost begins
+    anew with other draws; otherwise it makes its batches again. Data on local paths must have the same paths on
+    the CPU hosts.
 
     Args:
         data_loader: theirs, or any iterator with `set_thread_id`.
@@ -106,9 +113,13 @@ class MultiThreadedAugmenter(Offload[Any]):
     ) -> None:
         if seeds is not None and len(seeds) != num_processes:
             raise ValueError(f"seeds has {len(seeds)} for {num_processes} processes; give one each")
-        streams = _Augmented(data_loader, transform, seeds)
         self._new = partial(
-            _loader, streams, num_processes, pin_memory=pin_memory, persistent_workers=True
+            _loader,
+            _Augmented(data_loader, transform, seeds),
+            num_processes,
+            endless=getattr(data_loader, "infinite", False),
+            pin_memory=pin_memory,
+            persistent_workers=True,
         )
         super().__init__(self._new())
 
@@ -125,10 +136,14 @@ class MultiThreadedAugmenter(Offload[Any]):
         self.loader = self._new()
 
 
-def _loader(streams: IterableDataset[Any], workers: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(
+def _loader(
+    streams: IterableDataset[Any], workers: int, endless: bool, **options: Any
+) -> DataLoader[Any]:
+    loader = DataLoader(
         streams, batch_size=None, num_workers=workers, collate_fn=_as_it_is, **options
     )
+    loader.endless = endless
+    return loader
 
 
 def _as_it_is(item: Any) -> Any:
@@ -136,6 +151,8 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Streams(IterableDataset[Any]):
+    first = 0
+
     def __init__(self, make_iterator: Callable[[int], Iterable[Any]]) -> None:
         self.make_iterator = make_iterator
 
@@ -150,13 +167,15 @@ class _Augmented(IterableDataset[Any]):
         self.data_loader, self.transform, self.seeds = data_loader, transform, seeds
         self.left: dict[str, Any] | None = None
         """The global generators where the pass before ended: theirs go on in the same process."""
+        self.first = 0
+        """Number of the first batch of a stream that begins anew; its draws are seeded already."""
 
     def __iter__(self) -> Iterator[Any]:
         if self.left is not None:
             restore_generators(self.left)
         else:
             worker = get_worker_info().id  # type: ignore[union-attr]
-            if self.seeds is not None:
+            if self.seeds is not None and not self.first:
                 np.random.seed(self.seeds[worker])
             self.data_loader.set_thread_id(worker)
         while True:

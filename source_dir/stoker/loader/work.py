@@ -3,14 +3,13 @@
 A shard holds the indices of some batches; its only record is these batches, packed. A stream (one worker's
 part of an iterable dataset) that is opened again, after its process was lost or from a saved state, skips the
 batches that the script has. The digest of each covers all batches of its stream so far: one comparison shows
-whether these were the same.
+whether these were the same. An endless stream has no such place: it begins anew.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import marshal
 import os
 import random
 import socket
@@ -18,9 +17,8 @@ import sys
 import time
 import traceback
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stoker.chain.chain import use_one_thread
+from stoker.loader.digests import batch_digest
 from stoker.loader.script_state import ScriptState, follow_imports
 from stoker.loader.worker_output import UNSENT, Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
@@ -39,7 +38,6 @@ from stoker.serve.blocks.packing import (
     Parts,
     Room,
     collates_anew,
-    content_of,
     pack,
     pages_of,
     parts_of,
@@ -82,69 +80,14 @@ class LoadRequest(NamedTuple):
     """Packed: where and how the script runs, if not as when the copies of a dataset were made."""
     ranks: tuple[int, int] = (1, 0)
     """World size and rank, which `sharding_filter` divides by."""
+    endless: bool = False
+    """A stream that is opened again begins anew, with other draws, in place of being repeated."""
+    first: int = 0
+    """Number of its first batch then."""
 
     @property
     def seed(self) -> str:
         return f"{self.base_seed}.{self.passes}" if self.passes else f"{self.base_seed}"
-
-
-WHOLE = 1 << 16
-"""Larger memory is summed up by blocks first, which takes a tenth of the time."""
-
-
-def batch_digest(value: Any, before: int = 0) -> int:
-    """A checksum of a batch that depends on its values only: not on the process, or on which
-    objects are the same. Objects without known content count as their type.
-    """
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        about = batch_digest(f"{value.dtype}{tuple(value.shape)}{value.layout}", before)
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-            return about
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return _of_memory(flat.view(torch.uint8).numpy() if flat.numel() else b"", about)
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return batch_digest(value.tolist(), batch_digest(f"{value.dtype}{value.shape}", before))
-    if isinstance(value, np.ndarray | np.generic):
-        about = batch_digest(f"{value.dtype}{value.shape}", before)
-        return _of_memory(np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8), about)
-    if isinstance(value, str | bytes | bytearray):
-        return zlib.crc32(
-            value.encode(errors="surrogatepass") if isinstance(value, str) else value, before
-        )
-    if isinstance(value, set | frozenset):
-        return batch_digest(sorted(batch_digest(each) for each in value), before)
-    about = zlib.crc32(type(value).__qualname__.encode(), before)
-    if isinstance(value, dict):
-        value = [part for item in value.items() for part in item]
-    elif not isinstance(value, list | tuple):
-        return _of_object(value, about)
-    if all(type(each) in PLAIN for each in value):
-        return zlib.crc32(marshal.dumps(list(value), 0), about)
-    for each in value:
-        about = batch_digest(each, about)
-    return about
-
-
-PLAIN = (int, float, bool, str, bytes, type(None))
-
-
-def _of_object(value: Any, about: int) -> int:
-    if type(value) in (*PLAIN, complex):
-        return zlib.crc32(marshal.dumps(value, 0), about)
-    if callable(getattr(value, "tobytes", None)):  # images of Pillow
-        return zlib.crc32(value.tobytes(), about)
-    content = content_of(value)
-    return batch_digest(content, about) if content else about
-
-
-def _of_memory(memory: Any, before: int) -> int:
-    if len(memory) > WHOLE:
-        blocks, rest = memory[: len(memory) // 4096 * 4096], memory[len(memory) // 4096 * 4096 :]
-        sums = np.frombuffer(blocks, np.uint64).reshape(-1, 512).sum(axis=1)
-        return zlib.crc32(rest, zlib.crc32(sums, before))
-    return zlib.crc32(memory, before)
 
 
 BATCHES, ENDED = "__batches", "__ended"
@@ -249,7 +192,7 @@ class LoaderWork:
             torchs._worker_info = torchs.WorkerInfo(
                 id=worker,
                 num_workers=self.workers,
-                seed=order.base_seed + distinct,
+                seed=order.base_seed + distinct + self.workers * order.first,
                 dataset=self.dataset,
             )
         if not self._begun:
@@ -276,6 +219,9 @@ class LoaderWork:
             random.seed(random.getrandbits(64) + order.passes)
             np.random.seed(np.random.randint(2**31) + order.passes)
             torch.manual_seed(int(torch.randint(2**62, ())) + order.passes)
+        if order.first:
+            self.dataset.first = order.first
+            seed_globals(f"{order.seed}/{worker}/{order.first}")
 
     def _tried(self, seed: str, number: int, indices: Any) -> MadeBatch | Failed:
         made = self._one(seed, number, indices)
@@ -495,6 +441,13 @@ class LoaderSource:
         work = self.pages[1]
         if self.name and work.nbytes >= SHARED_FROM_BYTES:
             self.pages = where, SharedPages(folder, self.name, work)
+
+    def begun_at(self, shard: Shard, block: int) -> tuple[Shard, int]:
+        """A stream of which some blocks are made, as it is read now; its first block that `read` yields."""
+        request = shard.items[0]
+        if not request.endless:
+            return shard, 0
+        return replace(shard, items=(request._replace(first=block),)), block
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""

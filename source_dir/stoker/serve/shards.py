@@ -235,7 +235,11 @@ def blocks_of(
     A quarantined record keeps its place in its block, so blocks keep their numbers and records whatever a
     `guard` keeps out of the chain. While a stream is read again up to its place, reports without a shard.
     """
-    shard = work.shard
+    shard, nth = work.shard, 0
+    # A stream may wait for what its script does with a batch: nothing is read ahead, and its end is a batch.
+    stays = getattr(loaded.source, "stays", False)
+    if stays:
+        shard, nth = loaded.source.begun_at(shard, work.skip)
     shuffled = partial(order_of, plan.seed, plan.epoch, f"{shard.called}:{shard.start}")
     order: Callable[[], Any] = shuffled if plan.shuffle else lambda: None
     started = time.perf_counter()
@@ -258,9 +262,7 @@ def blocks_of(
             records, lambda record: alone([record]), work.skip * plan.block_records
         )
     keep = reading.keep if reading else None
-    # A stream may wait for what its script does with a batch: nothing is read ahead, and its end is a batch.
-    stays = getattr(loaded.source, "stays", False)
-    nth, following, bad, told = 0, next(records, None), 0, started
+    following, bad, told = next(records, None), 0, started
     while following is not None and nth != work.stop:
         block: Iterable[Record | BadRecord] = chain(
             [following], islice(records, plan.block_records - 1)
