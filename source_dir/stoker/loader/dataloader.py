@@ -174,6 +174,10 @@ class DataLoader(TorchDataLoader[Item]):
         self._state, self.restored, self._live = None, False, (iterator, before)
         return iterator
 
+    def _get_iterator(self) -> Any:
+        """Subclasses of torch's loader call it in place of `__iter__`."""
+        return DataLoader.__iter__(self)
+
     @property
     def _keeps(self) -> bool:
         """Whether copies of an iterable dataset serve all passes, as one object does without workers."""
@@ -379,26 +383,31 @@ def _resolved(folder: str, *path: str) -> list[str]:
     return [str(Path(folder, each).resolve()) for each in path]
 
 
-_stock_iter = TorchDataLoader.__iter__
+_stock_iter, _stock_iterator = TorchDataLoader.__iter__, TorchDataLoader._get_iterator
 
 
 def replace_torch_loader(**options: Any) -> None:
     """Turn every torch DataLoader into a `stoker.DataLoader` when it is iterated over.
 
-    For trainers that create their own loaders, such as Hugging Face's. Subclasses of torch's DataLoader are
-    left alone.
+    For trainers that create their own loaders, such as Hugging Face's. A subclass keeps its methods; one with
+    iterators of its own (`_get_iterator`) is left alone.
 
     Args:
         **options: `address`, `on_error`, `bad_record_budget`, `stall_timeout_s`.
     """
 
-    def iterate(loader: TorchDataLoader[Any]) -> Any:
-        if type(loader) is TorchDataLoader:
-            adopt(loader, options)
-            return iter(loader)
-        return _stock_iter(loader)
+    def replaced(stock: Any) -> Any:
+        def iterate(loader: Any) -> Any:
+            if not isinstance(loader, DataLoader):
+                if type(loader)._get_iterator is not TorchDataLoader._get_iterator:
+                    return stock(loader)
+                adopt(loader, options)
+            return DataLoader.__iter__(loader)
 
-    TorchDataLoader.__iter__ = iterate  # type: ignore[method-assign]
+        return iterate
+
+    TorchDataLoader.__iter__ = replaced(_stock_iter)  # type: ignore[method-assign]
+    TorchDataLoader._get_iterator = replaced(_stock_iterator)  # type: ignore[method-assign]
 
 
 USERS = ("accelerate.data_loader", "accelerate.accelerator", "accelerate", "transformers.trainer")
@@ -406,8 +415,16 @@ USERS = ("accelerate.data_loader", "accelerate.accelerator", "accelerate", "tran
 
 
 def adopt(loader: Any, options: dict[str, Any]) -> None:
-    loader.__class__ = DataLoader
+    loader.__class__ = _adopted(loader.__class__)
     loader.set_options(**options)
+
+
+@functools.cache
+def _adopted(kind: type[TorchDataLoader[Any]]) -> type[DataLoader[Any]]:
+    """`stoker.DataLoader`, behind the methods of a subclass of torch's."""
+    if kind is TorchDataLoader:
+        return DataLoader
+    return type(kind.__name__, (kind, DataLoader), {"__module__": kind.__module__})
 
 
 def follow_accelerate() -> None:

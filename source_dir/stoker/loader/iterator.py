@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import math
 import secrets
 import time
 import warnings
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 from torch.autograd.profiler import record_function
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from stoker.loader.digests import PLAIN
 from stoker.loader.makers import BatchTime, finalize
@@ -130,7 +131,7 @@ class ClusterIterator:
         self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
         self._iterable = isinstance(loader.dataset, IterableDataset)
         self._sampler, self._batched = loader._index_sampler, loader._auto_collation
-        self._workers, self._timeout = loader.num_workers, loader.timeout
+        self._num_workers, self._timeout = loader.num_workers, loader.timeout
         self._streams = max(1, loader.num_workers)
         self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
@@ -141,6 +142,9 @@ class ClusterIterator:
         """By drawn batch that the script does not have: its records, and the digest of the indices so far."""
         self._indices = self._last = 0
         """Digest of the indices of the batches that the script has, and of all that are drawn."""
+        self._epoch = _declared_length(loader)
+        self._edge: float = self._epoch
+        """First batch of the next epoch of a sampler that repeats: not drawn before torch would draw it."""
         self._end: Exception | None = None
         """Why the sampler gives no more indices: StopIteration, or an error of its own."""
         self._own: list[torch.Generator] = loader._own()
@@ -209,6 +213,7 @@ class ClusterIterator:
         self._drawn.clear()
         self._indices = self._last
         self._submitted = self._number = start["drawn"]
+        self._edge *= max(1, math.ceil(start["drawn"] / self._epoch))
 
     def _draw(self) -> Any:
         """Ask the sampler for the indices of a batch."""
@@ -265,9 +270,9 @@ class ClusterIterator:
             self._late, self._begun = now if now != self._opened_with else None, True
         shards = []
         together, most = self._maker.pace(self._ahead)
-        while self._end is None and self._submitted - self._number < most:
+        while self._submitted - self._number < most and self._may_draw():
             batches: list[tuple[int, Any]] = []
-            while len(batches) < together:
+            while len(batches) < together and self._may_draw():
                 try:
                     batches.append((self._submitted, self._draw()))
                 except StopIteration:
@@ -276,6 +281,7 @@ class ClusterIterator:
                 except Exception as error:  # raised after the batches before it
                     self._end = error
                     break
+                self._edge += self._epoch if self._submitted == self._edge else 0
                 self._submitted += 1
             if batches:
                 order = self.request._replace(batches=tuple(batches))
@@ -286,6 +292,10 @@ class ClusterIterator:
                 self._groups += 1
         if shards or self._end:
             self._maker.submit(shards, self._groups if self._end else None)
+
+    def _may_draw(self) -> bool:
+        torchs = self._number + (self._ahead if self._num_workers else 1)
+        return self._end is None and (self._submitted < self._edge or self._submitted < torchs)
 
     def __iter__(self) -> ClusterIterator:
         return self
@@ -331,7 +341,7 @@ class ClusterIterator:
                 raise StopIteration
             if isinstance(made, Failed):
                 self._settle()
-                _reraise(made, self._workers)
+                _reraise(made, self._num_workers)
             reason = self._quarantine.add(made.bad, self._records)
             if made.empty and self._ranks > 1 and not reason:
                 reason = (
@@ -366,6 +376,8 @@ class ClusterIterator:
             self._asked.popleft()
         self._number += 1
         self._records, self._indices = self._drawn.popleft()
+        if self._num_workers and self._end is None and self._edge < self._number + self._ahead:
+            self._fill()
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:
@@ -429,6 +441,16 @@ class ClusterIterator:
 def world_and_rank() -> tuple[int, int]:
     there = dist.is_available() and dist.is_initialized()
     return (dist.get_world_size(), dist.get_rank()) if there else (1, 0)
+
+
+def _declared_length(loader: Any) -> float:
+    """Batches of an epoch by the `__len__` of a subclass of torch's loader, whose sampler may repeat."""
+    if type(loader).__len__ is not DataLoader.__len__ and not isinstance(
+        loader.dataset, IterableDataset
+    ):
+        with contextlib.suppress(Exception):  # torch does not need a length
+            return len(loader) or math.inf
+    return math.inf
 
 
 def _draw(generator: torch.Generator | None) -> int:
