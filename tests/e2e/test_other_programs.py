@@ -1,0 +1,19 @@
+"""Programs of other projects whose packages are there anyway; the others: tests/programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trained import trains_alike
+
+
+def test_timm_train_with_a_loader_for_all_epochs(tmp_path: Path) -> None:
+    trains_alike(tmp_path, "timm_train", steps=30)
+
+
+def test_torchvision_detection_reference(tmp_path: Path) -> None:
+    trains_alike(tmp_path, "detection", steps=20)
+
+
+def test_accelerate_dispatches_from_one_of_two_ranks(tmp_path: Path) -> None:
+    trains_alike(tmp_path, "accelerated", "dispatch", ranks=2, steps=12)
