@@ -15,6 +15,7 @@ from benchmarks.harness import Measure
 from stoker.config.schema import Config
 from stoker.data import Shard, read_range
 from stoker.loader.loader_service import LoaderAttempt
+from stoker.loader.work import LoadRequest
 from stoker.protocol import BlockReport, DataCursor, Made, Process
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.passes import Passes, ServiceState
@@ -88,6 +89,10 @@ def recipe(batches: int) -> Iterator[int]:
     assert not attempt.failure, attempt.failure
 
 
+def request(number: int) -> LoadRequest:
+    return LoadRequest(0, batches=((number, None),), digests=(str(number).encode(),))
+
+
 def loader(batches: int) -> Iterator[int]:
     """A loader's pass to its end; yields after each batch."""
     shared = on_one_host()
@@ -97,13 +102,15 @@ def loader(batches: int) -> Iterator[int]:
         pass_ = attempt.passes["k"]
         for first in range(0, batches, AHEAD):
             shards = [
-                (n, Shard(f"batch {n}"), 0) for n in range(first, min(first + AHEAD, batches))
+                (n, Shard(f"batch {n}", items=(request(n),)), 0)
+                for n in range(first, min(first + AHEAD, batches))
             ]
             attempt.submit("k", shards, batches)
             attempt.planner.advance()
             for at, _ in enumerate(made(attempt.planner)):
                 place = first + at, 0
                 pass_.given = {place: pass_.ready.pop(place)}
+                attempt.sharing.taken(pass_, place, pass_.given[place])
                 pass_.next = (first + at + 1, 0)
                 yield first + at
             shared.holdings.unused("h")

@@ -499,12 +499,18 @@ def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
     assert len(set(both)) == len(both) >= 200
 
 
-def test_ranks_with_one_seed_do_not_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_one_seed_draw_alike_only_for_the_same_indices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As do ranks of a tensor-parallel group, which must have the same batches."""
     drawn = []
-    for rank in (0, 1, 0):
-        monkeypatch.setattr("stoker.loader.iterator.world_and_rank", lambda rank=rank: (2, rank))
+    for rank, part in ((0, 0), (1, 1), (2, 0)):
+        monkeypatch.setattr("stoker.loader.iterator.world_and_rank", lambda rank=rank: (3, rank))
         torch.manual_seed(0)
-        made = DataLoader(Records(draw_for, 3), batch_size=3, num_workers=1, collate_fn=list)
+        sampler = DistributedSampler(range(6), 2, part, shuffle=False)
+        made = DataLoader(
+            Records(draw_for, 6), batch_size=3, num_workers=1, sampler=sampler, collate_fn=list
+        )
         drawn.append(numbers(list(made)))
     assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 

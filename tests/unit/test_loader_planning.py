@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderServic
 from stoker.loader.script_state import ScriptState
 from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import (
+    BadRecord,
     BlockReport,
     Claim,
     Made,
@@ -28,6 +30,14 @@ from stoker.serve import service
 from stoker.serve.blocks.packing import pack, unpack
 from stoker.serve.passes import ServiceState
 from stoker.serve.pool import ChainHost
+
+
+def batches(numbers: Iterable[int], of: str = "") -> list[tuple[int, Shard, int]]:
+    """Places with a batch each; those of another name or number have other records."""
+    requests = {
+        n: LoadRequest(0, batches=((n, [n]),), digests=(f"{of}{n}".encode(),)) for n in numbers
+    }
+    return [(n, Shard(f"batch {n}", items=(request,)), 0) for n, request in requests.items()]
 
 
 class TwoHosts:
@@ -46,9 +56,11 @@ class TwoHosts:
     def open(self, key: str, streams: int, stall_s: float = 60.0, of: str = "s") -> LoaderPass:
         """A pass of the loader `of` over so many streams, or over 99 batches."""
         self.attempt.open(key, of, streams, stall_s)
-        shards = [
-            (n, Shard(f"worker {n}" if streams else f"batch {n}"), 0) for n in range(streams or 99)
-        ]
+        shards = (
+            [(n, Shard(f"worker {n}"), 0) for n in range(streams)]
+            if streams
+            else batches(range(99), key)
+        )
         self.attempt.submit(key, shards, len(shards))
         self.planner.advance()
         return self.attempt.passes[key]
@@ -86,7 +98,8 @@ def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -
             found.append(claim.plan.split)
             head.made("a", claim, 0, last=True)
             if claim.plan.split == "val":  # its script takes what is there
-                val.next = (claim.work[0].number + 1, 0)
+                (val.next,) = val.ready
+                val.next = (val.next[0] + 1, 0)
                 val.ready.clear()
     assert found.count("val") >= 6
 
@@ -96,10 +109,10 @@ def test_batches_are_made_in_their_order_though_calls_of_a_script_overtake_each_
     with head.attempt.shared.changed:
         head.attempt.open("train", "s", 0, 60.0)
         for numbers in ((4, 5), (0, 1), (2, 3)):
-            head.attempt.submit("train", [(n, Shard(f"batch {n}"), 0) for n in numbers], 6)
+            head.attempt.submit("train", batches(numbers), 6)
         head.planner.advance()
-        made = [at(head.given(worker))[0] for worker in ("a", "b")]
-    assert made == [0, 1]
+        made = [head.given(worker).work[0].shard.path for worker in ("a", "b")]
+    assert made == ["batch 0", "batch 1"]
 
 
 def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
@@ -117,10 +130,8 @@ def test_a_pass_whose_script_was_interrupted_while_it_was_opened_is_not_open(
     head.setups["n"] = "setup"
 
     def opened(key: str) -> list[str]:
-        work = [(0, Shard("batch 0"), 0)]
-        head.open(
-            None, key, f"n/{key}", "loader", 0, False, 60.0, "head", "job", "", None, work, None
-        )
+        whose = None, key, f"n/{key}", "loader", 0, False, 60.0, "head", "job"
+        head.open(*whose, "", None, 1, batches([0]), None)
         return [each.plan.split for each in head.attempt.planner.passes] if head.attempt else []
 
     head.close("first")  # the calls overtook each other
@@ -298,3 +309,158 @@ def test_a_block_that_is_made_again_leaves_the_copy_of_the_stream_alone() -> Non
         ]
 
     assert two_passes(again=True) == two_passes(again=False)
+
+
+class Ranks(TwoHosts):
+    """Passes that want batches of the same name; `a` makes whatever there is."""
+
+    def __init__(self, budget: int = 10**9) -> None:
+        super().__init__(budget, trains=False)
+        self.made_batches: list[int] = []
+        self.had: dict[str, list[int]] = {}
+
+    def rank(self, key: str, ranks: int = 2) -> LoaderPass:
+        self.attempt.open(key, key, 0, 60.0, ranks)
+        self.had[key] = []
+        return self.attempt.passes[key]
+
+    def ask(self, key: str, *groups: Iterable[int]) -> None:
+        first = self.attempt.passes[key].known
+        for place, numbers in enumerate(groups, first):
+            request = LoadRequest(
+                0,
+                batches=tuple((n, [n]) for n in numbers),
+                digests=tuple(b"%d" % n for n in numbers),
+            )
+            self.attempt.submit(key, [(place, Shard(f"batch {place}", items=(request,)), 0)], None)
+
+    def make(self, most: int = 99) -> None:
+        while most and (claim := self.claim("a")) is not None:
+            most -= 1
+            for work in claim.work:
+                self.made_batches += [number for number, _ in work.shard.items[0].batches]
+                report = BlockReport(work.number, 0, True, rows=1, records=1, bytes_out=150)
+                made = Made(report, f"{len(self.made_batches)}")
+                if not self.planner.reported(Process("a", "a", "1"), claim.number, made):
+                    break  # there is no room for more
+        self.planner.ended(Process("a", "a", "1"))
+
+    def take(self, key: str) -> list[int]:
+        """What the script of a pass has now, as the service gives it."""
+        pass_ = self.attempt.passes[key]
+        pass_.given.clear()
+        while pass_.next in pass_.ready:
+            parts = pass_.given[pass_.next] = pass_.ready.pop(pass_.next)
+            self.attempt.sharing.taken(pass_, pass_.next, parts)
+            for group, start, stop in parts:
+                self.had[key] += [int(each) for each in group.digests[start:stop]]
+            pass_.next = (pass_.next[0] + 1, 0)
+        return self.had[key]
+
+    def held(self) -> int:
+        gc.collect()
+        return len(self.attempt.shared.holdings.all())
+
+
+def test_ranks_that_group_batches_differently_have_each_made_once() -> None:
+    head = Ranks()
+    with head.attempt.shared.changed:
+        head.rank("0"), head.rank("1")
+        head.ask("0", [0], [1, 2, 3], [4, 5])
+        head.ask("1", [0, 1], [2], [3, 4, 5, 6, 7], [8])
+        head.make()
+        assert head.take("0") == [*range(6)] and head.take("1") == [*range(9)]
+        head.ask("0", [6], [7, 8, 9])
+        head.make()
+        assert head.take("0") == [*range(10)] and head.take("1") == [*range(9)]
+        head.ask("1", [9])
+        assert head.take("1") == [*range(10)]
+        assert sorted(head.made_batches) == [*range(10)]
+        head.take("0"), head.take("1")
+        assert head.held() == 0, "both have had all"
+
+
+def test_a_rank_takes_over_what_one_that_ends_has_not_made() -> None:
+    head = Ranks()
+    with head.attempt.shared.changed:
+        first = head.rank("0", 3)
+        head.rank("1", 3), head.rank("2", 3)
+        for key in "012":
+            head.ask(key, [0, 1], [2, 3], [4, 5] if key == "0" else [4, 5, 6])
+        head.make(1)
+        claim = head.given("a")  # batches 2 and 3, for rank 0
+        head.attempt.close("0")
+        head.planner.advance()
+        report = BlockReport(claim.work[0].number, 0, True, rows=1, records=1, bytes_out=150)
+        head.planner.reported(Process("a", "a", "1"), claim.number, Made(report, "late"))
+        head.make()
+        assert head.take("1") == head.take("2") == [*range(7)]
+        assert sorted(head.made_batches) == [*range(7)] and not first.share.asked
+
+
+def test_a_lost_block_that_several_ranks_need_is_made_again_once() -> None:
+    """Also if the rank for which it was being made again ends before."""
+    head = Ranks()
+    with head.attempt.shared.changed:
+        head.rank("0"), head.rank("1")
+        head.ask("0", [0], [1])
+        head.ask("1", [0, 1])
+        head.make()
+        head.planner.lose(head.attempt.shared.holdings.all())
+        assert len(head.planner.again) == 2
+        head.attempt.close("0")
+        assert {item.pass_.plan.split for item in head.planner.again} == {"1"}
+        while (claim := head.claim("b")) is not None:
+            for work in claim.work:
+                report = BlockReport(work.number, 0, True, rows=1, records=1, bytes_out=150)
+                made = Made(report, f"again {work.number}")
+                head.planner.reported(Process("b", "b", "1"), claim.number, made)
+        assert not any(block.lost for block in head.attempt.shared.holdings.all())
+        assert {block.node for block in head.attempt.passes["1"].needed} == {"b"}
+        assert head.take("1") == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_for_ranks_that_come_late_stay_within_the_budget(ranks: int) -> None:
+    head = Ranks(budget=8 * 150)  # a quarter of it for these: two blocks
+    with head.attempt.shared.changed:
+        head.rank("0", ranks), head.rank("1", ranks)
+        for number in range(6):
+            head.ask("0", [number])
+            head.make()
+            head.take("0")
+        head.take("0")
+        assert head.held() == (0 if ranks == 1 else 2)
+        head.ask("1", *([number] for number in range(6)))
+        head.make()
+        assert head.take("1") == [*range(6)]
+        head.attempt.close("0"), head.attempt.close("1")
+        assert head.held() == 0
+
+
+def test_a_rank_that_does_not_take_its_batches_does_not_hold_up_the_others() -> None:
+    """Not even when its own fill the budget."""
+    head = Ranks(budget=2 * 150)
+    with head.attempt.shared.changed:
+        head.rank("0"), head.rank("1")
+        head.ask("0", *([number] for number in range(9)))
+        head.ask("1", *([number] for number in range(9)))
+        for _ in range(9):
+            head.make()
+            head.take("1")
+        assert head.take("1") == [*range(9)] and sorted(head.made_batches) == [*range(9)]
+
+
+def test_batches_that_fail_do_so_for_each_rank_that_wants_them() -> None:
+    head = Ranks()
+    with head.attempt.shared.changed:
+        failed = [head.rank(key).failed for key in "01"]
+        head.ask("0", [0], [1])
+        head.ask("1", [0, 1])
+        claim = head.given("a")
+        report = BlockReport(claim.work[0].number, 0, True, bad=[BadRecord("0", "it kills")])
+        head.planner.reported(Process("a", "a", "1"), claim.number, Made(report, ""))
+        assert failed == [{(0, 0): "it kills"}] * 2
+        head.make()
+        head.attempt.close("0"), head.attempt.close("1")
+        assert head.held() == 0

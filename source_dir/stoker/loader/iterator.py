@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 from torch.autograd.profiler import record_function
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from stoker.loader.digests import PLAIN
 from stoker.loader.makers import BatchTime, finalize
@@ -35,6 +35,7 @@ from stoker.read.sources import restore_generators, states
 from stoker.serve.accounting import LEAST_ASSUMED
 from stoker.serve.blocks.packing import unpack
 
+DATA_PIPES = (IterDataPipe, MapDataPipe)
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
 END = object()
@@ -125,7 +126,7 @@ class ClusterIterator:
             served=loader.kept.served,
             shared_seed=shared_seed,
             where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
-            ranks=world_and_rank(),
+            ranks=world_and_rank() if isinstance(loader.dataset, DATA_PIPES) else (1, 0),
             endless=loader.endless,
         )
         self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from operator import attrgetter
 from typing import Any, cast
 
 import ray
@@ -26,6 +25,7 @@ from stoker.config.schema import ClusterConfig, Config
 from stoker.errors import Failure
 from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.pass_timer import PassProgress
+from stoker.loader.shared import Part, PassShare, SharedBatches, SharedGroup, blocks_of, slice_of
 from stoker.protocol import (
     BlockPlace,
     Made,
@@ -52,6 +52,8 @@ IDLE_S = 15.0
 JOBS_EVERY_S, ENDS_WITHIN_S, ENTER_S = 5.0, 30.0, 120.0
 RECENT_S = 10.0
 """A pass of which no batch was taken for so long does not count as training."""
+SPENT_SHARE = 0.25
+"""Budget for blocks that stay for ranks that have not asked yet, as a share of that for ready blocks."""
 STREAM_AHEAD = 4
 """Batches that one worker of an iterable dataset may be ahead."""
 
@@ -65,8 +67,9 @@ class LoaderPass(Pass):
     open, also of other passes, and makes a batch of the one that is needed most.
     """
 
-    ready: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
-    given: dict[BlockPlace, ReadyBlock] = field(default_factory=dict)
+    share: PassShare = field(default_factory=PassShare)
+    ready: dict[BlockPlace, list[Part]] = field(default_factory=dict)
+    given: dict[BlockPlace, list[Part]] = field(default_factory=dict)
     """What the script is fetching, before it takes `next`."""
     failed: dict[BlockPlace, str] = field(default_factory=dict)
     next: BlockPlace = (0, 0)
@@ -79,13 +82,15 @@ class LoaderPass(Pass):
 
     @property
     def held(self) -> HeldBytes:
-        return HeldBytes(sum(block.report.bytes_out for block in self.ready.values()))
+        ready = blocks_of(self.ready[place] for place in self.ready)
+        return HeldBytes(sum(block.report.bytes_out for block in ready))
 
     @property
     def needed(self) -> list[ReadyBlock]:
         """As the base's, in the order in which the script takes them."""
-        ready = sorted(self.ready.items(), key=lambda each: each[0][::-1])
-        return [*self.given.values(), *(block for _, block in ready)]
+        ready = {place: asked.parts for place, asked in self.share.asked.items()} | self.ready
+        order = sorted(ready, key=lambda place: place[::-1])
+        return blocks_of([*self.given.values(), *(ready[place] for place in order)])
 
     @property
     def ended(self) -> bool:
@@ -98,15 +103,11 @@ class LoaderPass(Pass):
         first = self.next[0]
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
-    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        new = [
-            Work(n, replace(shard, home=self.readers.get(n, "")), skip) for n, shard, skip in shards
-        ]
-        # Calls of a script can overtake each other.
-        self.work = deque(sorted((*self.work, *new), key=attrgetter("number")))
-        self.known += len(shards)
-        self.total = self.total if total is None else total
-        self.listing = self.total is None or self.known < self.total
+    def add(self, work: Work) -> None:
+        """Add batches of a map-style dataset; calls of a script can overtake each other."""
+        self.work.append(work)
+        if len(self.work) > 1 and first_batch(self.work[-2]) > first_batch(work):
+            self.work = deque(sorted(self.work, key=first_batch))
 
     def ahead_of(self, stream: int) -> int:
         return sum(place[0] == stream for place in self.ready)
@@ -127,7 +128,10 @@ class LoaderPass(Pass):
 
     @property
     def waited_for(self) -> bool:
-        return bool(self.work and self.work[0][0] == self.next[0])
+        if self.streams:
+            return bool(self.work and self.work[0][0] == self.next[0])
+        groups = (self.share.making[work.number] for work in self.work)
+        return any(taker.next == place for group in groups for taker, place in group.takers)
 
     def is_reader(self, worker: str) -> bool:
         return bool(self.streams and self.readers.get(self.work[0][0]) == worker)
@@ -139,6 +143,10 @@ class LoaderPass(Pass):
         super().begin(shards, worker)
         if self.streams:
             self.readers |= {each.number: worker for each in shards}
+
+
+def first_batch(work: Work) -> int:
+    return int(work.shard.items[0].batches[0][0])
 
 
 class LoaderAttempt(PlannedAttempt):
@@ -159,6 +167,7 @@ class LoaderAttempt(PlannedAttempt):
         self.passes: dict[str, LoaderPass] = {}
         self._opened = count(1)
         self.planner: Planner = Planner(self)
+        self.sharing = SharedBatches(int(SPENT_SHARE * shared.budget_bytes), self._ready)
 
     @property
     def all_produced(self) -> bool:
@@ -172,7 +181,13 @@ class LoaderAttempt(PlannedAttempt):
 
     def under_way(self, pass_: LoaderPass) -> str:
         """What chain workers of a pass are doing: hosts, batches and, if made again, the index."""
-        items = [item for item in self.planner.active.values() if item.pass_ is pass_]
+        parts = [part for asked in pass_.share.asked.values() for part in asked.parts]
+        shares = [pass_.share, *(part.group.share for part in parts)]
+        items = [
+            item
+            for item in self.planner.active.values()
+            if any(cast(LoaderPass, item.pass_).share is share for share in shares)
+        ]
         late = sorted(items, key=lambda item: item.stuck_since)
         return self._named("; ".join(self.planner.recovery.who(item) for item in late[:2]))
 
@@ -196,35 +211,70 @@ class LoaderAttempt(PlannedAttempt):
         readers = [*self.copies.values(), *(each.readers for each in self.passes.values())]
         return {worker for each in readers for worker in each.values()}
 
-    def open(self, key: str, split: str, streams: int, stall_s: float) -> None:
+    def open(self, key: str, split: str, streams: int, stall_s: float, ranks: int = 1) -> None:
         number = next(self._opened)
         plan = PassPlan(seed=number, epoch=0, split=split, shuffle=False, block_records=1)
         readers = self.copies.get(split, {})
         self.passes[key] = pass_ = LoaderPass(
-            plan=plan, number=number, streams=streams, readers=readers, stall_s=stall_s
+            plan=plan,
+            number=number,
+            streams=streams,
+            readers=readers,
+            stall_s=stall_s,
+            share=PassShare(ranks, numbers=count(number << 32)),
         )
         self.idle = False
         self.planner.passes.append(pass_)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        if (pass_ := self.passes.get(key)) is not None:
-            pass_.submit(shards, total)
-            self.shared.has_work.notify(max(len(shards), 1))
+        if (pass_ := self.passes.get(key)) is None:
+            return
+        if pass_.streams:
+            home = pass_.readers.get
+            pass_.work += [
+                Work(n, replace(each, home=home(n, "")), skip) for n, each, skip in shards
+            ]
+        else:
+            for place, shard, _ in shards:
+                self.sharing.ask(pass_, (place, 0), shard)
+        pass_.known += len(shards)
+        pass_.total = pass_.total if total is None else total
+        pass_.listing = pass_.total is None or pass_.known < pass_.total
+        self.shared.has_work.notify(max(len(shards), 1))
 
     def close(self, key: str) -> None:
-        if (pass_ := self.passes.pop(key, None)) is not None:
-            self.planner.abandon(pass_)
-            self.shared.changed.notify_all()
+        if (pass_ := self.passes.pop(key, None)) is None:
+            return
+        self.planner.abandon(pass_)
+        self.sharing.close(pass_)
+        for other in self.passes.values():
+            if other.work and other not in self.planner.passes:  # with work of the closed pass
+                self.planner.passes.append(other)
+        lost = [block for (of, *_), block in self.planner.lost.items() if of is pass_]
+        for block in lost:  # was being made again for that pass
+            block.lost = False
+        self.planner.lose(lost)
+        self.shared.has_work.notify_all()
+        self.shared.changed.notify_all()
+
+    def _ready(self, pass_: LoaderPass, place: BlockPlace, parts: list[Part]) -> None:
+        pass_.ready[place] = parts
+        if place == pass_.next:
+            self.shared.ready.notify_all()
 
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         report, mine = block.report, cast(LoaderPass, pass_)
         place = report.shard, report.nth
-        if report.bad:
+        if mine.streams and report.bad:
             mine.failed[place] = report.bad[0].reason
-        elif report.rows:
-            mine.ready[place] = block
+        elif mine.streams and report.rows:
+            mine.ready[place] = [Part(SharedGroup(mine.share, block=block))]
+        elif not mine.streams and report.bad:
+            self.sharing.failed(mine, report.shard, report.bad[0].reason)
+        elif not mine.streams:
+            self.sharing.made(mine, block)
         self.shared.changed.notify_all()
-        if place == mine.next:
+        if place == mine.next or report.bad:
             self.shared.ready.notify_all()
 
     def produced(self, pass_: Pass) -> None:
@@ -318,6 +368,12 @@ class LoaderService(DataService):
     def _used(self) -> set[str]:
         return {split.partition("/")[0] for split in self._open()}
 
+    def emptied(self) -> set[str]:
+        with self.shared.changed:
+            if self.attempt is not None:
+                self.attempt.sharing.leave_hosts(self.shared.pool.closing)
+        return super().emptied()
+
     def copies(self) -> set[str]:
         """As the base's: each pass has a copy of the dataset, unless workers are persistent."""
         return {*self._open(), *self._copies}
@@ -346,6 +402,7 @@ class LoaderService(DataService):
         job: str,
         told: str,
         where: Any,
+        ranks: int,
         shards: list[tuple[int, Shard, int]],
         total: int | None,
     ) -> tuple[int, list[str], float] | None:
@@ -359,6 +416,7 @@ class LoaderService(DataService):
             keeps: whether the copies serve later passes, too.
             told: the file through which the script sends events to the run; empty: outside a job.
             where: packed: where and how the script runs.
+            ranks: of the job; blocks stay a while for those that ask later.
             shards: its first work; this and `total` as in `submit`.
         """
         with self.shared.changed:
@@ -387,7 +445,7 @@ class LoaderService(DataService):
                     key for key, each in attempt.passes.items() if each.plan.split == split
                 ]:
                     self.close(earlier)
-            attempt.open(key, split, streams, stall_s)
+            attempt.open(key, split, streams, stall_s, ranks)
             attempt.passes[key].where = where
             attempt.submit(key, shards, total)
         self.start_engine(me)
@@ -443,8 +501,9 @@ class LoaderService(DataService):
         for place in places:
             pass_.next = place
             if place in pass_.ready:
-                pass_.given[place] = block = pass_.ready.pop(place)
-                given.append(("block", block.part(0, block.report.rows)))
+                pass_.given[place] = parts = pass_.ready.pop(place)
+                given.append(("block", [slice_of(part) for part in parts]))
+                attempt.sharing.taken(pass_, place, parts)
                 if not pass_.streams:
                     pass_.next = (place[0] + 1, 0)
             elif place in pass_.failed:
@@ -466,8 +525,11 @@ class LoaderService(DataService):
                 self._progress[key] = now, progress
                 # Passes of several ranks, or of loaders within each other, run at the same time.
                 at_once = sum(now - at < RECENT_S for at, _ in self._progress.values())
-                if self.hosts.elastic.scaler is not None:
-                    self.hosts.elastic.scaler.stepped(batches, seconds / at_once, late_s / at_once)
+                if (scaler := self.hosts.elastic.scaler) is not None:
+                    # Batches that another rank has made cost this one nothing.
+                    pass_ = self.attempt.passes.get(key) if self.attempt else None
+                    made = batches * (pass_.share.made_share if pass_ else 1.0)
+                    scaler.stepped(made, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
             pass_ = self.attempt.passes.get(key) if self.attempt else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import itertools
 import logging
 import math
@@ -25,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -105,6 +106,7 @@ class ClusterMaker:
         source: Any = LoaderSource((None, pages[1]), iterable, name)
         self._setup = name, Setup(source, pickle.dumps(LoaderChain()))
         self._where = pages[0]
+        self._content = hashlib.sha256(name.encode() + pages[0].data).digest()
         self._confirmed = False
         self._places: dict[int, BlockPlace] = {}
         """Wanted blocks that the service has not given, by their number in the pass."""
@@ -131,14 +133,24 @@ class ClusterMaker:
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         whose = self._key, split, loader._id, streams, loader._keeps, self._stall_s
         place = context.get_node_id(), context.get_job_id(), told
-        self._about = job.service, *whose, *place, self._where
+        self._about = job.service, *whose, *place, self._where, loader.world_size()
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        shards = [(n, self._with_digests(shard), skip) for n, shard, skip in shards]
         if self._prefetcher is None:
             self._prefetcher = self._open(shards, total)
             _MAKERS.add(self)
         else:
             self._service.submit.remote(self._key, shards, total)
+
+    def _with_digests(self, shard: Shard) -> Shard:
+        """Name each batch by all that it depends on; a rank is not a part of that."""
+        from ray import cloudpickle
+
+        request, made = shard.items[0], hashlib.sha256
+        about = made(self._content + cloudpickle.dumps(request._replace(batches=()))).digest()
+        digests = (made(about + cloudpickle.dumps(each)).digest() for each in request.batches)
+        return replace(shard, items=(request._replace(digests=tuple(digests)),))
 
     def _open(
         self, shards: list[tuple[int, Shard, int]], total: int | None
@@ -252,11 +264,15 @@ class ClusterMaker:
                 value = self._batches(value)
         return place, kind, value
 
-    def _batches(self, block: BlockSlice) -> list[Any]:
-        (seconds, said), *batches = self._transport.objects(block)[0]
-        repeat(said)
+    def _batches(self, parts: list[tuple[BlockSlice, int, int | None, bool]]) -> list[Any]:
+        return [batch for part in parts for batch in self._part(*part)]
+
+    def _part(self, block: BlockSlice, start: int, stop: int | None, alone: bool) -> list[Any]:
+        (seconds, said), *batches = self._transport.objects(block, alone)[0]
+        if start == 0:
+            repeat(said)
         self._transport.finish_pass()  # release the block: no other batch is in it
-        each = seconds / max(len(batches), 1)
+        each, batches = seconds / max(len(batches), 1), batches[start:stop]
         self._confirmed, before = True, self._batch_time.seconds
         self._batch_time.seconds = each if before is None else 0.8 * before + 0.2 * each
         if self._device is None:

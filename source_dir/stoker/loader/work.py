@@ -79,7 +79,9 @@ class LoadRequest(NamedTuple):
     where: Any = None
     """Packed: where and how the script runs, if not as when the copies of a dataset were made."""
     ranks: tuple[int, int] = (1, 0)
-    """World size and rank, which `sharding_filter` divides by."""
+    """World size and rank, which `sharding_filter` divides a DataPipe by."""
+    digests: tuple[bytes, ...] = ()
+    """Of each batch: of all that it depends on."""
     endless: bool = False
     """A stream that is opened again begins anew, with other draws, in place of being repeated."""
     first: int = 0
@@ -150,11 +152,10 @@ class LoaderWork:
                 yield [parts_of_batch(made._replace(chain=(before, after)))], ended
                 before = after
             return
-        world, rank = order.ranks  # which may have one base seed
-        seed = f"{order.seed}/rank {rank}" if world > 1 else order.seed
+        # With the indices: ranks may have one base seed.
         each = (
             self._begun_as(order, number % max(self.workers, 1), number)
-            or self._tried(seed, number, indices)
+            or self._tried(f"{order.seed}/{digest_of(MadeBatch(indices), 0)}", number, indices)
             for number, indices in order.batches
         )
         group: list[Parts] = []

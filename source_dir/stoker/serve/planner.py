@@ -382,7 +382,8 @@ class Planner:
         """Blocks are no longer where they were: let chain workers make those again that are needed."""
         gone, lost = {block for block in gone if not block.lost and block.report.rows}, list[Item]()
         for pass_ in self.open if gone else ():
-            mine = [b for b in (*pass_.early(), *pass_.needed) if b in gone]
+            # A block that several passes need is made again for the first of them.
+            mine = [b for b in (*pass_.early(), *pass_.needed) if b in gone and not b.lost]
             runs: list[list[ReadyBlock]] = []
             follows = None
             for block in sorted(mine, key=lambda b: (b.report.shard, b.report.nth)):

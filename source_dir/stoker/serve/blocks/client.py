@@ -283,14 +283,19 @@ class Transport:
             self._insist(part, partial(self._bring, batch=batch, at=at), missing)
         return Fetched(batch.finish(), arrived or time.perf_counter())
 
-    def objects(self, block: BlockSlice) -> tuple[list[Any], float]:
+    def objects(self, block: BlockSlice, alone: bool = True) -> tuple[list[Any], float]:
         """What was packed into a block, and when its last byte arrived; raises as `fetch`.
 
-        The caller is the block's only user. The large buffers of one of this host are not copied, unless they
-        must lie in pinned memory.
+        If the caller is `alone`, the block's only user, the large buffers of one of this host are not copied,
+        unless they must lie in pinned memory.
         """
         size = block.of * PAGE
-        if block.node == self._node and size >= MAPPED_FROM_BYTES and not self.buffers.pinned:
+        if (
+            alone
+            and block.node == self._node
+            and size >= MAPPED_FROM_BYTES
+            and not self.buffers.pinned
+        ):
             with contextlib.suppress(OSError):  # `fetch` asks where it is
                 columns = self.folder().take(block.block)
                 refuse_other_block(
