@@ -18,8 +18,8 @@ import torch
 from alike import equal
 from loading import Records
 from PIL import Image, ImageFile
+from torch.utils.data import BatchSampler, DistributedSampler, Subset
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import DistributedSampler, Subset
 
 from stoker import DataLoader
 from stoker.errors import UsageError
@@ -194,15 +194,24 @@ def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
     assert found == [0, 1, 2, 3, 4]
 
 
+class Own(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return super().__iter__()
+
+
 @pytest.mark.parametrize(
     ("dataset", "arguments", "named"),
     [
-        (Records(), {"batch_size": 8}, "batch_size 4 (here 8), batches 11 (here 6)"),
+        (
+            Records(),
+            {"batch_sampler": Own(range(43), 8, drop_last=False)},
+            "batch_size 4 (here 8), batches 11 (here 6)",
+        ),
         (Records(count=20), {"batch_size": 4}, "records 43 (here 20)"),
         (
             Records(),
             {"batch_size": 4, "sampler": DistributedSampler(range(86), 2, 0)},
-            "world_size 1 (here 2)",
+            "length of the order 43 (here 86)",
         ),
     ],
 )

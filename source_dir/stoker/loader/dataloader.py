@@ -14,14 +14,22 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.iterator import ClusterIterator, Kept, Quarantine, drawn_states, set_states
+from stoker.loader.divisions import Order, length, of_accelerate, order_of, ranks_of
+from stoker.loader.iterator import (
+    ClusterIterator,
+    Kept,
+    drawn_states,
+    set_states,
+    world_and_rank,
+)
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
 from stoker.loader.script_state import state_of_script
+from stoker.loader.skipped import Quarantine
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
 from stoker.read.sources import restore_generators, states
@@ -30,6 +38,9 @@ from stoker.serve.blocks.packing import content_of, pack
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
 VERSION = 2
+ORDER = "length of the order"
+SHAPE = ("batch_size", "records", "batches", "num_workers")
+"""What must be equal for a state within a pass, unless what is left can be divided among other ranks."""
 Item = TypeVar("Item", covariant=True)
 OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
 """Attributes that change between passes. Workers get None, or each pass would send another content."""
@@ -118,6 +129,8 @@ class DataLoader(TorchDataLoader[Item]):
         """Whether samplers have a loaded state that no pass has begun with."""
         self.kept = Kept()
         self._id = secrets.token_hex(8)
+        self.dispatched = False
+        """Whether Accelerate reads it on rank 0 alone, and divides its batches."""
 
     def options(self) -> dict[str, Any]:
         names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
@@ -153,7 +166,7 @@ class DataLoader(TorchDataLoader[Item]):
         keeps = self.persistent_workers or self._keeps
         state = self._state if self._state and self._state["place"] else None
         if state is not None:
-            self._refuse_other(state, {"world_size": self.world_size()})
+            self._refuse_other(state, *SHAPE, "world_size", "rank")
         if keeps and self._live:
             # The copies serve one pass at a time, as torch's persistent workers do.
             self._live[0].close(superseded=True)
@@ -171,7 +184,8 @@ class DataLoader(TorchDataLoader[Item]):
                 restore_generators(now)
         if keeps:
             self.kept.opened(iterator.request, self.persistent_workers)
-        self._state, self.restored, self._live = None, False, (iterator, before)
+        self._state, self.restored = None, False
+        self._live = iterator, before, self._shape()
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -249,31 +263,35 @@ class DataLoader(TorchDataLoader[Item]):
             )
         if self._state is not None:
             return self._state
-        iterator, before = self._live or (None, None)
+        iterator, before, shape = self._live or (None, None, None)
         place = iterator.place() if iterator is not None else None
         kept = {"passes": self.kept.passes, "seed": self.kept.seed}
-        generators = before if place else self._generators()
-        shape = self._shape() | {"world_size": self.world_size()}
         return {
             "version": VERSION,
             "place": place,
-            "generators": generators,
+            "generators": before if place else self._generators(),
             "kept": kept,
-            "shape": shape,
+            "shape": shape or self._shape(),
         }
 
+    @property
+    def dl_state_dict(self) -> dict[str, Any]:
+        """The state that Accelerate's loaders ask for before their first batch."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next pass at the saved position; the number of hosts may differ.
+        """Start the next pass at the saved position; the number of hosts may differ, and often that of ranks.
 
         Raises:
-            ValueError: the state has another format version, batch size or number of records.
+            ValueError: the state has another format version or number of records, or was saved with a batch
+                size or number of ranks that this loader's sampler cannot follow.
         """
         if state.get("version") != VERSION:
             raise ValueError(
                 f"the state has version {state.get('version')}; this is version {VERSION}"
             )
         if state["place"] is not None:
-            self._refuse_other(state, self._shape())
+            self._refuse_other(state, *SHAPE)
         self._live, self.restored = None, bool(self._stateful())
         self.kept = Kept(**state["kept"]) if self.persistent_workers else Kept()
         self._state = state
@@ -281,34 +299,70 @@ class DataLoader(TorchDataLoader[Item]):
             self._set_generators(state["generators"] | {"global": states()})
 
     def _shape(self) -> dict[str, Any]:
-        sizes = {"batch_size": self.batch_size or getattr(self.batch_sampler, "batch_size", None)}
+        world_size, rank = self.ranks()
+        shape = {
+            "batch_size": self.batch_size or getattr(self.batch_sampler, "batch_size", None),
+            "world_size": world_size,
+            "rank": rank,
+        }
         if isinstance(self.dataset, IterableDataset):
-            return sizes | {"num_workers": self.num_workers}
-        for name, counted in (("records", self.dataset), ("batches", self._index_sampler)):
-            try:
-                sizes[name] = len(counted)  # type: ignore[arg-type]
-            except Exception:  # torch does not need a length either
-                sizes[name] = None
-        return sizes
+            return shape | {"num_workers": self.num_workers}
+        order = self.shared_order()
+        return shape | {
+            "records": length(self.dataset),
+            "batches": length(self._index_sampler),
+            ORDER: order and order.length,
+        }
 
-    def world_size(self) -> int:
-        """How many ranks share the pass, by `torch.distributed` and by the sampler."""
-        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        replicas = [getattr(each, "num_replicas", None) for each in self._samplers()]
-        return max([world, *(found for found in replicas if isinstance(found, int))])
+    def shared_order(self) -> Order | None:
+        """The order that ranks share; None: what is left of a pass cannot be divided among others."""
+        if isinstance(self.dataset, IterableDataset):
+            return None
+        return order_of(self._index_sampler, 1 if self.dispatched else world_and_rank()[0])
 
-    def _refuse_other(self, state: dict[str, Any], here: dict[str, Any]) -> None:
-        saved = {name: state["shape"].get(name) for name in here}
-        other = [
-            f"{name} {saved[name]} (here {here[name]})"
-            for name in here
-            if saved[name] != here[name]
-        ]
-        if other:
+    def ranks(self) -> tuple[int, int]:
+        """How many ranks share the pass, by `torch.distributed` and by the sampler, and which one this is."""
+        if self.dispatched:
+            return 1, 0
+        world, rank = world_and_rank()
+        divided = next((d for each in self._samplers() if (d := ranks_of(each))), (1, rank))
+        return max(world, divided[0]), divided[1]
+
+    def _refuse_other(self, state: dict[str, Any], *names: str) -> None:
+        """Refuse a state within a pass if what must be equal is not.
+
+        Args:
+            state: the state.
+            *names: what must be equal, unless what is left can be divided among other ranks.
+        """
+        saved, here, place = state["shape"], self._shape(), state["place"]
+        differ = [name for name in here if name in saved and saved[name] != here[name]]
+        if isinstance(self.dataset, IterableDataset):
+            differ = [name for name in differ if name != "rank"]  # its batches are compared
+        divides = self.shared_order() is not None and place.get("division")
+        if divides:
+            differ = [name for name in differ if name in ("records", ORDER)]
+            names = tuple(differ)
+        found = [f"{n} {saved[n]} (here {here[n]})" for n in differ if divides or n != ORDER]
+        again = bool(place.get("segments")) and not divides
+        if again or not {*names}.isdisjoint(differ):
+            found += ["ranks whose number has changed"] * again
+            why = f", because {self._decides()} alone decides what each rank reads"
             raise ValueError(
-                f"the state was saved within a pass with {', '.join(other)}; it can continue only with the"
-                " same: restore them, or load a state that was saved between two passes"
+                f"the state was saved within a pass with {', '.join(found)}; it can continue only with the"
+                f" same{'' if divides else why}: restore them (each rank has a state of its own), or load a"
+                " state that was saved between two passes"
             )
+
+    def _decides(self) -> str:
+        """What prevents a state from being used by other ranks, by its argument."""
+        if isinstance(self.dataset, IterableDataset):
+            return f"dataset={type(self.dataset).__name__}"
+        key, found = "batch_sampler" if self._auto_collation else "sampler", self._index_sampler
+        while type(found) in (BatchSampler, of_accelerate("BatchSamplerShard")):
+            key = "batch_sampler" if hasattr(found, "batch_sampler") else "sampler"
+            found = getattr(found, key)
+        return f"{key}={type(found).__name__}"
 
     def _samplers(self) -> list[Any]:
         found: list[Any] = []
@@ -324,7 +378,11 @@ class DataLoader(TorchDataLoader[Item]):
         return [each for each in self._samplers() if hasattr(each, "load_state_dict")]
 
     def _own(self) -> list[torch.Generator]:
-        owners = (self, *self._samplers())
+        seeds = of_accelerate("SeedableRandomSampler")  # seeds its generator as each pass begins
+        owners = (
+            self,
+            *(each for each in self._samplers() if not seeds or type(each) is not seeds),
+        )
         found = {
             id(g): g
             for o in owners
@@ -338,6 +396,12 @@ class DataLoader(TorchDataLoader[Item]):
         return {"global": states(), "own": drawn_states(self._own()), "samplers": samplers}
 
     def _set_generators(self, found: dict[str, Any]) -> None:
+        for name, here in (("own", self._own()), ("samplers", self._stateful())):
+            if len(found[name]) != len(here):
+                raise ValueError(
+                    f"the state has {len(found[name])} {'generators' if name == 'own' else 'samplers'} and this"
+                    f" loader {len(here)}; make it with the same generator and sampler as the saved one"
+                )
         restore_generators(found["global"])
         set_states(self._own(), found["own"])
         for sampler, state in zip(self._stateful(), found["samplers"], strict=True):

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -28,11 +28,11 @@ from torch.autograd.profiler import record_function
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from stoker.loader.digests import PLAIN
+from stoker.loader.divisions import Division
 from stoker.loader.makers import BatchTime, finalize
 from stoker.loader.work import Failed, LoadRequest, MadeBatch, digest_of
 from stoker.protocol import Shard
 from stoker.read.sources import restore_generators, states
-from stoker.serve.accounting import LEAST_ASSUMED
 from stoker.serve.blocks.packing import unpack
 
 DATA_PIPES = (IterDataPipe, MapDataPipe)
@@ -135,7 +135,13 @@ class ClusterIterator:
         self._num_workers, self._timeout = loader.num_workers, loader.timeout
         self._streams = max(1, loader.num_workers)
         self._ahead = self._streams * (loader.prefetch_factor or 2)
-        self._quarantine, self._ranks = loader.quarantine, loader.world_size()
+        self._quarantine, self._ranks = loader.quarantine, loader.ranks()[0]
+        self._rank, self._shared_order = loader.ranks()[1], loader.shared_order()
+        self._division: dict[str, Any] | None = None
+        if self._shared_order:
+            self._division = asdict(self._shared_order.division)
+        self._segments: list[dict[str, Any]] = []
+        """What ranks that shared this pass otherwise have taken: the division, and how many batches of each."""
         self._yielded = self._submitted = self._number = self._groups = 0
         self._records = loader.batch_size or 1
         """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
@@ -158,6 +164,8 @@ class ClusterIterator:
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
+        self._whose = ""
+        """Says that the state of another rank was loaded."""
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
         if self._late:
@@ -193,28 +201,88 @@ class ClusterIterator:
     def _resume(self, start: dict[str, Any]) -> None:
         self._yielded = start["yielded"]
         if self._iterable:
+            if self._rank != (saved := start.get("rank", self._rank)):
+                self._whose = f" (the state is that of rank {saved}, and this is rank {self._rank})"
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
             return
-        for drawn in range(start["drawn"]):
+        segments = list(start.get("segments", ()))
+        batches = start["drawn"] - sum(segment["batches"] for segment in segments)
+        now = {
+            "division": start.get("division"),
+            "batches": batches,
+            "indices": start.get("indices"),
+        }
+        order, division = self._shared_order, now["division"]
+        if order is not None and division and (segments or division != self._division):
+            now = self._divide(iter(order), order.division, segments, now)
+        self._segments = segments
+        self._replay(now)
+        if self._rank == start.get("rank", self._rank):
+            self._quarantine.records += start.get("quarantined", ())
+        self._indices = self._last
+        self._submitted = self._number = start["drawn"]
+        self._edge *= max(1, math.ceil(start["drawn"] / self._epoch))
+
+    def _divide(
+        self,
+        left: Iterator[Any],
+        mine: Division,
+        segments: list[dict[str, Any]],
+        now: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Make what a pass that other ranks began has left the order of this rank.
+
+        Args:
+            left: the whole order that the ranks share.
+            mine: this rank's part of it.
+            segments: the earlier ones; gets that of the state if it was of other ranks.
+            now: the segment of the state.
+
+        Returns:
+            The segment that continues.
+        """
+        for segment in segments:
+            self._take(segment, left)
+        division = Division(**now["division"])
+        if division != mine:
+            read = self._quarantine.read
+            taken = self._take(now, left)
+            if division.is_like(mine):  # the state of another rank, which has taken as many
+                self._quarantine.read = read
+                left = itertools.chain(taken, left)
+                now = {"division": self._division, "batches": now["batches"]}
+            else:
+                segments.append(now)
+                now = {"division": self._division, "batches": 0}
+        self._order, self._last = mine.deal(left), 0
+        return now
+
+    def _take(self, segment: dict[str, Any], left: Iterator[Any]) -> list[Any]:
+        """Take the records of a segment, and compare the batches of the rank that saved it."""
+        division = Division(**segment["division"])
+        taken = list(itertools.islice(left, division.taken(segment["batches"])))
+        self._order, self._last = division.deal(iter(taken)), 0
+        self._replay(segment)
+        return taken
+
+    def _replay(self, segment: dict[str, Any]) -> None:
+        """Draw the batches of a segment again."""
+        for drawn in range(segment["batches"]):
             try:
                 self._draw()
             except StopIteration:
                 raise ValueError(
-                    f"the state was saved after {start['drawn']} batches, but the sampler now has {drawn}"
+                    f"the state was saved after {segment['batches']} batches, but the sampler now has {drawn}"
                 ) from None
-        if self._last != start.get("indices", self._last):
-            raise ValueError(
-                f"the state was saved after {start['drawn']} batches, and the sampler now gives other indices"
-                " for them, so records would be lost or repeated; seed it or set its epoch (set_epoch) as in"
-                " the saved pass, or load a state that was saved between two passes"
-            )
-        self._quarantine.read = sum(records for records, _ in self._drawn)
-        self._quarantine.records += start.get("quarantined", ())
+        self._quarantine.read += sum(records for records, _ in self._drawn)
         self._drawn.clear()
-        self._indices = self._last
-        self._submitted = self._number = start["drawn"]
-        self._edge *= max(1, math.ceil(start["drawn"] / self._epoch))
+        if segment.get("indices") not in (None, self._last):
+            raise ValueError(
+                f"the state was saved after {segment['batches']} batches, and the sampler now gives other"
+                " indices for them, so records would be lost or repeated; seed it or set its epoch (set_epoch)"
+                " as in the saved pass, or load a state that was saved between two passes"
+            )
 
     def _draw(self) -> Any:
         """Ask the sampler for the indices of a batch."""
@@ -231,9 +299,8 @@ class ClusterIterator:
         if self._phase is Phase.ENDED:
             return None
         late = self._late if self._begun or self._iterable else self._now()
-        place = self._place | {"late": late}
-        records = self._quarantine.records[: place["quarantined"]]
-        return place | {"quarantined": [(_plain(index), reason) for index, reason in records]}
+        quarantined = self._quarantine.plain(self._place["quarantined"])
+        return self._place | {"late": late, "quarantined": quarantined}
 
     def _now(self) -> dict[str, Any]:
         return {"global": states(), "own": drawn_states(self._own)}
@@ -251,6 +318,9 @@ class ClusterIterator:
             "turn": self._turn,
             "digests": list(self._digests),
             "indices": self._indices,
+            "division": self._division,
+            "segments": self._segments,
+            "rank": self._rank,
             "quarantined": len(self._quarantine.records),
         }
         self._place, self._phase = place, Phase.OPEN
@@ -404,9 +474,9 @@ class ClusterIterator:
                 self.close()
                 raise RuntimeError(
                     f"DataLoader: the stream of worker {worker} was opened again, after its process was lost"
-                    f" or from a state, and its first {self._taken[worker]} batches are not those delivered"
-                    " before, so records would be lost or repeated; seed whatever it shuffles with and draws"
-                    " from, so that it repeats, or start a new pass"
+                    f" or from a state{self._whose}, and its first {self._taken[worker]} batches are not"
+                    " those delivered before, so records would be lost or repeated; seed whatever it shuffles"
+                    " with and draws from, so that it repeats, or start a new pass"
                 )
             if getattr(made, "ended", False):
                 self._over.add(worker)
@@ -477,12 +547,6 @@ def _as_now(index: Any) -> Any:
     return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
 
 
-def _plain(index: Any) -> Any:
-    """An index as a state may contain it."""
-    index = index.item() if isinstance(index, np.number) else index
-    return index if type(index) in PLAIN else repr(index)
-
-
 def _as_one(indices: Any) -> Any:
     """A list of numbers or of tensors as one array, whose digest takes less time."""
     kinds = {*map(type, indices)} if type(indices) in (list, tuple) else set()
@@ -514,31 +578,3 @@ def _reraise(made: Failed, workers: int) -> None:
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, made.words, made.where
     wrapper.reraise()  # type: ignore[no-untyped-call]
-
-
-class Quarantine:
-    def __init__(self, budget: float, total: int | None) -> None:
-        self.budget, self.total, self.read = budget, total, 0
-        self.records: list[tuple[Any, str]] = []
-
-    def add(self, bad: Any, read: int) -> str:
-        """Why the pass fails now; a few at the start of an unknown total prove nothing."""
-        self.records += bad
-        self.read += read
-        return (
-            self._over(max(self.read, LEAST_ASSUMED if self.total is None else self.total))
-            if bad
-            else ""
-        )
-
-    def ended(self) -> str:
-        return self._over(max(self.read, self.total or 0))
-
-    def _over(self, whole: int) -> str:
-        if len(self.records) <= self.budget * whole:
-            return ""
-        index, reason = self.records[-1]
-        return (
-            f"{len(self.records)} of {whole} records cannot be loaded, more than"
-            f" bad_record_budget={self.budget}; last one: index {index!r}: {reason}"
-        )
