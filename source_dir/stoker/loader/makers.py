@@ -133,7 +133,7 @@ class ClusterMaker:
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         whose = self._key, split, loader._id, streams, loader._keeps, self._stall_s
         place = context.get_node_id(), context.get_job_id(), told
-        self._about = job.service, *whose, *place, self._where, loader.world_size()
+        self._about = job.service, *whose, *place, self._where, loader.ranks()[0]
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         shards = [(n, self._with_digests(shard), skip) for n, shard, skip in shards]
