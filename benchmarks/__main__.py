@@ -17,6 +17,7 @@ ALL = (
     "gpu_host",
     "sleeping",
     "limits",
+    "field",
     "network",
     "epoch_gap",
     "scale",

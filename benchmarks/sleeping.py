@@ -49,6 +49,10 @@ class Case:
     serial_s: float = 0.0
     bytes_per_sample: int = 1000
     block_records: int = 32
+    head_cpus: int = HEAD_CPUS
+    host_cpus: int = HOST_CPUS
+    usd: tuple[float, float] = (GPU_HOST_USD, CPU_HOST_USD)
+    """Per hour of the GPU host and of a CPU host."""
 
     @property
     def work(self) -> model.Workload:
@@ -57,11 +61,11 @@ class Case:
     @property
     def shape(self) -> model.ClusterShape:
         return model.ClusterShape(
-            gpu_host_cpus=HEAD_CPUS,
-            cpu_host_cpus=HOST_CPUS,
+            gpu_host_cpus=self.head_cpus,
+            cpu_host_cpus=self.host_cpus,
             cpu_hosts=self.hosts,
-            gpu_host_usd_per_hour=GPU_HOST_USD,
-            cpu_host_usd_per_hour=CPU_HOST_USD,
+            gpu_host_usd_per_hour=self.usd[0],
+            cpu_host_usd_per_hour=self.usd[1],
         )
 
 
@@ -188,7 +192,8 @@ def measure(case: Case) -> Found:
 
     expected = model.predict(case.work, case.shape).samples_per_s
     blocks = max(
-        round(expected * SECONDS / case.block_records), 4 * (HEAD_CPUS + case.hosts * HOST_CPUS)
+        round(expected * SECONDS / case.block_records),
+        4 * (case.head_cpus + case.hosts * case.host_cpus),
     )
     total = blocks * case.block_records
     config = config_of(case)
