@@ -22,6 +22,7 @@ trains() {
 
 trains main "nnunetv2==2.8.1 batchgenerators==0.25.5 trl==1.16.0 datasets==5.2.0 lhotse==1.33.0 ultralytics==8.4.190" \
   tests/programs/test_nnunet.py tests/programs/test_programs.py
+trains swift "ms-swift==4.6.0" tests/programs/test_swift.py
 # lerobot pins an older torch, which the programs do not need.
 trains lerobot "--no-deps lerobot==0.4.4 transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.35.3 datasets==4.8.5
   dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.2.0 draccus==0.10.0 mergedeep==1.3.4 mypy_extensions==1.2.0

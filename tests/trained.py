@@ -1,4 +1,4 @@
-"""Run a program with torch's loader and with Stoker's, and compare what it prints as losses."""
+"""Run a program with torch's loader and with Stoker's, and compare the losses that it prints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "programs" / "scripts"
@@ -66,11 +67,13 @@ def trains_alike(
 ) -> None:
     """Both runs print the same lines, at least `steps` a rank, and Stoker made every batch of the second."""
     program = (SCRIPTS / f"{name}.py").read_text()
-    theirs, by_torch = trained(folder / "torch", program, *arguments, ranks=ranks, **variables)
-    ours, left = trained(
-        folder / "stoker", with_stoker(program), *arguments, ranks=ranks, **variables
-    )
-    assert ours == theirs
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(trained, folder / kind, text, *arguments, ranks=ranks, **variables)
+            for kind, text in (("torch", program), ("stoker", with_stoker(program)))
+        ]
+    (theirs, by_torch), (ours, left) = (run.result() for run in runs)
+    assert ours == theirs, f"compare {folder}/*/stdout.log"
     assert len(theirs) == ranks
     for lines in theirs:
         assert len(lines) >= steps and len(set(lines)) > steps / 2, lines

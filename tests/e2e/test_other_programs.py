@@ -8,12 +8,15 @@ from trained import trains_alike
 
 
 def test_timm_train_with_a_loader_for_all_epochs(tmp_path: Path) -> None:
+    """Two processes that import timm, and a cluster: under 30 s on two free cores, as the others here."""
     trains_alike(tmp_path, "timm_train", steps=30)
 
 
 def test_torchvision_detection_reference(tmp_path: Path) -> None:
+    """Two trainings of a Faster R-CNN."""
     trains_alike(tmp_path, "detection", steps=20)
 
 
 def test_accelerate_dispatches_from_one_of_two_ranks(tmp_path: Path) -> None:
+    """Four processes that import Accelerate, and a cluster."""
     trains_alike(tmp_path, "accelerated", "dispatch", ranks=2, steps=12)
