@@ -7,10 +7,12 @@ Imports nothing of Stoker: `hosts/forks/fork_server.py` runs it as a file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from types import MemberDescriptorType
 from typing import Any
@@ -64,6 +66,34 @@ def with_slots(kind: type, reduced: Any) -> Any:
         (content, more),
         *others,
     )
+
+
+def name_classes(pickled: bytes, buffers: Sequence[Any]) -> bytes:
+    """Name the classes that Ray's cloudpickle sends by value by all that is sent with them.
+
+    It names them at random in each process, so what ranks of one script send would never be equal. A class keeps
+    its earlier names, too, so a process still gets its own classes back. Without these attributes of Ray,
+    the names stay random.
+    """
+    from ray.cloudpickle import cloudpickle
+
+    by_name = getattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    by_class = getattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", None)
+    classes = [(pickled.find(name.encode()), name, kind) for name, kind in list(by_name.items())]
+    classes = sorted(each for each in classes if each[0] >= 0)
+    if by_class is None or not classes:
+        return pickled
+    nameless = pickled
+    for nth, (_, name, _) in enumerate(classes):
+        nameless = nameless.replace(name.encode(), b"%032d" % nth)
+    content = hashlib.sha256(nameless)
+    for buffer in buffers:
+        content.update(buffer)
+    for nth, (_, name, kind) in enumerate(classes):
+        new = hashlib.sha256(content.digest() + b"%d" % nth).hexdigest()[: len(name)]
+        pickled = pickled.replace(name.encode(), new.encode())
+        by_name[new], by_class[kind] = kind, new
+    return pickled
 
 
 def fork_workers() -> None:

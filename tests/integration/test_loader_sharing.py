@@ -51,7 +51,7 @@ class Counted(Dataset[Any]):
 class OfRank(Sampler[int]):
     """Of a job with `num_replicas` ranks, all with these indices."""
 
-    num_replicas = 4
+    num_replicas, rank = 4, 0
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -63,10 +63,12 @@ class OfRank(Sampler[int]):
         yield from torch.randperm(self.count).tolist()
 
 
-def loader(dataset: Counted, seed: int = 0, sampler: Any = None) -> DataLoader[Any]:
+def loader(
+    dataset: Counted, seed: int = 0, sampler: Any = None, collate: Any = None
+) -> DataLoader[Any]:
     torch.manual_seed(seed)
     sampler = sampler or OfRank(len(dataset))
-    return DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2)
+    return DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2, collate_fn=collate)
 
 
 def opened(*arguments: Any) -> Iterator[Any]:
@@ -149,17 +151,32 @@ def test_a_rank_that_comes_late_leaves_early_or_resumes_gets_its_own_batches(
 RANK = """
 import os, signal, sys
 from pathlib import Path
+from dataclasses import dataclass
 import torch
+from torch.utils.data import default_collate
 from test_loader_sharing import Counted, opened
 
-dataset = Counted(Path(os.environ["MADE"]))
+# Classes of the script itself, which batches are of, too.
+class Own(Counted):
+    pass
+
+@dataclass
+class Batch:
+    fields: list
+
+def collate(records):
+    return Batch(default_collate(records))
+
+dataset = Own(Path(os.environ["MADE"]))
 torch.distributed.init_process_group("gloo")
-got, batches = [], opened(dataset)
+got, batches = [], opened(dataset, 0, None, collate)
 for order in sys.stdin:
     if order == "end\\n":
         torch.save(got, dataset.file.with_suffix("." + os.environ["RANK"]))
         break
-    got.append(next(batches))
+    batch = next(batches)
+    assert type(batch) is Batch
+    got.append(batch.fields)
     print(len(got), flush=True)
 """
 

@@ -33,7 +33,7 @@ from stoker.loader.skipped import Quarantine
 from stoker.loader.work import LoaderWork
 from stoker.loader.worker_output import reloaded
 from stoker.read.sources import restore_generators, states
-from stoker.serve.blocks.packing import content_of, pack
+from stoker.serve.blocks.packing import content_of, pack, pack_named
 
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
@@ -238,7 +238,8 @@ class DataLoader(TorchDataLoader[Item]):
         try:
             modules = reloaded()
             where = pack([(folder, path, modules, state_of_script())])
-            return where, pack([modules]), pack([work])
+            work_pages = pack_named(work) if self.ranks()[0] > 1 else pack([work])
+            return where, pack([modules]), work_pages
         except Exception as error:
             parts = {n: getattr(self, n) for n in ("dataset", "collate_fn", "worker_init_fn")}
             raise UsageError(
