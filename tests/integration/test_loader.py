@@ -26,7 +26,7 @@ import ray
 import torch
 from alike import equal
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from stoker import DataLoader
 from stoker.errors import UsageError
@@ -93,6 +93,24 @@ def test_batches_are_torchs_and_a_pass_goes_on_where_it_stood(
     again = DataLoader(Records(), batch_size=6, shuffle=shuffle, num_workers=workers)
     again.load_state_dict(state)
     assert equal(given + ([] if after == "end" else list(again)), expected)
+
+
+def test_ranks_whose_number_changes_twice_in_a_pass_have_each_record_once() -> None:
+    """Workers are ahead of the script, which has had only what the states count."""
+    found: list[int] = []
+    state: Any = None
+    for ranks, steps in ((4, 2), (3, 1), (2, 100)):
+        loaders = []
+        for rank in range(ranks):
+            sampler = DistributedSampler(Records(), ranks, rank, seed=2)
+            loader = DataLoader(Records(), batch_size=3, sampler=sampler, num_workers=2)
+            if state:
+                loader.load_state_dict(state)
+            for _, names in itertools.islice(iter(loader), steps):
+                found += names["index"].tolist()
+            loaders.append(loader)
+        state = loaders[0].state_dict()
+    assert sorted(found) == [*range(61)]
 
 
 def test_what_records_draw_is_the_same_on_a_cluster_and_in_this_process(

@@ -129,8 +129,8 @@ class DataLoader(TorchDataLoader[Item]):
         """Whether samplers have a loaded state that no pass has begun with."""
         self.kept = Kept()
         self._id = secrets.token_hex(8)
-        self.dispatched = False
-        """Whether Accelerate reads it on rank 0 alone, and divides its batches."""
+        self.dispatched = 0
+        """Batches of a step, if Accelerate reads them for all ranks on rank 0; a state counts whole steps."""
 
     def options(self) -> dict[str, Any]:
         names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
@@ -448,6 +448,8 @@ def _resolved(folder: str, *path: str) -> list[str]:
     return [str(Path(folder, each).resolve()) for each in path]
 
 
+_replaced: dict[str, Any] | None = None
+"""Options of the loaders that take the place of torch's."""
 _stock_iter, _stock_iterator = TorchDataLoader.__iter__, TorchDataLoader._get_iterator
 
 
@@ -460,6 +462,10 @@ def replace_torch_loader(**options: Any) -> None:
     Args:
         **options: `address`, `on_error`, `bad_record_budget`, `stall_timeout_s`.
     """
+
+    global _replaced
+    _replaced = options
+    follow_accelerate()
 
     def replaced(stock: Any) -> Any:
         def iterate(loader: Any) -> Any:
@@ -508,8 +514,14 @@ def follow_accelerate() -> None:
             found = _original(dataloader, *args, **kwargs)
             given = getattr(dataloader, "base_dataloader", dataloader)
             inner = getattr(found, "base_dataloader", found)
-            if isinstance(given, DataLoader) and type(inner) is TorchDataLoader:
-                adopt(inner, given.options())
+            options = given.options() if isinstance(given, DataLoader) else _replaced
+            if options is not None and type(inner) is TorchDataLoader:
+                adopt(inner, options)
+            if isinstance(inner, DataLoader) and type(found) is of_accelerate(
+                "DataLoaderDispatcher"
+            ):
+                whole = found.split_batches or found.submesh_tp
+                inner.dispatched = 1 if whole else found.state.num_processes
             return found
 
         for user in USERS:

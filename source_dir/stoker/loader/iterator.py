@@ -142,7 +142,10 @@ class ClusterIterator:
             self._division = asdict(self._shared_order.division)
         self._segments: list[dict[str, Any]] = []
         """What ranks that shared this pass otherwise have taken: the division, and how many batches of each."""
+        self._step = max(1, loader.dispatched)
         self._yielded = self._submitted = self._number = self._groups = 0
+        self._began_with = start["yielded"] if start else 0
+        self._place: dict[str, Any] = {}
         self._records = loader.batch_size or 1
         """Records of the last batch; of a full one for an iterable dataset, 1 with `batch_size=None`."""
         self._drawn: deque[tuple[int, int]] = deque()
@@ -323,7 +326,8 @@ class ClusterIterator:
             "rank": self._rank,
             "quarantined": len(self._quarantine.records),
         }
-        self._place, self._phase = place, Phase.OPEN
+        whole = (self._yielded - self._began_with) % self._step == 0
+        self._place, self._phase = place if whole else self._place, Phase.OPEN
 
     def _open_streams(self) -> None:
         self._wanted, self._next_asked = list(self._taken), self._turn
