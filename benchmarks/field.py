@@ -84,7 +84,7 @@ CASES = {
         cpu_s=0.05, gpu_per_s=41.0, cpus=4, busy=1.0, serial_s=1 / 40, hosts=0,
     ),
     "collate": Published(
-        "docs.ray.io/en/latest/train/examples/pytorch/distributing-collate",
+        "docs.ray.io/en/latest/train/user-guides/scaling-collation-functions.html",
         "3,437 rows/s on 48 vCPUs, training skipped; hosts at 1:8, so 6 vCPUs, and 2 more of 4 each",
         cpu_s=48 / 3437, gpu_per_s=inf, cpus=6, hosts=2, host_cpus=4,
     ),
