@@ -22,6 +22,7 @@ from benchmarks import (
     end_to_end,
     epoch_gap,
     far_objects,
+    field,
     gpu,
     gpu_host,
     harness,
@@ -42,6 +43,7 @@ from benchmarks.loaders.work import (
     slope,
     write_folder,
 )
+from benchmarks.sleeping import Found
 from stoker.config.schema import Config
 from stoker.data import read_images, read_webdataset
 from stoker.read.far_files import READS
@@ -304,3 +306,30 @@ def test_a_row_is_met_within_a_tenth_and_for_the_models_reason_only() -> None:
     other = replace(rows[2], binds="network")
     met = [measure.met for measure in measures([slower, faster, other, *rows[3:]])]
     assert met[:4] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("name", field.CASES)
+def test_a_published_case_starves_as_published_and_is_linked(name: str) -> None:
+    """Without CPU hosts, the model gives the published use of the GPU; the docs name the source."""
+    case, docs = field.CASES[name], Path(__file__).parents[2] / "docs/gpu-waiting.md"
+    assert f"(https://{case.thread})" in docs.read_text()
+    if case.busy is not None:
+        alone = field.case_of(name, 0)
+        rate = Found(alone, 0.0, {}, 0.0).predicted.samples_per_s
+        assert rate / alone.gpu_samples_per_s == pytest.approx(case.busy, abs=0.05)
+
+
+def test_a_published_case_is_met_if_the_gpu_is_busy_and_the_model_right() -> None:
+    hosts = field.needed("nnunet")
+    found = [
+        Found(case, ratio * Found(case, 0.0, {}, 0.0).predicted.samples_per_s, {}, 0.0)
+        for case, ratio in [
+            (field.case_of("nnunet", 0), 1.06),
+            (field.case_of("nnunet", hosts), 0.96),
+        ]
+    ]
+    alone, fed, busy, cost = field.rows_of("nnunet", found)
+    assert [row.met for row in (alone, fed, busy, cost)] == [False, True, False, None]
+    assert alone.ours == pytest.approx(1.06 * 7 / 1.0229)
+    assert busy.ours == pytest.approx(0.96)
+    assert cost.ours == pytest.approx((1.408 + hosts * 0.408) / (0.96 * 2 / 0.1307) / 3600 * 1e6)
