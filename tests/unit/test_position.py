@@ -263,7 +263,8 @@ def test_delivered_shards_take_memory_for_their_gaps_only(numbers: list[int]) ->
     assert all(stop < first for (_, stop), (first, _) in pairwise(kept.ranges)), "no two that touch"
 
 
-EARLY, LATE = 3_000, 12_000
+EARLY, LATE = 3_200, 12_800
+"""Multiples of what a loader submits at once, so that as much is under way at both."""
 
 
 @pytest.mark.parametrize("drive", [long_passes.recipe, long_passes.loader])

@@ -236,7 +236,7 @@ class LoaderAttempt(PlannedAttempt):
             ]
         else:
             for place, shard, _ in shards:
-                self.sharing.ask(pass_, (place, 0), shard)
+                self.sharing.order(pass_, (place, 0), shard)
         pass_.known += len(shards)
         pass_.total = pass_.total if total is None else total
         pass_.listing = pass_.total is None or pass_.known < pass_.total

@@ -91,7 +91,7 @@ class SharedBatches:
         self._spent: dict[SharedGroup, int] = {}
         """Groups that no present pass needs, the oldest first, and their bytes."""
 
-    def ask(self, pass_: Any, place: BlockPlace, shard: Shard) -> None:
+    def order(self, pass_: Any, place: BlockPlace, shard: Shard) -> None:
         """Find the batches of a place in groups; those from the first new one on become work of the pass."""
         parts: list[Part] = []
         request, at = shard.items[0], 0
@@ -200,7 +200,7 @@ class SharedBatches:
             asked = taker.share.asked.pop(place)
             for part in asked.parts:
                 part.group.takers.pop((taker, place), None)
-            self.ask(taker, place, asked.shard)
+            self.order(taker, place, asked.shard)
 
 
 def blocks_of(places: Iterable[list[Part]]) -> list[ReadyBlock]:
