@@ -116,6 +116,8 @@ def needed(name: str) -> int:
 
 def run(names: list[str] | None = None) -> list[Measure]:
     """Run the benchmark and return its rows."""
+    if unknown := {*(names or ())} - {*CASES}:
+        sys.exit(f"error: no case {', '.join(sorted(unknown))}; choose from: {', '.join(CASES)}")
     rows: list[Measure] = []
     for name in names or CASES:
         of, alone = CASES[name], case_of(name, 0)

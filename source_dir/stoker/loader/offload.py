@@ -151,8 +151,6 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Streams(IterableDataset[Any]):
-    first = 0
-
     def __init__(self, make_iterator: Callable[[int], Iterable[Any]]) -> None:
         self.make_iterator = make_iterator
 
