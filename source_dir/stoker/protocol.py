@@ -257,6 +257,8 @@ class BlockReport:
     bad: list[BadRecord] = field(default_factory=list)
     bad_id_sum: int = 0
     bytes_out: int = 0
+    own: bool = False
+    """Whether it depends on the rank that wanted it."""
     digest: int = 0
     """Of its columns, if the order is exact."""
     costs: dict[str, StageCost] = field(default_factory=dict)

@@ -241,3 +241,65 @@ def test_ranks_in_processes_share_and_one_that_is_killed_costs_no_batch(
     assert all(equal(rank.end(), alone) for rank in ranks)
     # Of what the killed rank was making, nothing is left.
     assert dataset.made() <= len(dataset) + 4 * (killed_after or 0)
+
+
+ASKS = """
+import os, sys
+import torch.distributed as dist
+from torch.utils.data import DataLoader as Torchs, Dataset, IterableDataset, get_worker_info
+from stoker import DataLoader
+from test_loader_sharing import OfRank
+
+def by_group():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def by_environment():
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+class Stream(IterableDataset):
+    def __init__(self, asks):
+        self.asks = asks
+    def __iter__(self):
+        rank, world = self.asks()
+        info = get_worker_info()
+        part, parts = (rank * info.num_workers + info.id, world * info.num_workers) if info else (rank, world)
+        yield from range(part, 60, parts)
+
+class Records(Dataset):
+    def __init__(self, asks):
+        self.asks = asks
+    def __len__(self):
+        return 80
+    def __getitem__(self, index):
+        return index, self.asks() if index > 40 else None
+
+dist.init_process_group("gloo")
+for asks in (by_group, by_environment):
+    for workers, persistent in ((0, False), (2, False), (2, True)):
+        options = dict(num_workers=workers, persistent_workers=persistent)
+        stream = dict(dataset=Stream(asks), batch_size=3)
+        records = dict(dataset=Records(asks), batch_size=4, sampler=range(80), collate_fn=list)
+        for given in (stream, records):
+            loader, expected = DataLoader(**given, **options), Torchs(**given, **options)
+            for epoch in range(2):
+                found = [[*map(str, each)] for each in (loader, expected)]
+                assert found[0] == found[1], (given, options, found)
+print("equal", flush=True)
+"""
+
+
+def test_code_that_asks_for_its_rank_gets_that_of_its_script(tmp_path: Path) -> None:
+    """As in torch's workers, which inherit the environment and the process group."""
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    paths = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parent)])
+    env = {"PYTHONPATH": paths, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ended = subprocess.run(
+        [*torchrun, "--master-port", str(free_port()), str(script)],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ended.returncode, ended.stdout.count("equal")) == (0, 2), ended.stderr[-3000:]

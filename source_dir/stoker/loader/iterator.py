@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 from stoker.loader.digests import PLAIN
 from stoker.loader.divisions import Division
 from stoker.loader.makers import BatchTime, finalize
+from stoker.loader.ranks import rank_of_script
 from stoker.loader.work import Failed, LoadRequest, MadeBatch, digest_of
 from stoker.protocol import Shard
 from stoker.read.sources import restore_generators, states
@@ -128,6 +129,7 @@ class ClusterIterator:
             where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
             ranks=world_and_rank() if isinstance(loader.dataset, DATA_PIPES) else (1, 0),
             endless=loader.endless,
+            rank=rank_of_script(loader.num_workers, loader.multiprocessing_context),
         )
         self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
         self._iterable = isinstance(loader.dataset, IterableDataset)

@@ -81,6 +81,11 @@ class LoaderPass(Pass):
     where: Any = None
 
     @property
+    def loader(self) -> str:
+        """Names its loader's content."""
+        return self.plan.split.partition("/")[0]
+
+    @property
     def held(self) -> HeldBytes:
         ready = blocks_of(self.ready[place] for place in self.ready)
         return HeldBytes(sum(block.report.bytes_out for block in ready))

@@ -38,6 +38,7 @@ from stoker.errors import Failure
 from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
 from stoker.loader.pass_timer import PassTimer
+from stoker.loader.ranks import Rank
 from stoker.loader.work import (
     Failed,
     LoaderChain,
@@ -124,7 +125,9 @@ class ClusterMaker:
         self._ranks = loader.ranks()[0]
         self._service, kept = job.service, loader.kept
         self._transport = job.transport.for_pass(self._stall_s, "stall_timeout_s")
-        split = kept.name if loader.persistent_workers else f"{kept.name}/{self._key}"
+        # Ranks do not share copies of a dataset, which may have asked for their rank.
+        own = f"rank {loader.ranks()[1]}" if loader.persistent_workers else self._key
+        split = f"{kept.name}/{own}"
         if loader._keeps:
             kept.served_by(job.service)
             split = f"{kept.name}/{kept.token}"
@@ -155,7 +158,9 @@ class ClusterMaker:
         if self._ranks == 1:
             own = (f"{self._key}/{number}".encode() for number, _ in request.batches)
             return replace(shard, items=(request._replace(digests=tuple(own)),))
-        about = made(self._content + cloudpickle.dumps(request._replace(batches=()))).digest()
+        about = made(
+            self._content + cloudpickle.dumps(request._replace(batches=(), rank=Rank()))
+        ).digest()
         digests = (made(about + cloudpickle.dumps(each)).digest() for each in request.batches)
         return replace(shard, items=(request._replace(digests=tuple(digests)),))
 

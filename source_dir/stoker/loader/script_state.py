@@ -40,6 +40,16 @@ USUAL: Settings = {
 ENVIRONMENT = "os.environ"
 OF_HOSTS = ("RAY_", "STOKER_", "CUDA_", "LD_")
 """Variables that each process has for itself."""
+OF_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "PMI_RANK"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+OF_JOB = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "PMI_SIZE"),
+    *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""Variables by which launchers tell a process its rank, and how many there are."""
 ABSENT = object()
 HEAP_TYPE = 1 << 9
 """The flag of classes that Python code has made."""
@@ -296,6 +306,8 @@ def _environment() -> Settings:
     start = _at_start()
     changed: dict[str, Any] = {n: v for n, v in os.environ.items() if start.get(n) != v}
     changed |= dict.fromkeys(start.keys() - os.environ.keys())
+    for name in (*OF_RANK, *OF_JOB):  # sent apart: blocks of one rank may be those of others
+        changed.pop(name, None)
     return {(ENVIRONMENT, n): v for n, v in sorted(changed.items()) if not n.startswith(OF_HOSTS)}
 
 

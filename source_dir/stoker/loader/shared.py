@@ -87,6 +87,8 @@ class SharedBatches:
         self._budget_bytes, self._ready = budget_bytes, ready
         self._groups: dict[bytes, tuple[SharedGroup, int]] = {}
         """By a batch's digest: its group and its place there."""
+        self._apart: set[str] = set()
+        """Loaders that have asked for the rank, by their content: what they make is for one rank alone."""
         self._spent_bytes = 0
         self._spent: dict[SharedGroup, int] = {}
         """Groups that no present pass needs, the oldest first, and their bytes."""
@@ -96,7 +98,8 @@ class SharedBatches:
         parts: list[Part] = []
         request, at = shard.items[0], 0
         digests: tuple[bytes, ...] = request.digests
-        while at < len(digests) and digests[at] in self._groups:
+        shares = pass_.loader not in self._apart
+        while shares and at < len(digests) and digests[at] in self._groups:
             group, start = self._groups[digests[at]]
             stop = start
             while group.digests[stop : stop + 1] == digests[at : at + 1] != ():
@@ -106,7 +109,8 @@ class SharedBatches:
             self._unspend(group)
         if at < len(digests):
             group, number = SharedGroup(pass_.share, digests[at:]), next(pass_.share.numbers)
-            self._groups |= {each: (group, n) for n, each in enumerate(group.digests)}
+            if shares:
+                self._groups |= {each: (group, n) for n, each in enumerate(group.digests)}
             parts.append(Part(group, 0, len(group.digests)))
             rest = request._replace(batches=request.batches[at:], digests=group.digests)
             pass_.share.making[number] = group
@@ -125,6 +129,10 @@ class SharedBatches:
     def made(self, pass_: Any, block: ReadyBlock) -> None:
         group = pass_.share.making.pop(block.report.shard)
         group.block = block
+        if block.report.own:
+            self._apart.add(pass_.loader)
+            self._forget(group)
+            self._order_again([each for each in group.takers if each[0].share is not group.share])
         for taker, place in list(group.takers):
             self._settle(taker, place)
 
@@ -196,7 +204,10 @@ class SharedBatches:
         for place, parts in left.items():
             for part in parts:
                 self._leave(part.group, pass_, place)
-        for taker, place in dict.fromkeys(each for group in unmade for each in group.takers):
+        self._order_again(dict.fromkeys(each for group in unmade for each in group.takers))
+
+    def _order_again(self, places: Iterable[tuple[Any, BlockPlace]]) -> None:
+        for taker, place in places:
             asked = taker.share.asked.pop(place)
             for part in asked.parts:
                 part.group.takers.pop((taker, place), None)

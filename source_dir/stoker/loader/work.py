@@ -8,6 +8,7 @@ whether these were the same. An endless stream has no such place: it begins anew
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -27,6 +28,7 @@ import numpy as np
 
 from stoker.chain.chain import use_one_thread
 from stoker.loader.digests import batch_digest
+from stoker.loader.ranks import Rank, asked, seen_as
 from stoker.loader.script_state import ScriptState, follow_imports
 from stoker.loader.worker_output import UNSENT, Said, heard, reload
 from stoker.protocol import BadRecord, BlockReport, Record, Shard
@@ -86,13 +88,14 @@ class LoadRequest(NamedTuple):
     """A stream that is opened again begins anew, with other draws, in place of being repeated."""
     first: int = 0
     """Number of its first batch then."""
+    rank: Rank = Rank()
 
     @property
     def seed(self) -> str:
         return f"{self.base_seed}.{self.passes}" if self.passes else f"{self.base_seed}"
 
 
-BATCHES, ENDED = "__batches", "__ended"
+BATCHES, ENDED, OWN = "__batches", "__ended", "__own"
 
 
 @dataclass
@@ -430,6 +433,8 @@ class LoaderSource:
         self._work: LoaderWork | None = None
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
+        self._own = False
+        """Whether anything so far may depend on the rank."""
         self.tell: Callable[[str], Any] | None = None
 
     def apart(self) -> LoaderSource:
@@ -461,13 +466,14 @@ class LoaderSource:
         said: Said = []
         if (where := shard.items[0].where) is not None:
             self._folder, self._script = import_script(where)
-        with heard(said), self._script.active():
-            groups = self._groups(shard.items[0], bool(shard.home), self._room)
+        request = shard.items[0]
+        with self._script_works(request.rank, said):
+            groups = self._groups(request, bool(shard.home), self._room)
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
             with self._room.group():
-                with heard(said), self._script.active():
+                with self._script_works(request.rank, said):
                     group, ended = next(groups, (None, True))
                 said += [(UNSENT, NOT_SENT.format(what)) for what in self._script.unsent]
                 self._script.unsent.clear()
@@ -480,7 +486,14 @@ class LoaderSource:
                 PAGES: pages,
                 BATCHES: len(group),
                 ENDED: ended,
+                OWN: self._own,
             }
+
+    @contextlib.contextmanager
+    def _script_works(self, rank: Rank, said: Said) -> Iterator[None]:
+        with heard(said), self._script.active(), seen_as(rank):
+            yield
+        self._own |= asked()
 
     def _enter(self) -> None:
         if Path(self._folder).is_dir():
@@ -548,6 +561,6 @@ class LoaderChain:
                 report.bad.append(each)
             else:
                 columns = {PAGES: each[PAGES]}
-                report.records, report.last = each[BATCHES], each[ENDED]
+                report.records, report.last, report.own = each[BATCHES], each[ENDED], each[OWN]
                 report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
         return columns, report
