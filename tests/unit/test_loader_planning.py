@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from stoker.config.schema import Config
 from stoker.errors import Failure
-from stoker.loader.loader_service import LoaderAttempt, LoaderPass, LoaderService
+from stoker.loader.loader_pass import LoaderPass
+from stoker.loader.loader_service import LoaderAttempt, LoaderService
 from stoker.loader.script_state import ScriptState
 from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
 from stoker.protocol import (
