@@ -3,20 +3,19 @@
     print(verdict(summary).headline)
 
 Advice is limited to what the summary supports: a run of a few steps gets none. What other clusters would
-bring and cost, and which stages to make cheaper, `stoker size JOB --from RUN` tells.
+bring and cost, `stoker size JOB --from RUN` tells.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from stoker.errors import where_raised
 from stoker.events import prices
-from stoker.events.summary import STEP_TERMS, Bottleneck, Host, Summary
+from stoker.events.summary import STEP_TERMS, Bottleneck, Summary
 from stoker.figures import count_of, duration
 
 MIN_STEPS = 10
@@ -33,10 +32,8 @@ BUSY_FETCHING = 0.7
 """From this share of CPU time on, the fetching threads are not waiting for the network."""
 RECOVERY_S = 60.0
 """How long a run may wait for each lost host: Ray takes about 20 s to notice, then its work is redone."""
-IDLE_HOSTS = 0.5
-"""Below this mean CPU use of the CPU hosts, fewer of them are considered."""
-HEADROOM = 0.9
-"""Planned CPU use; the rest absorbs variation."""
+IDLE_PCT = 50.0
+"""Below this mean CPU use of the CPU hosts, fewer of them may do."""
 
 
 def _chain_ms(summary: Summary) -> float:
@@ -178,11 +175,18 @@ def _of_waiting(summary: Summary) -> Verdict:
     share = waiting(summary)
     percent = f"{100 * share:.0f} %"
     waits = f"{percent} of each step waits for data"
+    trains = summary.train_workers_by_host
+    hosts = summary.cluster.at_once()
+    cpu_hosts = {h.host for h in hosts if not (h.host in trains if trains else h.gpus)}
     if binds == "gpu" or (share < INPUT_BOUND and terms.get("compute")):
-        on_gpus = any(host.gpus for host in train_hosts(summary))
+        on_gpus = any(host.gpus for host in hosts if host.host not in cpu_hosts)
         who = "the GPUs are the bottleneck" if on_gpus else "training itself is the bottleneck"
         only = f"only {waits}" if share >= 0.01 else "less than 1 % of each step waits for data"
-        return Verdict(f"well fed: {who}; {only}", "gpu", _fewer_hosts(summary))
+        fed = Verdict(f"well fed: {who}; {only}", "gpu")
+        if (used := _mean_pct(summary, cpu_hosts)) is None or used >= IDLE_PCT:
+            return fed
+        idle = f"the CPU hosts were only {used:.0f} % busy: fewer may do"
+        return replace(fed, details=[f"{idle}; {SIZE}"])
     if binds == "one_wait" and (one := _without_one_wait(summary)):
         what = "the first batch of each epoch" if one.first else "one batch"
         head = (
@@ -193,36 +197,45 @@ def _of_waiting(summary: Summary) -> Verdict:
             "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
         )
         return Verdict(head, "one_wait", [shorter] if one.first else [])
+    rate, limit = speed.steady_samples_per_s, chain_limit(summary)
+    busy = rate / limit if limit else 0.0
     if binds == "cpu":
-        who = "the CPU hosts" if _cpu_hosts(summary) else "this host's CPUs"
+        who = "the CPU hosts" if cpu_hosts else "this host's CPUs"
         head = f"input-bound: {waits}; {who} are the bottleneck"
-        more = _more_cpus(summary, share)
-        return Verdict("; ".join([head, *more[:1]]), "cpu", more[1:])
+        if not busy:
+            return Verdict(head, "cpu")
+        # If data were never late; limited to 50 times the rate, beyond which nothing is known.
+        unhindered = rate / max(1 - share, 0.02)
+        # The observed rate already includes the CPU time lost between tasks.
+        lacking = (unhindered - rate) * _chain_ms(summary) / 1000 / min(busy, 1.0)
+        more = (
+            f"about {math.ceil(lacking)} more vCPUs would bring up to {unhindered:,.0f} samples/s"
+        )
+        return Verdict(f"{head}; {more} instead of {rate:,.0f}", "cpu", [SIZE])
     # Blocks may be late while the CPUs that make them are not busy.
     waited = {name: terms.get(name, 0.0) for name in STEP_TERMS if name != "compute"}
     production = 0 < waited["wait_production"] == max(waited.values())
-    if binds is None or (binds, production) not in REMEDIES:
+    found = REMEDIES.get((binds, production)) or REMEDIES.get((binds, None))
+    if found is None:
         raise ValueError(f"the summary does not show what its bottleneck {binds} says")
-    who, remedy = REMEDIES[binds, production]
+    who, remedy = found
     sent = f"{speed.bytes_per_sample / 1000:,.0f} kB"
-    busy = _busy(summary)
     spent = f"the CPUs spent only {100 * busy:.0f} % of their time in the chain: " if busy else ""
     details = [remedy.format(spent=spent, busy=f"{100 * busy:.0f} %", sent=sent)]
     return Verdict(f"input-bound: {waits}; {who}", binds, details)
 
 
-_LOST = (
-    "a lost host's work had to be done elsewhere",
-    "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host",
-)
-_LATE = (
-    "preprocessed data comes late, although its CPUs and the network are not at their limit",
-    "{spent}more CPU hosts would not help; look for few or uneven blocks (data.block_records) and slow"
-    " reading",
-)
-REMEDIES: dict[tuple[Bottleneck, bool], tuple[str, str]] = {
-    **{("lost_hosts", by_production): _LOST for by_production in (True, False)},
-    **{("late", by_production): _LATE for by_production in (True, False)},
+SIZE = "`stoker size JOB --from RUN` tells which hosts would do, and at what cost"
+REMEDIES: dict[tuple[Bottleneck | None, bool | None], tuple[str, str]] = {
+    ("lost_hosts", None): (
+        "a lost host's work had to be done elsewhere",
+        "that is over; what limits the run otherwise shows in a longer run, or in one that loses no host",
+    ),
+    ("late", None): (
+        "preprocessed data comes late, although its CPUs and the network are not at their limit",
+        "{spent}more CPU hosts would not help; look for few or uneven blocks (data.block_records) and slow"
+        " reading",
+    ),
     ("network", True): (
         "preprocessing itself waits for the storage that it reads",
         "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in fewer and"
@@ -243,53 +256,5 @@ REMEDIES: dict[tuple[Bottleneck, bool], tuple[str, str]] = {
         " (data.block_records), smaller samples or a GPU host with more vCPUs would help",
     ),
 }
-"""By bottleneck, and whether training waits most for blocks to be produced: who it is, and what would help."""
-
-
-def train_hosts(summary: Summary) -> list[Host]:
-    hosts, training = summary.cluster.at_once(), summary.train_workers_by_host
-    return [h for h in hosts if (h.host in training if training else h.gpus)] or hosts
-
-
-def _cpu_hosts(summary: Summary) -> list[Host]:
-    return [host for host in summary.cluster.at_once() if host not in train_hosts(summary)]
-
-
-def _busy(summary: Summary) -> float:
-    """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
-    limit = chain_limit(summary)
-    return summary.speed.steady_samples_per_s / limit if limit else 0.0
-
-
-def _more_cpus(summary: Summary, waits: float) -> list[str]:
-    busy, rate = _busy(summary), summary.speed.steady_samples_per_s
-    if not busy:
-        return []
-    # If data were never late; limited to 50 times the rate, beyond which nothing is known.
-    unhindered = rate / max(1 - waits, 0.02)
-    # The observed rate already includes the CPU time lost between tasks.
-    lacking = (unhindered - rate) * _chain_ms(summary) / 1000 / min(busy, 1.0)
-    target = f"bring up to {unhindered:,.0f} samples/s instead of {rate:,.0f}"
-    if hosts := _cpu_hosts(summary):
-        types = Counter(host.type or "" for host in hosts)
-        kind = prices.MACHINES.get(types.most_common(1)[0][0])
-    else:  # a small one, if the GPU host is a known type
-        known = all(prices.MACHINES.get(host.type or "") for host in train_hosts(summary))
-        kind = prices.MACHINES["ml.c5.xlarge"] if known else None
-    if kind is None:
-        return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
-    more = f"{math.ceil(lacking / kind.vcpus)} {'more ' if hosts else ''}{kind.type}"
-    return [f"{more} would {target}", "`stoker size JOB --from RUN` tells at what cost"]
-
-
-def _fewer_hosts(summary: Summary) -> list[str]:
-    hosts = _cpu_hosts(summary)
-    used = _mean_pct(summary, {host.host for host in hosts})
-    busy = _busy(summary) if used is None else used / 100
-    enough = math.ceil(len(hosts) * busy / HEADROOM)
-    if not busy or busy >= IDLE_HOSTS or enough >= len(hosts):
-        return []
-    percent = f"{100 * busy:.0f} % busy"
-    return [
-        f"the CPU hosts were only {percent}: {enough or 'none'} instead of {len(hosts)} would do"
-    ]
+"""By bottleneck, and whether training waits most for blocks to be produced (None: either): what it is, and what
+would help."""
