@@ -251,6 +251,7 @@ def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path
         ("never", "checkpoint.dir: {tmp}/kept has checkpoints of an earlier run (step-00000010)"),
         ("{tmp}/kept/step-00000005", "also has the later step-00000010"),
         ("ftp://host/x", "cannot read ftp:// addresses"),
+        ("gs://", "gs://: names no bucket; write gs://<bucket>/…"),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_refused_in_one_line(

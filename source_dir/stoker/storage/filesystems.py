@@ -61,6 +61,8 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
         return fs.LocalFileSystem(), str(_absolute(uri))
     if scheme == "file":
         return fs.LocalFileSystem(), rest
+    if scheme in ("s3", "gs", "az") and rest[:1] in ("", "/"):
+        raise UsageError(f"{uri}: names no bucket; write {scheme}://<bucket>/…")
     if scheme == "s3":
         options: dict[str, Any] = {}
         if endpoint := endpoint_of_s3():
