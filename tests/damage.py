@@ -38,6 +38,9 @@ def tar_of(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMA
     return content.getvalue()
 
 
+Opened = driver.Opened
+
+
 def records(root: Path | str, split: str = "train") -> list[Any]:
     return read_all(read_any(str(root), split))
 

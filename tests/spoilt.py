@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def of(pixels: Any, form: str = "TIFF") -> bytes:
 
 
 JPG, PNG = encoded(), encoded("PNG")
+HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 FLAT = np.full((30, 40), 3)
 
 
@@ -61,6 +63,21 @@ def linked(name: str, target: str) -> Make:
     return and_then(images(), lambda root: (root / name).symlink_to(target))
 
 
+def latin(name: bytes) -> Make:
+    """Images, and an empty file or folder whose name is not UTF-8."""
+
+    def spoil(root: Path) -> None:
+        path = Path(os.fsdecode(os.fsencode(root) + b"/" + name))
+        path.mkdir() if name.endswith(b"/") else path.touch()
+
+    return and_then(images(), spoil)
+
+
+def at(name: str, make: Make) -> Make:
+    """The data's address is a file or folder inside."""
+    return and_then(make, lambda root: f"{root}/{name}")
+
+
 def one(content: bytes) -> Make:
     return images(("train/dog/x.jpg", content))
 
@@ -81,15 +98,17 @@ def bomb() -> bytes:
     )
 
 
-def table(name: str = "train-0.parquet", **columns: Any) -> Make:
+def table(name: str = "train-0.parquet", change: Any = bytes, **columns: Any) -> Make:
     def make(root: Path) -> None:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         cells = {"image": [JPG] * 3, "label": [0, 1, 2], **columns}
         parquet.write_table(
             pa.table({k: v for k, v in cells.items() if v is not None}),
-            root / name,
+            path,
             row_group_size=2,
         )
+        path.write_bytes(change(path.read_bytes()))
 
     return make
 
@@ -104,7 +123,7 @@ def both(*makes: Make) -> Make:
 
 def written(name: str, content: bytes = b"") -> Make:
     def make(root: Path) -> None:
-        (root / name).write_bytes(content)
+        (root / name).mkdir() if name.endswith("/") else (root / name).write_bytes(content)
 
     return make
 

@@ -1,9 +1,10 @@
-"""Images with their labels in a CSV file: read by the parameters of ImageClassification, or refused."""
+"""Images with labels in folders or a CSV file: read by the parameters of ImageClassification, or refused."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def folder(root: Path, csv: str | bytes, *files: str, name: str = "labels.csv") 
     return root
 
 
-opened = partial(damage.opened, labels="labels.csv")
+def opened(root: Path, **params: Any) -> damage.Opened:
+    return damage.opened(root, **{"labels": "labels.csv", **params})
 
 
 def read(root: Path, **params: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
@@ -219,64 +221,44 @@ def changed(*pairs: str, more: str = "") -> str:
     return text + more
 
 
-WRONG: dict[str, tuple[str | bytes, list[str]]] = {
+IDS = changed("cat", "70000000", "dog", "1", "eel", "2")
+WRONG: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "images missing": (
         changed(more="z,cat,train\ny,cat,val\n"),
-        ["2 rows without their image", "line 8, z"],
+        ("2 rows without their image", "line 8, z"),
     ),
-    "a row twice": (
-        changed(more="a.jpg,cat,train\n"),
-        ["1 row for the image of another row", "as line 2, a)"],
-    ),
-    "labels missing": (changed("a,cat", "a,", "e,cat", "e, "), ["2 rows without a label"]),
+    "a row twice": (changed(more="a.jpg,cat,train\n"), ("of another row", "as line 2, a)")),
+    "labels missing": (changed("a,cat", "a,", "e,cat", "e, "), ("2 rows without a label",)),
     "a label of validation": (
         changed(more="x.jpg,fox,val\n"),
-        ["1 row with a label that no training image"],
+        ("1 row with a label that no training image",),
     ),
     "all at once": (
         changed("a,cat", "a,", more="y,cat,val\n"),
-        ["without their image", "without a label"],
+        ("without their image", "without a label"),
     ),
     "an unknown split": (
         changed("val", "hold"),
-        ["2 rows of no known split", "first: line 6, e: 'hold'"],
+        ("2 rows of no known split", "first: line 6, e: 'hold'"),
     ),
     "an empty split": (
         changed(",val", ","),
-        ["2 rows of no known split", "write train, val or test"],
+        ("2 rows of no known split", "write train, val or test"),
     ),
-    "two of validation": (changed("e,cat,val", "e,cat,valid"), ["val and valid both name the val"]),
-    "ids as labels": (
-        changed("cat", "70000000", "dog", "1", "eel", "2"),
-        ["labels up to 70000000"],
-    ),
-    "no column of labels": (
-        "image,x,y\na,1,2\nb,3,4\n",
-        ["write params.label_column: one of image, x, y"],
-    ),
-    "no column of images": ("foto,label\na,cat\n", ["'foto,label', has no column image"]),
-    "no line of names": ("a,cat\nb,dog\n", ["its first line, 'a,cat', has no column image"]),
-    "a column twice": ("image,label,label\na,cat,dog\n", ["has the column label twice"]),
-    "cells missing": (changed(more="x,cat\n"), ["1 row with other than 3 cells", "line 8"]),
-    "an open quote": (
-        changed(more='x,"cat,train\n'),
-        ["labels.csv: line 8: unexpected end of data"],
-    ),
-    "no CSV": ("PK\x03\x04", ["its first line"]),
-    "no text": ("caf\xe9".encode("latin-1"), ["is not UTF-8"]),
-    "no rows": ("image,label,split\n", ["holds no row below the names"]),
-    "no training": (changed("train", "val"), ["no row of the split train"]),
-    "one class": (changed("dog", "cat", "eel", "cat"), ["one class only"]),
-    "one name for several": (
-        changed(more="g,cat,train\n"),
-        ["1 row for several images", "line 8, g"],
-    ),
-}
-PARAMS: dict[str, tuple[dict[str, Any], str]] = {
-    "too few classes": ({"num_classes": 2}, "params.num_classes: .* has 3 classes"),
-    "no such file": ({"labels": "label.csv"}, "label.csv: cannot be read"),
-    "no labels": ({"labels": None, "label_separator": "|"}, "label_separator requires labels"),
-    "flat images": ({"labels": None}, "name a CSV file with the labels in params.labels"),
+    "two of validation": (changed("e,cat,val", "e,cat,valid"), ("val and valid both name the",)),
+    "ids as labels": (IDS, ("labels up to 70000000",)),
+    "no column of labels": ("image,x\na,1\n", ("params.label_column: one of image, x",)),
+    "no column of images": ("foto,label\na,cat\n", ("'foto,label', has no column image",)),
+    "no line of names": ("a,cat\nb,dog\n", ("its first line, 'a,cat', has no column image",)),
+    "a column twice": ("image,label,label\na,cat,dog\n", ("has the column label twice",)),
+    "cells missing": (changed(more="x,cat\n"), ("1 row with other than 3 cells", "line 8")),
+    "an open quote": (changed(more='x,"cat,train\n'), ("line 8: unexpected end of data",)),
+    "no CSV": ("PK\x03\x04", ("its first line",)),
+    "no text": ("caf\xe9".encode("latin-1"), ("is not UTF-8",)),
+    "no rows": ("image,label,split\n", ("holds no row below the names",)),
+    "no training": (changed("train", "val"), ("no row of the split train",)),
+    "one class": (changed("dog", "cat", "eel", "cat"), ("one class only",)),
+    "one name for several": (changed(more="g,cat,train\n"), ("for several images", "line 8, g")),
 }
 
 
@@ -289,48 +271,54 @@ def test_wrong_files_are_refused_with_counts_and_lines(case: str, tmp_path: Path
         assert any(text in problem for problem in refused.value.problems), refused.value.problems
 
 
+NUMBERED = changed("cat", "1", "dog", "2", "eel", "3")
+PARAMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "too few classes": ({"num_classes": 2}, SPLIT, "params.num_classes: .* has 3 classes"),
+    "no such file": ({"labels": "label.csv"}, SPLIT, "label.csv: cannot be read"),
+    "no labels": (
+        {"labels": None, "label_separator": "|"},
+        SPLIT,
+        "label_separator requires labels",
+    ),
+    "flat images": ({"labels": None}, SPLIT, "name a CSV file with the labels in params.labels"),
+    "a class too few": (
+        {"class_names": ["1", "2"]},
+        NUMBERED,
+        "2 rows with a label that class_names does not list .*3",
+    ),
+}
+
+
 @pytest.mark.parametrize("case", PARAMS)
 def test_wrong_parameters_are_refused(case: str, tmp_path: Path) -> None:
-    params, expected = PARAMS[case]
+    params, csv, expected = PARAMS[case]
     with pytest.raises(UsageError, match=expected):
-        opened(folder(tmp_path, SPLIT), **params)
+        opened(folder(tmp_path, csv), **params)
 
 
-NAMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "columns": (
-        SPLIT.replace("image,label", "Image Index,Finding"),
-        {"image_column": "Image Index", "label_column": "Finding"},
-        TRAIN,
-    ),
-    "classes in another order": (
-        SPLIT,
-        {"class_names": ANIMALS[::-1]},
-        {key: 2 - label for key, label in TRAIN.items()},
-    ),
+OTHER_NAMES = {"image_column": "Image Index", "label_column": "Finding"}
+NAMED: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "columns": (changed("image,label", "Image Index,Finding"), OTHER_NAMES, [0, 1, 2, 1]),
+    "classes in another order": (SPLIT, {"class_names": ANIMALS[::-1]}, [2, 1, 0, 1]),
     "classes of integers": (
-        SPLIT.replace("cat", "0").replace("dog", "1").replace("eel", "2"),
+        changed("cat", "0", "dog", "1", "eel", "2"),
         {"class_names": ANIMALS},
-        TRAIN,
+        [0, 1, 2, 1],
     ),
     "classes whose names are integers": (
-        SPLIT.replace("cat", "2").replace("dog", "3").replace("eel", "1"),
+        changed("cat", "2", "dog", "3", "eel", "1"),
         {"class_names": ["2", "3", "1"]},
-        TRAIN,
+        [0, 1, 2, 1],
     ),
 }
 
 
 @pytest.mark.parametrize("case", NAMED)
 def test_columns_and_classes_may_be_named(case: str, tmp_path: Path) -> None:
-    csv, params, train = NAMED[case]
+    csv, params, labels = NAMED[case]
     found, names, _ = read(folder(tmp_path, csv), **params)
-    assert (found["train"], names) == (train, params.get("class_names", ANIMALS))
-
-
-def test_a_label_that_class_names_lacks_is_refused(tmp_path: Path) -> None:
-    csv = SPLIT.replace("cat", "1").replace("dog", "2").replace("eel", "3")
-    with pytest.raises(UsageError, match=r"2 rows with a label that class_names does not list .*3"):
-        read(folder(tmp_path, csv), class_names=["1", "2"])
+    assert [*found["train"].values()] == labels
+    assert names == params.get("class_names", ANIMALS)
 
 
 def test_the_file_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,3 +340,102 @@ def test_what_mixes_single_labels_is_refused_with_several(tmp_path: Path) -> Non
         UsageError, match=r"train.label_smoothing, train.mixup: the images may have several"
     ):
         checks.check(load(tmp_path / "job.yaml"))
+
+
+@dataclass
+class Layout:
+    photos: list[str]
+    texts: dict[str, str] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Records of each split; empty: the folder is refused."""
+    says: str = ""
+    """Of the refusal, or of a note."""
+
+
+def of(pattern: str, count: int = 4) -> list[str]:
+    return [pattern.format(n) for n in range(count)]
+
+
+def rows(header: str, row: Callable[[int], str], count: int = 4) -> str:
+    return "".join(f"{line}\n" for line in (header, *map(row, range(count))))
+
+
+FOUR, BOTH, PETS, LIST = {"train": 4}, {"train": 4, "val": 4}, ["cat", "dog"], {"labels": "all.txt"}
+SPLITS = [*of("train/cat/{}.jpg"), *of("train/dog/{}.jpg")]
+MNIST = [f"{s}/{k}/{n}.png" for s in ("training", "testing") for k in "01" for n in "ab"]
+BREEDS = rows("id,breed", lambda n: f"{n},{'ab'[n % 2]}")
+KAGGLE = {"labels": "all.csv", "image_column": "id", "label_column": "breed"}
+HUB = rows("file_name,label", lambda n: f"{n}.jpg,{'ab'[n % 2]}")
+HUB_WHOLE = rows("file_name,label", lambda n: f"{('train', 'val')[n // 4]}/{n % 4}.jpg,{n % 2}", 8)
+ROBOFLOW = rows("filename, cat, dog", lambda n: f"{n}.jpg, {n % 2}, {1 - n % 2}")
+PER_CLASS_OF = {"image_column": "filename", "class_names": PETS, "multi_label": True}
+LISTED, ALBATROSS = {"all.txt": "1 001.Albatross/x.jpg\n"}, of("images/00{}.Albatross/x.jpg")
+PET_LIST = {"all.txt": "#Image CLASS-ID SPECIES BREED ID\nAbyssinian_0 1 1 1\n"}
+NO_HEADER = {"all.txt": rows("0.jpg 0", lambda n: f"{n}.jpg {n % 2}")}
+NO_SPLIT = "has no folder train/.*params.labels"
+LAYOUTS = {
+    "a competition's test without labels": Layout(
+        [*SPLITS, *of("test/{}.jpg", 5)],
+        counts={"train": 8},
+        says="test/ (5 files) has no class folders and is not used",
+    ),
+    "Hugging Face, a table in each split": Layout(
+        [*of("train/{}.jpg"), *of("test/{}.jpg")],
+        {"train/metadata.csv": HUB, "test/metadata.csv": HUB},
+        counts=BOTH,
+    ),
+    "Hugging Face, one table": Layout(
+        [*of("train/{}.jpg"), *of("val/{}.jpg")], {"metadata.csv": HUB_WHOLE}, counts=BOTH
+    ),
+    "Hugging Face, JSON lines": Layout(
+        of("train/{}.jpg"), {"train/metadata.jsonl": "{}"}, says="ignore"
+    ),
+    "Kaggle, ids without a suffix": Layout(
+        [*of("train/{}.jpg"), *of("test/9{}.jpg")],
+        {"all.csv": BREEDS, "sample_submission.csv": "id,a,b\n90,0.5,0.5\n"},
+        KAGGLE,
+        FOUR,
+        "4 images of",
+    ),
+    "Kaggle, no column named": Layout(
+        of("train/{}.jpg"), {"all.csv": BREEDS}, {"labels": "all.csv"}, says="image_column"
+    ),
+    "Roboflow": Layout(
+        [*of("train/{}.jpg"), *of("valid/{}.jpg"), *of("test/{}.jpg")],
+        {f"{split}/_classes.csv": ROBOFLOW for split in ("train", "valid", "test")},
+        {"labels": "_classes.csv", **PER_CLASS_OF},
+        BOTH,
+        "4 images of",
+    ),
+    "MNIST as PNG": Layout(MNIST, counts=BOTH),
+    "a list without a header": Layout(
+        of("{}.jpg"), NO_HEADER, LIST, says="params.image_column and params.label_column"
+    ),
+    "CUB-200": Layout(ALBATROSS, LISTED, says=NO_SPLIT),
+    "CUB-200, its list": Layout(ALBATROSS, LISTED, LIST, says="params.image_column"),
+    "Oxford pets": Layout(of("i/Aby_{}.jpg"), PET_LIST, LIST, says="params.image_column"),
+    "iNaturalist": Layout(of("train2019/Birds/202/{}.jpg"), {"train2019.json": ""}, says=NO_SPLIT),
+    "annotations beside images": Layout(
+        SPLITS, {"train/a.xml": "", "train/b.xml": ""}, says=r"2 files not .*\*\.xml"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_folder_is_read_or_refused_with_the_key_to_write(case: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[case]
+    for name in [*layout.photos, *layout.texts]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(layout.texts[name].encode() if name in layout.texts else JPG)
+    if not layout.counts:
+        with pytest.raises(UsageError, match=layout.says) as refused:
+            damage.opened(tmp_path, **layout.params)
+        assert len(refused.value.problems) == 1
+        return
+    _, data = damage.opened(tmp_path, **layout.params)
+    assert {split: source.count() for split, source in data.sources.items()} == layout.counts
+    for split, count in layout.counts.items():
+        assert sum(len(c["label"]) for c, _ in damage.preprocessed(data, split)) == count
+    notes = " ".join(data.notes())
+    assert layout.says in notes if layout.says else notes == ""
